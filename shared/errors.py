@@ -1,0 +1,172 @@
+"""Errors a caller can cause, drawn as a tree. Each knows its reason and its gRPC status code.
+
+OutriderError
+├── InvalidArgument          INVALID_ARGUMENT      names the field, the value and the limit
+├── FailedPrecondition       FAILED_PRECONDITION   the two sides disagree; an operator must act
+├── QueueFull                RESOURCE_EXHAUSTED    retry later, or elsewhere
+├── Unavailable              UNAVAILABLE           starting or draining; retry elsewhere
+├── NotFound                 NOT_FOUND
+├── EngineFailed             INTERNAL              our fault; details stay in the log
+├── SettingsError            (at start only)       every bad setting at once
+└── CheckpointError          (at start only)       names the file, the key and the shapes
+
+Our own bugs are `assert`s, not errors of this tree.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Self
+
+
+class StatusCode(enum.IntEnum):
+    """Canonical gRPC status codes, so that this module needs no grpc."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """A request field and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class OutriderError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        reason: UPPER_SNAKE_CASE, stable; travels as `ErrorInfo.reason`.
+        message: names the value and the limit.
+        violations: the fields at fault, for `BadRequest`.
+        retry_after_s: when a retry may succeed, for `RetryInfo`; None says do not retry.
+    """
+
+    code = StatusCode.INTERNAL
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(OutriderError):
+    """The request itself is wrong; sending it again cannot help."""
+
+    code = StatusCode.INVALID_ARGUMENT
+
+    @classmethod
+    def of(cls, reason: str, field: str, message: str) -> Self:
+        return cls(message, reason=reason, violations=(FieldViolation(field, message),))
+
+    @classmethod
+    def out_of_range(cls, field: str, value: object, limit: str) -> Self:
+        message = f"{field} is {value}; it must be in {limit}"
+        if not limit.startswith(("[", "(")):
+            message = f"{field} is {value}; it must be {limit}"
+        return cls.of("SAMPLING_PARAM_OUT_OF_RANGE", field, message)
+
+    @classmethod
+    def malformed_tree(cls, message: str) -> Self:
+        return cls.of("TREE_MALFORMED", "tree", f"malformed token tree: {message}")
+
+    @classmethod
+    def prompt_empty(cls) -> Self:
+        return cls.of("PROMPT_EMPTY", "prompt", "the prompt has no tokens; at least 1 is needed")
+
+    @classmethod
+    def prompt_too_long(cls, num_tokens: int, limit: int) -> Self:
+        message = f"the prompt has {num_tokens:,} tokens; the model accepts {limit:,}"
+        return cls.of("PROMPT_TOO_LONG", "prompt", message)
+
+
+class FailedPrecondition(OutriderError):
+    """Both sides are well-formed but do not fit together."""
+
+    code = StatusCode.FAILED_PRECONDITION
+
+    @classmethod
+    def tokenizer_mismatch(cls, draft_sha256: str, target_sha256: str) -> Self:
+        return cls(
+            f"the draft's tokenizer is {draft_sha256}; the target's is {target_sha256}",
+            reason="TOKENIZER_MISMATCH",
+        )
+
+
+class QueueFull(OutriderError):
+    """The admission queue is at its bound."""
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, num_waiting: int, limit: int, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(
+            f"{num_waiting} requests are waiting; the queue holds {limit}",
+            reason="QUEUE_FULL",
+            retry_after_s=retry_after_s,
+        )
+
+
+class Unavailable(OutriderError):
+    """The server is starting or draining."""
+
+    code = StatusCode.UNAVAILABLE
+
+    @classmethod
+    def starting(cls) -> Self:
+        return cls("the server is starting", reason="SERVER_STARTING", retry_after_s=1.0)
+
+    @classmethod
+    def draining(cls) -> Self:
+        return cls("the server is draining", reason="SERVER_DRAINING", retry_after_s=1.0)
+
+
+class NotFound(OutriderError):
+    """No such thing."""
+
+    code = StatusCode.NOT_FOUND
+
+
+class EngineFailed(OutriderError):
+    """The engine broke; the caller gets the request id only."""
+
+    code = StatusCode.INTERNAL
+
+    def __init__(self, message: str = "the engine failed; see the server's log") -> None:
+        super().__init__(message, reason="ENGINE_FAILED")
+
+
+class SettingsError(OutriderError):
+    """One or more settings are wrong; the message has a line for each."""
+
+    code = StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("\n".join(problems), reason="SETTINGS_INVALID")
+        self.problems = problems
+
+
+class CheckpointError(OutriderError):
+    """A model folder cannot be served; the message names the file, the key and the shapes."""
+
+    code = StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="CHECKPOINT_INVALID")

@@ -1,0 +1,279 @@
+"""The nouns every service shares: sampling parameters, token trees, candidates and verdicts.
+
+Plain frozen data without torch, protobuf or grpc, so that policies can be read and tested alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shared.errors import InvalidArgument
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is drawn from the target's logits.
+
+    Attributes:
+        temperature: in [0, 2]; 0 takes the highest logit.
+        top_k: keeps the k highest logits; 0 is off.
+        top_p: in (0, 1]; keeps the smallest set of tokens whose mass reaches it; 1 is off.
+        min_p: in [0, 1]; drops tokens below `min_p` times the highest probability; 0 is off.
+        frequency_penalty: in [-2, 2]; subtracted per occurrence in the output.
+        presence_penalty: in [-2, 2]; subtracted once for a token that occurs in the output.
+        repetition_penalty: in (0, 2]; divides positive and multiplies negative logits of tokens
+            that occur in prompt or output; 1 is off.
+        logit_bias: token id to a value in [-100, 100], added to the logit.
+        seed: keys the noise; the output is a function of weights, prompt, parameters and seed.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default=_NO_BIAS)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        if self.top_k < 0:
+            raise InvalidArgument.out_of_range("top_k", self.top_k, "0 (off) or more")
+        for token_id, bias in self.logit_bias.items():
+            _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When generation ends.
+
+    Attributes:
+        max_output_tokens: at least 1.
+        min_output_tokens: stop tokens cannot be drawn before this many tokens are out.
+        stop_token_ids: tokens that end generation, beside the model's own end tokens.
+        ignore_eos: the model's own end tokens do not end generation.
+    """
+
+    max_output_tokens: int
+    min_output_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_output_tokens < 1:
+            raise InvalidArgument.out_of_range("max_tokens", self.max_output_tokens, "at least 1")
+        if not 0 <= self.min_output_tokens <= self.max_output_tokens:
+            raise InvalidArgument.out_of_range(
+                "min_tokens", self.min_output_tokens, f"[0, max_tokens={self.max_output_tokens}]"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Candidate continuations of one sequence, parents before children.
+
+    Attributes:
+        token_ids: token of each node.
+        parent_indices: index of each node's parent; None hangs off the last committed token.
+        log_probs: the draft's natural-log probability of each node given its parent, or empty.
+            For ranking and telemetry only, never for acceptance.
+    """
+
+    token_ids: tuple[int, ...]
+    parent_indices: tuple[int | None, ...]
+    log_probs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parent_indices) != len(self.token_ids):
+            raise InvalidArgument.malformed_tree(
+                f"{len(self.token_ids)} token ids but {len(self.parent_indices)} parent indices"
+            )
+        if len(self.log_probs) not in (0, len(self.token_ids)):
+            raise InvalidArgument.malformed_tree(
+                f"{len(self.token_ids)} token ids but {len(self.log_probs)} log probabilities"
+            )
+        for node, parent in enumerate(self.parent_indices):
+            if parent is not None and not 0 <= parent < node:
+                raise InvalidArgument.malformed_tree(
+                    f"node {node} has parent {parent}; a parent must come before its child"
+                )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> TokenTree:
+        """Returns the tree in which each token is the only child of the one before it."""
+        parents = tuple(i - 1 if i else None for i in range(len(token_ids)))
+        return cls(tuple(token_ids), parents)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; 1 for children of the last committed token."""
+        depths: list[int] = []
+        for parent in self.parent_indices:
+            depths.append(1 if parent is None else depths[parent] + 1)
+        return tuple(depths)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Returns the node indices from the root's child down to `node`, both included."""
+        path: list[int] = []
+        current: int | None = node
+        while current is not None:
+            path.append(current)
+            current = self.parent_indices[current]
+        return tuple(reversed(path))
+
+
+EMPTY_TREE = TokenTree((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Bounds of a drafted tree, with SGLang's meaning of the three numbers.
+
+    Attributes:
+        num_steps: expansions, the depth of the tree; in [1, 32].
+        topk: children of a node, and nodes kept a level; in [1, 16]. 1 is a chain.
+        num_draft_tokens: rows verified a round, the root included; in [2, 257].
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_steps <= 32:
+            raise InvalidArgument.out_of_range("num_steps", self.num_steps, "[1, 32]")
+        if not 1 <= self.topk <= 16:
+            raise InvalidArgument.out_of_range("topk", self.topk, "[1, 16]")
+        if not 2 <= self.num_draft_tokens <= 257:
+            raise InvalidArgument.out_of_range(
+                "num_draft_tokens", self.num_draft_tokens, "[2, 257]"
+            )
+
+    @property
+    def max_node_count(self) -> int:
+        """Most nodes a tree of this shape has; the root is not a node."""
+        if self.topk == 1:
+            return min(self.num_steps, self.num_draft_tokens - 1)
+        return self.num_draft_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """The verdict a conditional candidate was prepared for.
+
+    Attributes:
+        node_index: last accepted node of the round's tree; None when no node is accepted.
+        bonus_token_id: the token the target draws after that node.
+    """
+
+    node_index: int | None
+    bonus_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tree for one round of one sequence.
+
+    `round` and `committed_token_count` fence it: a candidate for any other state is stale. With a
+    condition the tree is for the round after `round`, if the verdict on `round` is that one.
+    """
+
+    sequence_id: int
+    round: int
+    committed_token_count: int
+    tree: TokenTree
+    condition: Condition | None = None
+
+
+class Outcome(enum.Enum):
+    """What became of a sequence's candidate in a step."""
+
+    VERIFIED = "verified"
+    MISSED = "missed"
+    STALE = "stale"
+    VERIFIED_NEXT_READY = "verified_next_ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target's decision on one round of one sequence.
+
+    Attributes:
+        round: the round decided; the next candidate is for `round + 1`.
+        accepted_node_indices: the accepted path, root's child first; empty unless verified.
+        committed_token_ids: tokens this round commits: the accepted path, then the bonus token.
+            Shorter when the sequence stopped inside the path.
+        committed_token_count: prompt plus output after this round.
+    """
+
+    sequence_id: int
+    round: int
+    outcome: Outcome
+    accepted_node_indices: tuple[int, ...]
+    committed_token_ids: tuple[int, ...]
+    committed_token_count: int
+
+    @property
+    def bonus_token_id(self) -> int:
+        return self.committed_token_ids[-1]
+
+
+class FinishReason(enum.Enum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one output position, from the untransformed target logits.
+
+    Attributes:
+        log_prob: natural log of the chosen token's probability.
+        rank: 1 for the most probable token.
+        top: the most probable tokens with their log probabilities, best first.
+    """
+
+    log_prob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
+    inside = (low < value if low_open else low <= value) and value <= high
+    if not inside:
+        bracket = "(" if low_open else "["
+        raise InvalidArgument.out_of_range(name, value, f"{bracket}{low:g}, {high:g}]")
