@@ -1,0 +1,146 @@
+"""Who holds which KV page: sequences by leases, finished prefixes by the cache, nobody else.
+
+Every live page is in exactly one state: *free*, *cached* (in the prefix cache, whether or not a
+sequence is reading it) or *held* (by one lease alone). `free + cached + held = total` always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.kv.pages import OutOfPages, PagePool
+from shared.kv.prefix import PrefixCache, PrefixNode
+
+
+@dataclass(slots=True, eq=False)
+class KvLease:
+    """The pages of one sequence, in logical order.
+
+    Attributes:
+        pages: `[0, num_shared_pages)` belong to the prefix cache and are read only;
+            `[num_shared_pages, …)` are this lease's own.
+        num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
+    """
+
+    pages: list[int]
+    num_cached_tokens: int
+    num_shared_pages: int
+    prefix: PrefixNode = field(repr=False)
+
+
+class KvLeases:
+    """Hands out leases over one page pool and keeps finished prefixes for reuse."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._cache = PrefixCache(page_size)
+        self._caches_prefixes = prefix_cache
+        self._leases: dict[int, KvLease] = {}
+
+    @property
+    def num_pages(self) -> int:
+        """Live pages, the padding page left out."""
+        return self._pool.num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_cached_pages(self) -> int:
+        return self._cache.num_pages
+
+    @property
+    def num_held_pages(self) -> int:
+        return self.num_pages - self.num_free_pages - self.num_cached_pages
+
+    def open(self, token_ids: Sequence[int]) -> KvLease:
+        """Opens a lease on the longest cached prefix of `token_ids`.
+
+        At least one token is left to compute, because its logits are wanted.
+        """
+        node, pages = self._cache.match(token_ids[:-1])
+        self._cache.lock(node)
+        lease = KvLease(pages, len(pages) * self.page_size, len(pages), node)
+        self._leases[id(lease)] = lease
+        return lease
+
+    def grow(self, lease: KvLease, num_tokens: int) -> None:
+        """Makes the lease's pages cover `num_tokens`, evicting unused prefixes if need be.
+
+        Raises:
+            OutOfPages: not enough pages even so; the lease is as it was.
+        """
+        num_missing = -(-num_tokens // self.page_size) - len(lease.pages)
+        if num_missing <= 0:
+            return
+        if num_missing > self._pool.num_free:
+            self._pool.release(self._cache.evict(num_missing - self._pool.num_free))
+        lease.pages.extend(self._pool.allocate(num_missing))
+
+    def shrink(self, lease: KvLease, num_tokens: int) -> None:
+        """Frees own pages beyond `num_tokens`."""
+        num_kept = max(-(-num_tokens // self.page_size), lease.num_shared_pages)
+        self._pool.release(lease.pages[num_kept:])
+        del lease.pages[num_kept:]
+
+    def close(self, lease: KvLease, token_ids: Sequence[int]) -> None:
+        """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
+        prefix cache, every other own page is freed."""
+        del self._leases[id(lease)]
+        num_computed_pages = len(token_ids) // self.page_size if self._caches_prefixes else 0
+        num_kept = max(num_computed_pages, lease.num_shared_pages)
+        self._pool.release(lease.pages[num_kept:])
+        if num_computed_pages > lease.num_shared_pages:
+            tokens = token_ids[: num_kept * self.page_size]
+            self._pool.release(self._cache.insert(tokens, lease.pages[:num_kept]))
+        self._cache.unlock(lease.prefix)
+        lease.pages = []
+
+    def publish(self, lease: KvLease, token_ids: Sequence[int]) -> None:
+        """Shares the whole pages of computed `token_ids` while the lease goes on, so that other
+        sequences with the same prompt need not wait for this one to end."""
+        num_pages = len(token_ids) // self.page_size
+        if not self._caches_prefixes or num_pages <= lease.num_shared_pages:
+            return
+        tokens = token_ids[: num_pages * self.page_size]
+        self._pool.release(self._cache.insert(tokens, lease.pages[:num_pages]))
+        node, pages = self._cache.match(tokens)
+        self._cache.lock(node)
+        self._cache.unlock(lease.prefix)
+        lease.pages[:num_pages] = pages
+        lease.prefix, lease.num_shared_pages = node, num_pages
+
+    def flush(self) -> int:
+        """Frees every cached page that no sequence reads; returns how many."""
+        pages = self._cache.evict(self._cache.num_pages)
+        self._pool.release(pages)
+        return len(pages)
+
+    def check(self) -> None:
+        """Asserts that every page has exactly one owner."""
+        cached = list(self._cache.all_pages())
+        held = [
+            page
+            for lease in self._leases.values()
+            for page in lease.pages[lease.num_shared_pages :]
+        ]
+        owned = cached + held
+        assert len(set(owned)) == len(owned), "a page has two owners"
+        assert len(cached) == self._cache.num_pages
+        assert len(owned) + self._pool.num_free == self.num_pages, (
+            f"free {self._pool.num_free} + cached {len(cached)} + held {len(held)}"
+            f" is not total {self.num_pages}"
+        )
+        locked = set(self._cache.locked_pages())
+        shared = {
+            page
+            for lease in self._leases.values()
+            for page in lease.pages[: lease.num_shared_pages]
+        }
+        assert locked == shared, "locks and leases disagree"
+
+
+__all__ = ["KvLease", "KvLeases", "OutOfPages"]
