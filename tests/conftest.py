@@ -1,0 +1,28 @@
+"""Settings of the whole suite."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+def pytest_configure() -> None:
+    """One torch thread a process: xdist workers must not fight for the cores."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips `gpu` tests where there is no CUDA device, and says so."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
