@@ -14,7 +14,6 @@ from shared.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default=_NO_BIAS)
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
 
     def __post_init__(self) -> None:
