@@ -1,0 +1,311 @@
+"""The drafts that are attached now, what they were given and what they have pushed. No torch.
+
+A draft is an accelerator: everything here may be late, stale, duplicated or gone, and the target
+steps all the same. A candidate is fenced by (sequence, round, committed tokens) and by belonging
+to a live attachment; only one that matches is ever verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.target.patience import Patience
+from services.target.sequence import Sequence
+from shared.tokens import (
+    EMPTY_TREE,
+    Candidate,
+    Condition,
+    Outcome,
+    SamplingParams,
+    TokenTree,
+    Verdict,
+)
+
+MAX_CONDITIONAL_CANDIDATES = 64
+"""Conditional candidates kept for one sequence and round; more are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSequence:
+    """A sequence as it is handed to a draft."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMessage:
+    """What one draft is told after one step. At most one a step, whatever the batch."""
+
+    opened: tuple[OpenedSequence, ...]
+    verdicts: tuple[Verdict, ...]
+    closed: tuple[int, ...]
+
+
+class DraftPort(Protocol):
+    """The way to one draft. Called on the engine thread; must not block."""
+
+    def send(self, message: DraftMessage) -> bool:
+        """Queues a message; False says that the draft does not keep up and is to be detached."""
+
+    def close(self) -> None:
+        """Ends the stream; called once, when the target detaches the draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftIdentity:
+    """Who attached."""
+
+    attachment_id: str
+    worker_id: str
+    model_id: str
+    algorithm: str
+    max_sequences: int
+    attach_time_s: float
+
+
+@dataclass(slots=True)
+class AttachmentCounters:
+    """Life-long counters of one attachment."""
+
+    num_verified_rounds: int = 0
+    num_accepted: int = 0
+    num_missed_rounds: int = 0
+    num_stale_candidates: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One live draft. Owned by the engine thread."""
+
+    identity: DraftIdentity
+    port: DraftPort
+    patience: Patience
+    counters: AttachmentCounters = field(default_factory=AttachmentCounters)
+    sequence_ids: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+    outbox_opened: list[OpenedSequence] = field(default_factory=list)
+    outbox_verdicts: list[Verdict] = field(default_factory=list)
+    outbox_closed: list[int] = field(default_factory=list)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.sequence_ids) < self.identity.max_sequences
+
+    def take_message(self) -> DraftMessage | None:
+        """Empties the outbox."""
+        if not (self.outbox_opened or self.outbox_verdicts or self.outbox_closed):
+            return None
+        message = DraftMessage(
+            tuple(self.outbox_opened), tuple(self.outbox_verdicts), tuple(self.outbox_closed)
+        )
+        self.outbox_opened.clear()
+        self.outbox_verdicts.clear()
+        self.outbox_closed.clear()
+        return message
+
+
+@dataclass(slots=True)
+class _Assignment:
+    """A sequence's place at a draft, and what the draft has pushed for it."""
+
+    attachment: Attachment
+    sequence: Sequence
+    deadline_s: float
+    asked_s: float | None = None
+    candidate: Candidate | None = None
+    conditional: dict[Condition, Candidate] = field(default_factory=dict)
+    stale_in_round: bool = False
+
+    def fences(self, candidate: Candidate) -> bool:
+        return candidate.round == self.sequence.round and candidate.committed_token_count == len(
+            self.sequence.token_ids
+        )
+
+
+class Attachments:
+    """Registry of drafts and of the sequences assigned to them."""
+
+    def __init__(self) -> None:
+        self._attachments: dict[str, Attachment] = {}
+        self._assignments: dict[int, _Assignment] = {}
+
+    @property
+    def live(self) -> tuple[Attachment, ...]:
+        """Attachments, oldest first."""
+        return tuple(self._attachments.values())
+
+    def attach(self, attachment: Attachment, sequences: Iterable[Sequence], now_s: float) -> None:
+        """Adds a draft and hands it the running sequences that have none."""
+        self._attachments[attachment.identity.attachment_id] = attachment
+        for sequence in sequences:
+            self.assign(sequence, now_s)
+
+    def detach(self, attachment_id: str, now_s: float) -> Attachment | None:
+        """Removes a draft; its sequences move to others that have room, or go on alone."""
+        attachment = self._attachments.pop(attachment_id, None)
+        if attachment is None:
+            return None
+        for sequence_id in tuple(attachment.sequence_ids):
+            sequence = self._assignments.pop(sequence_id).sequence
+            self.assign(sequence, now_s)
+        return attachment
+
+    def assign(self, sequence: Sequence, now_s: float) -> None:
+        """Hands a sequence to the draft with the fewest, if one has room and it wants one."""
+        if sequence.request.speculation_disabled or sequence.sequence_id in self._assignments:
+            return
+        willing = [
+            attachment
+            for attachment in self._attachments.values()
+            if attachment.has_room and sequence.sequence_id not in attachment.released
+        ]
+        if not willing:
+            return
+        attachment = min(willing, key=lambda each: len(each.sequence_ids))
+        attachment.sequence_ids.add(sequence.sequence_id)
+        attachment.outbox_opened.append(
+            OpenedSequence(
+                sequence.sequence_id,
+                tuple(sequence.token_ids),
+                sequence.num_prompt_tokens,
+                sequence.sampling,
+                sequence.round,
+            )
+        )
+        # A first tree is never waited for: the draft may have a long prompt to read.
+        self._assignments[sequence.sequence_id] = _Assignment(attachment, sequence, now_s)
+
+    def close(self, sequence: Sequence) -> None:
+        """Ends a sequence at its draft."""
+        assignment = self._assignments.pop(sequence.sequence_id, None)
+        for attachment in self._attachments.values():
+            attachment.released.discard(sequence.sequence_id)
+        if assignment is not None:
+            assignment.attachment.sequence_ids.remove(sequence.sequence_id)
+            assignment.attachment.outbox_closed.append(sequence.sequence_id)
+
+    def release(self, attachment_id: str, sequence_ids: Iterable[int], now_s: float) -> None:
+        """A draft hands sequences back; others with room take them."""
+        attachment = self._attachments.get(attachment_id)
+        for sequence_id in sequence_ids:
+            assignment = self._assignments.get(sequence_id)
+            if attachment is None or assignment is None or assignment.attachment is not attachment:
+                continue
+            del self._assignments[sequence_id]
+            attachment.sequence_ids.remove(sequence_id)
+            attachment.released.add(sequence_id)
+            self.assign(assignment.sequence, now_s)
+
+    def offer(self, attachment_id: str, candidates: Iterable[Candidate], now_s: float) -> None:
+        """Takes what a draft pushed; what does not match the current round is dropped."""
+        attachment = self._attachments.get(attachment_id)
+        if attachment is None:
+            return
+        for candidate in candidates:
+            assignment = self._assignments.get(candidate.sequence_id)
+            if assignment is None or assignment.attachment is not attachment:
+                attachment.counters.num_stale_candidates += 1
+            elif not assignment.fences(candidate):
+                attachment.counters.num_stale_candidates += 1
+                assignment.stale_in_round = True
+            elif candidate.condition is None:
+                assignment.candidate = candidate
+                asked_s = assignment.asked_s
+                attachment.patience.heard(None if asked_s is None else now_s - asked_s)
+            elif len(assignment.conditional) < MAX_CONDITIONAL_CANDIDATES:
+                assignment.conditional[candidate.condition] = candidate
+
+    def is_ready(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether a sequence can step: it has its candidate, or none is waited for any more."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        return (
+            assignment is None or assignment.candidate is not None or now_s >= assignment.deadline_s
+        )
+
+    def deadline_s(self, sequence: Sequence) -> float:
+        """Until when the sequence waits for its candidate; long past when it waits for none."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        return -math.inf if assignment is None else assignment.deadline_s
+
+    def candidate_tree(self, sequence: Sequence) -> TokenTree:
+        """The tree for the sequence's current round, perhaps empty."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None or assignment.candidate is None:
+            return EMPTY_TREE
+        return assignment.candidate.tree
+
+    def decided(
+        self,
+        sequence: Sequence,
+        committed_token_ids: tuple[int, ...],
+        accepted_node_indices: tuple[int, ...],
+        *,
+        was_verified: bool,
+        now_s: float,
+    ) -> None:
+        """Records the verdict on a round after it was committed, and selects what was pushed ahead.
+
+        `sequence.round` is the next round already.
+        """
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None:
+            return
+        attachment = assignment.attachment
+        is_first = sequence.num_output_tokens == len(committed_token_ids)
+        if was_verified:
+            attachment.counters.num_verified_rounds += 1
+            attachment.counters.num_accepted += len(accepted_node_indices)
+        elif assignment.candidate is None and not is_first:
+            attachment.counters.num_missed_rounds += 1
+            attachment.patience.missed(now_s)
+            sequence.stats.num_missed_rounds += 1
+        selected = self._select(assignment, accepted_node_indices, committed_token_ids[-1])
+        attachment.outbox_verdicts.append(
+            Verdict(
+                sequence.sequence_id,
+                sequence.round - 1,
+                self._outcome(assignment, was_verified, selected),
+                accepted_node_indices,
+                committed_token_ids,
+                len(sequence.token_ids),
+            )
+        )
+        assignment.candidate = selected
+        assignment.conditional.clear()
+        assignment.stale_in_round = False
+        assignment.asked_s = None if is_first else now_s
+        assignment.deadline_s = attachment.patience.deadline_s(now_s)
+
+    def take_messages(self) -> list[tuple[Attachment, DraftMessage]]:
+        """Empties every outbox: one message a draft."""
+        messages: list[tuple[Attachment, DraftMessage]] = []
+        for attachment in self._attachments.values():
+            message = attachment.take_message()
+            if message is not None:
+                messages.append((attachment, message))
+        return messages
+
+    @staticmethod
+    def _select(
+        assignment: _Assignment, accepted_node_indices: tuple[int, ...], bonus_token_id: int
+    ) -> Candidate | None:
+        """The candidate that was pushed ahead for exactly this verdict."""
+        node = accepted_node_indices[-1] if accepted_node_indices else None
+        return assignment.conditional.get(Condition(node, bonus_token_id))
+
+    @staticmethod
+    def _outcome(
+        assignment: _Assignment, was_verified: bool, selected: Candidate | None
+    ) -> Outcome:
+        if selected is not None and was_verified:
+            return Outcome.VERIFIED_NEXT_READY
+        if was_verified:
+            return Outcome.VERIFIED
+        return Outcome.STALE if assignment.stale_in_round else Outcome.MISSED

@@ -1,0 +1,75 @@
+"""How long the target waits for one draft's candidates. No torch; the clock is an argument.
+
+A draft that answers is waited for, a few times as long as it usually takes. A draft that has gone
+silent is not waited for at all, but for a probe now and then, each twice as long after the last,
+so that a frozen process costs next to nothing and one that thaws is found again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MISSES_UNTIL_COLD = 3
+FIRST_PROBE_S = 0.25
+LAST_PROBE_S = 8.0
+WAIT_PER_RESPONSE = 4.0
+SMOOTHING = 0.2
+SHORTEST_WAIT_S = 0.002
+
+
+@dataclass(slots=True)
+class Patience:
+    """Wait budget of one attachment.
+
+    Attributes:
+        longest_wait_s: upper bound of a wait; 0 never waits.
+    """
+
+    longest_wait_s: float
+    _response_s: float | None = None
+    _num_misses: int = 0
+    _last_miss_s: float | None = None
+    _probe_s: float = 0.0
+    _probe_gap_s: float = field(default=FIRST_PROBE_S)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the draft has gone silent."""
+        return self._num_misses >= MISSES_UNTIL_COLD
+
+    @property
+    def wait_s(self) -> float:
+        """The wait a warm draft is given."""
+        if self._response_s is None:
+            return self.longest_wait_s
+        wanted = max(WAIT_PER_RESPONSE * self._response_s, SHORTEST_WAIT_S)
+        return min(wanted, self.longest_wait_s)
+
+    def deadline_s(self, now_s: float) -> float:
+        """Called when a verdict goes out: until when its sequence waits for the next tree."""
+        if not self.is_cold:
+            return now_s + self.wait_s
+        if now_s < self._probe_s:
+            return now_s
+        self._probe_s = now_s + self._probe_gap_s
+        self._probe_gap_s = min(2.0 * self._probe_gap_s, LAST_PROBE_S)
+        return now_s + self.longest_wait_s
+
+    def heard(self, response_s: float | None) -> None:
+        """A candidate for a current round arrived.
+
+        Args:
+            response_s: time since its verdict; None when the draft had more to do than to answer
+                a verdict, such as reading a prompt.
+        """
+        if response_s is not None:
+            known = response_s if self._response_s is None else self._response_s
+            self._response_s = known + SMOOTHING * (response_s - known)
+        self._num_misses = 0
+        self._probe_gap_s = FIRST_PROBE_S
+
+    def missed(self, now_s: float) -> None:
+        """A round went by without its candidate. Rounds of one step count once."""
+        if now_s != self._last_miss_s:
+            self._num_misses += 1
+            self._last_miss_s = now_s

@@ -1,0 +1,164 @@
+"""What a caller asks of the engine, and what the engine answers. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.errors import InvalidArgument, OutriderError
+from shared.tokens import MAX_TOP_LOGPROBS, FinishReason, SamplingParams, StopParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        request_id: for logs and traces.
+        prompt_token_ids: at least one.
+        top_logprobs: None computes no log probabilities; 0 only those of the drawn tokens.
+        arrival_s: engine clock at submission, in seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    stop: StopParams
+    arrival_s: float
+    top_logprobs: int | None = None
+    speculation_disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is checked against.
+
+    Attributes:
+        max_context_tokens: largest prompt plus output.
+        max_kv_tokens: tokens the KV pool holds; a longer sequence could never run.
+    """
+
+    vocab_size: int
+    max_context_tokens: int
+    max_kv_tokens: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Largest prompt plus output that can be served."""
+        return min(self.max_context_tokens, self.max_kv_tokens)
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises:
+        InvalidArgument: the prompt is empty, too long or names a token outside the vocabulary.
+        """
+        if not token_ids:
+            raise InvalidArgument.prompt_empty()
+        if len(token_ids) >= self.max_sequence_tokens:
+            raise InvalidArgument.prompt_too_long(len(token_ids), self.max_sequence_tokens - 1)
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidArgument.of(
+                "TOKEN_OUT_OF_RANGE",
+                "prompt_token_ids",
+                f"prompt holds token {low if low < 0 else high}; "
+                f"ids must be in [0, {self.vocab_size})",
+            )
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises:
+        InvalidArgument: the request can never be served; names the field, value and limit.
+        """
+        self.check_prompt(request.prompt_token_ids)
+        self._check_token_ids("stop_token_ids", request.stop.stop_token_ids)
+        self._check_token_ids("logit_bias", request.sampling.logit_bias)
+        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidArgument.out_of_range(
+                "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
+            )
+
+    def _check_token_ids(self, field_name: str, token_ids: object) -> None:
+        for token_id in token_ids:  # type: ignore[attr-defined]
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidArgument.out_of_range(
+                    field_name, token_id, f"[0, {self.vocab_size - 1}]"
+                )
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of one request.
+
+    Attributes:
+        num_rounds: decode steps, with or without candidates.
+        num_verified_rounds: rounds in which a tree was verified.
+        num_drafted: draft nodes verified.
+        num_accepted: draft nodes accepted and kept, bonus tokens left out.
+        num_missed_rounds: rounds that wanted a tree and ran without.
+        histogram: element i counts verified rounds that accepted exactly i nodes.
+    """
+
+    num_rounds: int = 0
+    num_verified_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_missed_rounds: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add_verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts a verified round."""
+        self.num_verified_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue."""
+
+    num_cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens committed by one step; the first `num_accepted` of them were drafted."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended well."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    stop_token_id: int | None
+    stats: SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error."""
+
+    error: OutriderError
+
+
+Event = Started | Delta | Finished | Failed
+
+
+class EventSink(Protocol):
+    """Where the events of one or more requests go.
+
+    `deliver` is called on the engine thread, once a step, and must not block.
+    """
+
+    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+        """Takes the events of one step; each with the key its request was submitted under."""

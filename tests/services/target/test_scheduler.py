@@ -1,0 +1,154 @@
+"""A step closes gaps within its budget; pages decide who runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.target.request import GenerationRequest, ModelLimits
+from services.target.scheduler import Scheduler, SchedulerLimits, StepPlan, pruned
+from services.target.sequence import Sequence
+from shared.errors import QueueFull
+from shared.kv.leases import KvLeases
+from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
+
+LIMITS = ModelLimits(1000, 1000, 1000, frozenset())
+
+
+def _sequence(sequence_id: int, num_prompt: int = 6, max_output: int = 50) -> Sequence:
+    prompt = tuple(sequence_id * 100 + i for i in range(num_prompt))
+    request = GenerationRequest("r", prompt, SamplingParams(), StopParams(max_output), 0.0)
+    return Sequence.of(sequence_id, request, LIMITS)
+
+
+def _scheduler(
+    num_pages: int = 20, max_running: int = 8, max_step_rows: int = 64
+) -> tuple[Scheduler, KvLeases]:
+    leases = KvLeases(num_pages, 4)
+    return Scheduler(leases, SchedulerLimits(max_running, 3, max_step_rows)), leases
+
+
+def _plan(scheduler: Scheduler, tree: TokenTree = EMPTY_TREE) -> StepPlan:
+    return scheduler.plan(lambda sequence: True, lambda sequence: tree)
+
+
+def _run(plan: StepPlan, token_id: int = 7) -> None:
+    for entry in plan.scheduled:
+        is_complete = entry.is_complete
+        entry.sequence.num_computed += entry.num_rows
+        if is_complete:
+            entry.sequence.commit([token_id])
+
+
+def test_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    scheduler, _ = _scheduler(max_step_rows=4)
+    sequence = _sequence(1, num_prompt=6)
+    scheduler.submit(sequence)
+    first = _plan(scheduler)
+    assert [(e.num_rows, e.is_complete) for e in first.scheduled] == [(4, False)]
+    _run(first)
+    second = _plan(scheduler)
+    assert [(e.num_rows, e.is_complete) for e in second.scheduled] == [(2, True)]
+
+
+def test_decode_rows_run_beside_prompt_chunks() -> None:
+    scheduler, _ = _scheduler(max_step_rows=6)
+    scheduler.submit(_sequence(1))
+    _run(_plan(scheduler))
+    scheduler.submit(_sequence(2, num_prompt=12))
+    plan = _plan(scheduler)
+    assert [e.num_rows for e in plan.scheduled] == [1, 6]
+
+
+def test_sequence_that_awaits_candidates_is_left_out() -> None:
+    scheduler, _ = _scheduler()
+    scheduler.submit(_sequence(1))
+    scheduler.submit(_sequence(2))
+    _run(_plan(scheduler))
+    plan = scheduler.plan(lambda sequence: sequence.sequence_id == 2, lambda sequence: EMPTY_TREE)
+    assert [e.sequence.sequence_id for e in plan.scheduled] == [2]
+
+
+def test_tree_rides_with_a_short_gap_only() -> None:
+    scheduler, _ = _scheduler(num_pages=100, max_step_rows=500)
+    scheduler.submit(_sequence(1, num_prompt=64))
+    scheduler.submit(_sequence(2, num_prompt=65))
+    plan = _plan(scheduler, TokenTree.chain([1, 2]))
+    assert [len(e.tree) for e in plan.scheduled] == [2, 0]
+
+
+def test_tree_is_dropped_before_anyone_is_preempted() -> None:
+    scheduler, _ = _scheduler(num_pages=3)
+    scheduler.submit(_sequence(1, num_prompt=6))
+    _run(_plan(scheduler))
+    plan = _plan(scheduler, TokenTree.chain(list(range(9))))
+    assert [len(e.tree) for e in plan.scheduled] == [0]
+    assert not plan.preempted
+
+
+def test_youngest_is_preempted_when_pages_run_out_and_resumes_later() -> None:
+    scheduler, leases = _scheduler(num_pages=5)
+    old, young = _sequence(1, num_prompt=7), _sequence(2, num_prompt=7)
+    scheduler.submit(old)
+    scheduler.submit(young)
+    _run(_plan(scheduler))
+    _run(_plan(scheduler))
+    plan = _plan(scheduler)
+    assert plan.preempted == (young,)
+    assert [e.sequence for e in plan.scheduled] == [old]
+    assert young.lease is None
+    assert young.num_computed == 0
+    assert scheduler.waiting == (young,)
+    scheduler.finish(old)
+    resumed = _plan(scheduler)
+    assert [e.sequence for e in resumed.scheduled] == [young]
+    assert resumed.scheduled[0].is_complete
+    leases.check()
+
+
+def test_last_sequence_standing_can_use_every_page() -> None:
+    scheduler, leases = _scheduler(num_pages=5)
+    sequence = _sequence(1, num_prompt=3, max_output=13)
+    scheduler.submit(sequence)
+    while sequence.finish_reason is None:
+        plan = _plan(scheduler)
+        assert not plan.preempted
+        _run(plan)
+    assert len(sequence.token_ids) == 16
+    scheduler.finish(sequence)
+    leases.check()
+
+
+def test_admission_stops_at_the_running_bound() -> None:
+    scheduler, _ = _scheduler(max_running=1)
+    scheduler.submit(_sequence(1))
+    scheduler.submit(_sequence(2))
+    assert [s.sequence_id for s in _plan(scheduler).admitted] == [1]
+    assert scheduler.num_waiting == 1
+
+
+def test_full_queue_names_its_bound() -> None:
+    scheduler, _ = _scheduler()
+    for sequence_id in range(3):
+        scheduler.submit(_sequence(sequence_id))
+    with pytest.raises(QueueFull, match="3 requests are waiting; the queue holds 3"):
+        scheduler.submit(_sequence(9))
+
+
+def test_finishing_a_waiting_sequence_takes_it_out_of_the_queue() -> None:
+    scheduler, _ = _scheduler()
+    sequence = _sequence(1)
+    scheduler.submit(sequence)
+    scheduler.finish(sequence)
+    assert not _plan(scheduler).scheduled
+
+
+def test_nodes_beyond_the_output_are_cut_and_keep_their_drafted_index() -> None:
+    tree = TokenTree((1, 2, 3, 4), (None, 0, 1, None), (-0.1, -0.2, -0.3, -0.4))
+    cut, node_indices = pruned(tree, max_depth=1)
+    assert cut == TokenTree((1, 4), (None, None), (-0.1, -0.4))
+    assert node_indices == (0, 3)
+
+
+def test_tree_within_the_output_is_untouched() -> None:
+    tree = TokenTree.chain([1, 2])
+    assert pruned(tree, max_depth=2) == (tree, (0, 1))

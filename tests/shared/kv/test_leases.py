@@ -1,0 +1,175 @@
+"""Pages have one owner each, whatever the order of opening, growing, sharing and closing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.kv.leases import KvLease, KvLeases, OutOfPages
+
+PAGE = 4
+ACTIONS = ("open", "extend", "shrink", "publish", "close", "flush")
+
+
+def _leases(num_pages: int = 9, *, prefix_cache: bool = True) -> KvLeases:
+    return KvLeases(num_pages, PAGE, prefix_cache=prefix_cache)
+
+
+def _run(leases: KvLeases, tokens: list[int]) -> KvLease:
+    lease = leases.open(tokens)
+    leases.grow(lease, len(tokens))
+    return lease
+
+
+def test_padding_page_is_never_leased() -> None:
+    leases = _leases(5)
+    lease = _run(leases, list(range(16)))
+    assert sorted(lease.pages) == [1, 2, 3, 4]
+
+
+def test_closed_prefix_is_found_again_in_whole_pages() -> None:
+    leases = _leases()
+    tokens = list(range(11))
+    lease = _run(leases, tokens)
+    pages = list(lease.pages)
+    leases.close(lease, tokens)
+    again = leases.open([*range(10), 99])
+    assert again.num_cached_tokens == 8
+    assert again.pages == pages[:2]
+
+
+def test_at_least_one_token_is_left_to_compute() -> None:
+    leases = _leases()
+    tokens = list(range(8))
+    leases.close(_run(leases, tokens), tokens)
+    assert leases.open(tokens).num_cached_tokens == 4
+
+
+def test_prefix_cache_off_shares_nothing() -> None:
+    leases = _leases(prefix_cache=False)
+    tokens = list(range(8))
+    leases.close(_run(leases, tokens), tokens)
+    assert leases.open([*tokens, 1]).num_cached_tokens == 0
+    assert leases.num_free_pages == leases.num_pages
+
+
+def test_unused_prefixes_are_evicted_oldest_first() -> None:
+    leases = _leases(5)
+    for start in (0, 100):
+        tokens = list(range(start, start + 8))
+        leases.close(_run(leases, tokens), tokens)
+    lease = _run(leases, list(range(200, 204)))
+    assert len(lease.pages) == 1
+    assert leases.open([*range(100, 108), 1]).num_cached_tokens == 8
+    assert leases.open([*range(8), 1]).num_cached_tokens == 4
+
+
+def test_a_prefix_in_use_is_not_evicted() -> None:
+    leases = _leases(5)
+    tokens = list(range(8))
+    leases.close(_run(leases, tokens), tokens)
+    reader = leases.open([*tokens, 1])
+    with pytest.raises(OutOfPages):
+        leases.grow(leases.open([5] * 12), 12)
+    assert reader.num_cached_tokens == 8
+    assert leases.flush() == 0
+    leases.check()
+
+
+def test_running_out_changes_nothing() -> None:
+    leases = _leases(4)
+    lease = _run(leases, [1, 2, 3])
+    pages = list(lease.pages)
+    with pytest.raises(OutOfPages):
+        leases.grow(lease, 100)
+    assert lease.pages == pages
+    leases.check()
+
+
+def test_published_prompt_is_shared_while_its_owner_runs() -> None:
+    leases = _leases()
+    tokens = list(range(9))
+    owner = _run(leases, tokens)
+    leases.publish(owner, tokens)
+    reader = leases.open([*range(8), 50])
+    assert reader.pages == owner.pages[:2]
+    leases.check()
+
+
+def test_equal_prompts_computed_twice_keep_one_copy() -> None:
+    leases = _leases()
+    tokens = list(range(8))
+    first, second = _run(leases, tokens), _run(leases, tokens)
+    leases.publish(first, tokens)
+    leases.publish(second, tokens)
+    assert first.pages == second.pages
+    leases.check()
+    leases.close(first, tokens)
+    leases.close(second, tokens)
+    assert leases.num_cached_pages == 2
+    assert leases.num_free_pages == leases.num_pages - 2
+
+
+def test_check_finds_a_page_with_two_owners() -> None:
+    leases = _leases()
+    lease = _run(leases, [1, 2])
+    other = _run(leases, [3, 4])
+    other.pages.append(lease.pages[0])
+    with pytest.raises(AssertionError, match="two owners"):
+        leases.check()
+
+
+@dataclass(slots=True)
+class _Running:
+    lease: KvLease
+    tokens: list[int]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_random_traffic_keeps_every_page_owned_once(data: st.DataObject) -> None:
+    leases = _leases(data.draw(st.integers(3, 14)), prefix_cache=data.draw(st.booleans()))
+    running: list[_Running] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(
+            st.sampled_from(["open", "extend", "shrink", "publish", "close", "flush"])
+        )
+        if action == "open":
+            tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
+            lease = leases.open(tokens)
+            try:
+                leases.grow(lease, len(tokens))
+                running.append(_Running(lease, tokens))
+            except OutOfPages:
+                leases.close(lease, ())
+        elif action == "flush":
+            leases.flush()
+        elif running:
+            _act(leases, running, action, data)
+        leases.check()
+    for each in running:
+        leases.close(each.lease, each.tokens)
+    leases.check()
+    assert leases.num_held_pages == 0
+    leases.flush()
+    assert leases.num_free_pages == leases.num_pages
+
+
+def _act(leases: KvLeases, running: list[_Running], action: str, data: st.DataObject) -> None:
+    each = running[data.draw(st.integers(0, len(running) - 1))]
+    if action == "extend":
+        each.tokens.extend(data.draw(st.lists(st.integers(0, 1), max_size=6)))
+        try:
+            leases.grow(each.lease, len(each.tokens))
+        except OutOfPages:
+            del each.tokens[len(each.lease.pages) * PAGE :]
+    elif action == "shrink":
+        leases.shrink(each.lease, len(each.tokens))
+    elif action == "publish":
+        leases.publish(each.lease, each.tokens)
+    else:
+        leases.close(each.lease, each.tokens)
+        running.remove(each)
