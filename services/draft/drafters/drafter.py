@@ -1,0 +1,99 @@
+"""The interface of every drafter.
+
+A drafter keeps its own state per sequence (KV pages, trie cursors, hidden states) and is called
+on the engine thread only. The engine owns the committed tokens: it extends
+`DraftSequence.token_ids` and then calls `commit`.
+
+Cheap calls, without a forward: `open`, `commit`, `add_features`, `backlog`, `reserve`, `close`.
+Calls that compute: `catch_up` and `propose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence
+from shared.tokens import Condition, TokenTree, TreeShape, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree for a sequence's current round, or with a condition for the round after it."""
+
+    sequence: DraftSequence
+    tree: TokenTree
+    condition: Condition | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLimits:
+    """What a drafter accepts.
+
+    Attributes:
+        vocab_size: tokens it knows; None takes any.
+        max_prompt_tokens: longest prompt `ProposeTree` may send; None is unbounded.
+        max_context_tokens: tokens one forward can look back on; longer sequences are windowed.
+            None is unbounded.
+    """
+
+    vocab_size: int | None = None
+    max_prompt_tokens: int | None = None
+    max_context_tokens: int | None = None
+
+
+class Drafter(Protocol):
+    """Proposes token trees that continue committed tokens."""
+
+    @property
+    def limits(self) -> DrafterLimits: ...
+
+    def open(self, sequence: DraftSequence) -> None:
+        """Takes a sequence on."""
+
+    def commit(
+        self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
+    ) -> None:
+        """Takes a round's result. `sequence.token_ids` already ends with the committed tokens.
+
+        The verified tree need not be the one this drafter proposed last: another source may have
+        supplied it, or none.
+        """
+
+    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
+        """Takes hidden states of prompt positions."""
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        """Returns how many committed tokens the drafter has yet to take in, the last included."""
+
+    def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        """Makes room for the backlog and one tree.
+
+        False, with nothing changed, when memory does not suffice.
+        """
+
+    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
+        """Takes in up to `max_tokens` committed tokens of reserved sequences, in the order given.
+
+        Returns how many; 0 says that it waits for features.
+        """
+
+    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        """Proposes for each of the reserved sequences, after taking in what is left of its backlog.
+
+        At most one unconditional tree a sequence, empty when there is nothing to offer.
+        """
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Frees the sequence's state."""
+
+    def flush_prefix_cache(self) -> int:
+        """Drops cached state no sequence uses; returns the pages freed."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Returns live figures for operators, named in lower_snake_case."""
+
+    def check(self) -> None:
+        """Asserts the drafter's invariants."""

@@ -1,0 +1,159 @@
+"""What goes into the draft engine and what comes out. Plain data, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.tokens import Candidate, SamplingParams, TokenTree, TreeShape, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTerms:
+    """What the target said when the link was attached.
+
+    Attributes:
+        vocab_size: trees may hold only tokens below it.
+        max_nodes: most nodes of a tree.
+        max_sequences: sequences held on this link at most; further ones are released at once.
+        mirrors_noise: the target draws with noise keyed by (seed, position, token).
+    """
+
+    vocab_size: int
+    max_nodes: int
+    max_sequences: int
+    mirrors_noise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """Hidden states of the target at consecutive positions, as they came off the wire.
+
+    Attributes:
+        position_offset: position of the first row.
+        shape: rows and width.
+        data_type: element type, for example `bfloat16`.
+        data: row-major little-endian elements.
+        is_last: the prompt is complete with these rows.
+    """
+
+    position_offset: int
+    shape: tuple[int, int]
+    data_type: str
+    data: bytes
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    """A target accepted the attachment."""
+
+    link: int
+    terms: LinkTerms
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """The stream to a target ended; its sequences end with it."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A sequence assigned to the draft.
+
+    Attributes:
+        token_ids: every committed token.
+        num_prompt_tokens: how many of them are the prompt.
+        round: round the first candidate is for.
+        shape: overrides the live tree shape.
+        is_probe: see `DraftSequence`.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    round: int
+    shape: TreeShape | None = None
+    is_probe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesOpened:
+    """Sequences assigned in one step of a target."""
+
+    link: int
+    openings: tuple[Opening, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """A verdict, with the features of the newly computed positions if the drafter reads them."""
+
+    verdict: Verdict
+    features: FeatureRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsDecided:
+    """Verdicts of one step of a target."""
+
+    link: int
+    results: tuple[RoundResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesArrived:
+    """Feature rows of prompt positions."""
+
+    link: int
+    sequence_id: int
+    rows: FeatureRows
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesClosed:
+    """Sequences that ended."""
+
+    link: int
+    sequence_ids: tuple[int, ...]
+
+
+Event = (
+    LinkOpened | LinkClosed | SequencesOpened | RoundsDecided | FeaturesArrived | SequencesClosed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CandidatesReady:
+    """Candidates of one step for one link."""
+
+    link: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesReleased:
+    """Sequences the draft no longer holds."""
+
+    link: int
+    sequence_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDone:
+    """Answer to a probe.
+
+    Attributes:
+        tree: None when the draft had no KV memory for the prompt.
+        draft_s: time in the drafter, queueing left out, in seconds.
+    """
+
+    link: int
+    tree: TokenTree | None
+    draft_s: float
+
+
+Output = CandidatesReady | SequencesReleased | ProbeDone

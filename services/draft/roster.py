@@ -1,0 +1,176 @@
+"""Which sequences the draft holds for which link. No torch, no threads, no grpc."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import assert_never
+
+from services.draft.drafters.drafter import Drafter
+from services.draft.events import (
+    Event,
+    FeaturesArrived,
+    LinkClosed,
+    LinkOpened,
+    LinkTerms,
+    Opening,
+    Output,
+    ProbeDone,
+    RoundResult,
+    RoundsDecided,
+    SequencesClosed,
+    SequencesOpened,
+    SequencesReleased,
+)
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.tokens import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class Roster:
+    """Sequences of every link, least recently used first, and those an answer is owed for.
+
+    Attributes:
+        due: sequences whose candidate is owed, in the order they became due.
+    """
+
+    def __init__(
+        self, drafter: Drafter, *, max_sequences: int, deliver: Callable[[Output], None]
+    ) -> None:
+        self.due: dict[SequenceKey, DraftSequence] = {}
+        self._drafter = drafter
+        self._max_sequences = max_sequences
+        self._deliver = deliver
+        self._links: dict[int, LinkTerms] = {}
+        self._sequences: OrderedDict[SequenceKey, DraftSequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def apply(self, event: Event) -> None:
+        """Takes one event in; computes nothing. Whatever names an unknown link or sequence is
+        dropped: it crossed a release or a close on the wire."""
+        match event:
+            case LinkOpened():
+                self._links[event.link] = event.terms
+            case LinkClosed():
+                self._close_link(event.link)
+            case SequencesOpened():
+                self._open_all(event)
+            case RoundsDecided():
+                for result in event.results:
+                    self._decide(SequenceKey(event.link, result.verdict.sequence_id), result)
+            case FeaturesArrived():
+                key = SequenceKey(event.link, event.sequence_id)
+                if key in self._sequences:
+                    self._drafter.add_features(self._sequences[key], event.rows)
+            case SequencesClosed():
+                for sequence_id in event.sequence_ids:
+                    self.close(SequenceKey(event.link, sequence_id))
+            case _:
+                assert_never(event)
+
+    def close(self, key: SequenceKey) -> None:
+        """Frees a sequence; unknown keys are nothing to do."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self.due.pop(key, None)
+            self._drafter.close(sequence)
+
+    def release(self, sequence: DraftSequence) -> None:
+        """Gives a sequence back to its target, which then decodes it without candidates."""
+        self.close(sequence.key)
+        link, sequence_id = sequence.key.link, sequence.key.sequence_id
+        if sequence.is_probe:
+            self._deliver(ProbeDone(link, None, sequence.draft_s))
+        else:
+            self._deliver(SequencesReleased(link, (sequence_id,)))
+
+    def least_recently_used(self, *, spared: Container[SequenceKey]) -> DraftSequence | None:
+        """Returns the sequence to give up first; never a spared one, never a probe."""
+        for key, sequence in self._sequences.items():
+            if key not in spared and not sequence.is_probe:
+                return sequence
+        return None
+
+    def holds(self, sequence: DraftSequence) -> bool:
+        return sequence.key in self._sequences
+
+    def behind(self, num_tokens: int) -> Iterator[DraftSequence]:
+        """Yields the sequences with more than `num_tokens` to take in, longest unused first."""
+        for sequence in self._sequences.values():
+            if self._drafter.backlog(sequence) > num_tokens:
+                yield sequence
+
+    def _open_all(self, event: SequencesOpened) -> None:
+        terms = self._links.get(event.link)
+        if terms is None:
+            return
+        refused = [o.sequence_id for o in event.openings if not self._open(event.link, terms, o)]
+        if refused:
+            self._deliver(SequencesReleased(event.link, tuple(refused)))
+
+    def _open(self, link: int, terms: LinkTerms, opening: Opening) -> bool:
+        key = SequenceKey(link, opening.sequence_id)
+        # Ids are never reused; a target that does so gets both sequences back.
+        was_held = key in self._sequences
+        self.close(key)
+        if was_held or self._is_full(link, terms) or not self._knows(opening.token_ids):
+            return False
+        sequence = DraftSequence(
+            key=key,
+            token_ids=list(opening.token_ids),
+            num_prompt_tokens=opening.num_prompt_tokens,
+            sampling=opening.sampling,
+            round=opening.round,
+            mirrors_noise=terms.mirrors_noise,
+            vocab_size=terms.vocab_size,
+            max_nodes=terms.max_nodes,
+            shape=opening.shape,
+            is_probe=opening.is_probe,
+        )
+        self._sequences[key] = sequence
+        self.due[key] = sequence
+        self._drafter.open(sequence)
+        return True
+
+    def _is_full(self, link: int, terms: LinkTerms) -> bool:
+        num_on_link = sum(1 for key in self._sequences if key.link == link)
+        return len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
+
+    def _knows(self, token_ids: Sequence[int]) -> bool:
+        """Whether there are tokens, and each is one the drafter has an embedding for."""
+        vocab_size = self._drafter.limits.vocab_size
+        if not token_ids or min(token_ids) < 0:
+            return False
+        return vocab_size is None or max(token_ids) < vocab_size
+
+    def _decide(self, key: SequenceKey, result: RoundResult) -> None:
+        sequence, verdict = self._sequences.get(key), result.verdict
+        if sequence is None:
+            return
+        committed = verdict.committed_token_ids
+        in_step = sequence.num_tokens + len(committed) == verdict.committed_token_count
+        if not in_step or not self._knows(committed):
+            log.warning(
+                "sequence %d released: round %d commits %d tokens to %d, the target counts %d",
+                *(key.sequence_id, verdict.round, len(committed)),
+                *(sequence.num_tokens, verdict.committed_token_count),
+            )
+            self.release(sequence)
+            return
+        sequence.token_ids.extend(committed)
+        sequence.round = verdict.round + 1
+        self._sequences.move_to_end(key)
+        self.due[key] = sequence
+        if verdict.outcome is Outcome.VERIFIED_NEXT_READY:
+            # A tree pushed ahead is being verified already; its verdict makes the next one due.
+            del self.due[key]
+        self._drafter.commit(sequence, verdict, result.features)
+
+    def _close_link(self, link: int) -> None:
+        self._links.pop(link, None)
+        for key in [key for key in self._sequences if key.link == link]:
+            self.close(key)

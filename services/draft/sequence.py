@@ -1,0 +1,54 @@
+"""A sequence as the draft sees it: the committed tokens, and which answer is owed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.tokens import SamplingParams, TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKey:
+    """Names a sequence among those of every target this worker serves.
+
+    Attributes:
+        link: the attachment it came by; links are numbered by the engine and never reused.
+        sequence_id: unique on that link.
+    """
+
+    link: int
+    sequence_id: int
+
+
+@dataclass(slots=True, eq=False)
+class DraftSequence:
+    """Committed tokens of one sequence; owned by the engine thread.
+
+    Attributes:
+        token_ids: prompt and output committed so far. Only ever extended.
+        round: round the next candidate is for.
+        mirrors_noise: the target draws with noise keyed by (seed, position, token), so the draft
+            adds the same noise before it picks candidates.
+        vocab_size: trees may hold only tokens below it.
+        max_nodes: most nodes of a tree the target takes.
+        shape: overrides the engine's shape.
+        is_probe: asked for one tree by `ProposeTree`: answered however long it takes, and never
+            at the cost of another sequence.
+        draft_s: time the drafter has spent on forwards that included this sequence, in seconds.
+    """
+
+    key: SequenceKey
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    round: int
+    mirrors_noise: bool
+    vocab_size: int
+    max_nodes: int
+    shape: TreeShape | None = None
+    is_probe: bool = False
+    draft_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
