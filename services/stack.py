@@ -1,0 +1,141 @@
+"""Processes that serve together: start all, wait until ready, watch, stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.child import Child
+
+_POLL_INTERVAL_S = 0.1
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process of the stack.
+
+    Attributes:
+        child: the process.
+        is_ready: asked again and again until it says yes.
+        is_expendable: its death costs speed only; it is started again instead of ending the stack.
+    """
+
+    child: Child
+    is_ready: Callable[[], Awaitable[bool]]
+    is_expendable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Waits of the stack, in seconds.
+
+    Attributes:
+        start_s: until every part is ready.
+        stop_s: between SIGTERM and SIGKILL, for each part.
+        first_backoff_s: before an expendable part is started again; doubles with every death.
+        longest_backoff_s: upper bound of that doubling.
+        healthy_s: a part that lived this long starts again at `first_backoff_s`.
+    """
+
+    start_s: float = 600.0
+    stop_s: float = 15.0
+    first_backoff_s: float = 1.0
+    longest_backoff_s: float = 30.0
+    healthy_s: float = 60.0
+
+
+class PartDied(Exception):
+    """A process ended that the stack cannot do without."""
+
+
+class Stack:
+    """Runs its parts, given in start order; they stop in reverse.
+
+    Args:
+        report: takes one line (or a log excerpt) for the person in front of the terminal.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], patience: Patience, report: Callable[[str], None]
+    ) -> None:
+        self._parts = tuple(parts)
+        self._patience = patience
+        self._report = report
+        self._all_ready = False
+
+    async def run(self, stop: asyncio.Event, announce: Callable[[], None]) -> int:
+        """Serves until `stop` is set (returns 0) or a part dies for good (returns 1)."""
+        try:
+            for part in self._parts:
+                await part.child.start()
+            await _first_of(stop.wait(), self._serve(announce))
+            return 0
+        except (PartDied, TimeoutError) as error:
+            self._report(str(error))
+            return 1
+        finally:
+            await self._stop_parts()
+
+    async def _serve(self, announce: Callable[[], None]) -> None:
+        """Watches every part, and announces once when all are ready. Ends by raising only."""
+        await _first_of(
+            self._announce_when_ready(announce), *(self._keep(part) for part in self._parts)
+        )
+
+    async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self._patience.start_s
+        for part in self._parts:
+            while not await part.is_ready():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(self._not_ready_message(part))
+                await asyncio.sleep(_POLL_INTERVAL_S)
+        self._all_ready = True
+        announce()
+        await asyncio.Event().wait()
+
+    def _not_ready_message(self, part: Part) -> str:
+        name = part.child.spec.name
+        return f"{name} is not ready after {self._patience.start_s:g} s\n{_excerpt(part.child)}"
+
+    async def _keep(self, part: Part) -> None:
+        """Waits for the part's death; starts it again if the stack can do without it meanwhile."""
+        backoff_s = self._patience.first_backoff_s
+        while True:
+            started = time.monotonic()
+            exit_code = await part.child.wait()
+            ended = f"{part.child.spec.name} ended with exit code {exit_code}"
+            if not (part.is_expendable and self._all_ready):
+                raise PartDied(f"{ended}\n{_excerpt(part.child)}")
+            if time.monotonic() - started > self._patience.healthy_s:
+                backoff_s = self._patience.first_backoff_s
+            self._report(f"{ended}; serving goes on without it, next start in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            await part.child.start()
+            backoff_s = min(2 * backoff_s, self._patience.longest_backoff_s)
+
+    async def _stop_parts(self) -> None:
+        for part in reversed(self._parts):
+            if not await part.child.stop(self._patience.stop_s):
+                name, grace_s = part.child.spec.name, self._patience.stop_s
+                self._report(f"{name} did not stop within {grace_s:g} s and was killed")
+
+
+def _excerpt(child: Child) -> str:
+    return f"last lines of {child.spec.log_file}:\n{child.log_tail(_TAIL_LINES)}"
+
+
+async def _first_of(*coroutines: Coroutine[Any, Any, object]) -> None:
+    """Waits for the first to end, cancels the others and raises what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,130 @@
+"""The stack of processes behind `make serve`, with stand-ins for the services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from services.child import Child, ChildSpec
+from services.stack import Part, Patience, Stack
+
+QUICK = Patience(start_s=60.0, stop_s=30.0, first_backoff_s=0.01)
+
+
+class Scene:
+    """A stack of stand-ins with what they wrote and what the stack reported."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.journal_file = folder / "journal"
+        self.journal_file.touch()
+        self.reports: list[str] = []
+        self.parts: list[Part] = []
+        self.stop = asyncio.Event()
+
+    def add(self, name: str, *flags: str, is_expendable: bool = False) -> Child:
+        spec = ChildSpec(
+            name,
+            "tests.helpers.stand_in",
+            (name, str(self.journal_file), *flags),
+            self._folder / f"{name}.log",
+        )
+        child = Child(spec)
+        self.parts.append(Part(child, self._has_started(name), is_expendable=is_expendable))
+        return child
+
+    def _has_started(self, name: str) -> Callable[[], Awaitable[bool]]:
+        async def has_started() -> bool:
+            return f"{name} started" in self.journal
+
+        return has_started
+
+    @property
+    def journal(self) -> list[str]:
+        return self.journal_file.read_text().splitlines()
+
+    async def run(self, announce: Callable[[], None], patience: Patience = QUICK) -> int:
+        return await Stack(self.parts, patience, self.reports.append).run(self.stop, announce)
+
+
+def _kill(child: Child) -> None:
+    process_id = child.process_id
+    assert process_id is not None
+    os.kill(process_id, signal.SIGKILL)
+
+
+async def test_parts_stop_in_reverse_order(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for name in ("target", "draft", "gateway"):
+        scene.add(name)
+    assert await scene.run(scene.stop.set) == 0
+    assert scene.journal[3:] == ["gateway stopped", "draft stopped", "target stopped"]
+    assert scene.reports == []
+
+
+async def test_a_part_that_fails_at_start_ends_the_stack_with_its_last_words(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path)
+    target = scene.add("target")
+    scene.add("draft", "--fail", is_expendable=True)
+    announced: list[bool] = []
+    assert await scene.run(lambda: announced.append(True)) == 1
+    assert announced == []
+    assert "draft ended with exit code 3" in scene.reports[0]
+    assert "no weights found" in scene.reports[0]
+    assert not target.is_running
+
+
+async def test_a_dead_draft_is_started_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.add("target")
+    draft = scene.add("draft", is_expendable=True)
+    run = asyncio.create_task(scene.run(lambda: _kill(draft)))
+    while scene.journal.count("draft started") < 2:
+        assert not run.done(), scene.reports
+        await asyncio.sleep(0.01)
+    scene.stop.set()
+    assert await run == 0
+    assert "draft ended with exit code -9" in scene.reports[0]
+
+
+async def test_a_dead_target_ends_the_stack(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    target = scene.add("target")
+    gateway = scene.add("gateway")
+    assert await scene.run(lambda: _kill(target)) == 1
+    assert "target ended with exit code -9" in scene.reports[0]
+    assert scene.journal[-1] == "gateway stopped"
+    assert not gateway.is_running
+
+
+async def test_a_part_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    target = scene.add("target", "--stubborn")
+    assert await scene.run(scene.stop.set, Patience(stop_s=0.2)) == 0
+    assert scene.journal[-1] == "target ignored SIGTERM"
+    assert not target.is_running
+    assert "was killed" in scene.reports[0]
+
+
+async def test_a_part_that_never_gets_ready_is_named(tmp_path: Path) -> None:
+    async def never() -> bool:
+        return False
+
+    scene = Scene(tmp_path)
+    child = scene.add("target")
+    scene.parts = [Part(child, never)]
+    assert await scene.run(scene.stop.set, Patience(start_s=0.3)) == 1
+    assert scene.reports[0].startswith("target is not ready after 0.3 s")
+
+
+async def test_a_stop_during_start_stops_what_was_started(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    target = scene.add("target")
+    scene.stop.set()
+    assert await scene.run(lambda: None) == 0
+    assert not target.is_running
