@@ -1,0 +1,242 @@
+"""Attention over a paged KV cache in plain torch: the CPU path, and the oracle of faster kernels.
+
+What depends on the batch alone (who sees what, which slots hold whose keys) is computed once a
+forward as an `AttentionPlan` and shared by all layers. On a CPU each sequence is a tile of its
+own, so that nothing is spent on padding and no sequence can touch another's bits. Elsewhere all
+sequences are one padded tile, because reading their lengths would wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Measured with MKL: a row of a product has the same bits for every multiple of 8 rows, while
+# fewer rows take kernels of their own.
+_ROW_MULTIPLE = 8
+# A row's keys are summed in blocks; a fixed granularity keeps a tail behind it from shifting them.
+_KEY_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The tensors of a forward that attention needs. T rows, B sequences, P pages.
+
+    Attributes:
+        positions: `[T]` int64.
+        query_starts: `[B + 1]` int32.
+        kv_lengths: `[B]` int32.
+        prefix_lengths: `[B]` int32.
+        page_table: `[B, P]` int32.
+        tail_mask: `[T, W]` bool, or None when every row is causal.
+        is_causal: `[B]` bool.
+        max_query_length: most rows of one sequence.
+        max_kv_length: greatest of `kv_lengths`.
+        page_size: tokens a page.
+    """
+
+    positions: Tensor
+    query_starts: Tensor
+    kv_lengths: Tensor
+    prefix_lengths: Tensor
+    page_table: Tensor
+    tail_mask: Tensor | None
+    is_causal: Tensor
+    max_query_length: int
+    max_kv_length: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """B sequences of the batch, padded to R rows and S keys each.
+
+    Attributes:
+        rows: `[B * R]` int64, indices into the T rows; padding repeats a row.
+        key_slots: `[B * S]` int64, pool slots; padding reads slot 0.
+        bias: `[B, 1, 1, R, S]` float32, 0 where visible and -inf elsewhere.
+    """
+
+    rows: Tensor
+    key_slots: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The tiles of one forward, and where each row's result lies in them.
+
+    Attributes:
+        result_rows: `[T]` int64, indices into the tiles' rows laid end to end.
+    """
+
+    tiles: tuple[AttentionTile, ...]
+    result_rows: Tensor
+
+
+def plan_attention(
+    batch: PagedRows, *, sliding_window: int | None, num_query_groups: int
+) -> AttentionPlan:
+    """Computes masks and gather indices of one forward.
+
+    Args:
+        sliding_window: a row at position t sees positions above `t - sliding_window`; the
+            position of a prefix key is its logical index. None sees everything. Must exceed the
+            depth of any tree, whose nodes are never cut off.
+        num_query_groups: query heads that share a key head; rows are padded with it in view.
+    """
+    bias = _bias(batch, sliding_window)
+    key_slots = _key_slots(batch, bias.shape[1])
+    row_multiple = max(1, _ROW_MULTIPLE // num_query_groups)
+    if batch.positions.device.type == "cpu":
+        return _plan_by_sequence(batch, bias, key_slots, row_multiple)
+    return _plan_as_one_tile(batch, bias, key_slots, row_multiple)
+
+
+def paged_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, scale: float
+) -> Tensor:
+    """Attends from every row to the keys its sequence may see.
+
+    Args:
+        queries: `[T, Hq, D]`.
+        keys: `[num_slots, Hkv, D]`, one layer of the pool; Hkv divides Hq.
+        values: like `keys`.
+        scale: factor of the scores, usually `D ** -0.5`.
+
+    Returns:
+        `[T, Hq, D]` in the dtype of `queries`; scores and sums are float32.
+    """
+    results = [_attend(queries, keys, values, tile, scale) for tile in plan.tiles]
+    flat = results[0] if len(results) == 1 else torch.cat(results)
+    return flat.index_select(0, plan.result_rows).to(queries.dtype)
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, tile: AttentionTile, scale: float
+) -> Tensor:
+    """Returns `[B * R, Hq, D]` float32: query heads of one key head are rows of one product."""
+    num_sequences, _, _, num_rows, num_keys = tile.bias.shape
+    _, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    num_groups = num_heads // num_kv_heads
+    folded = (num_sequences * num_kv_heads, num_groups * num_rows, head_dim)
+    tile_queries = (
+        queries.index_select(0, tile.rows)
+        .float()
+        .view(num_sequences, num_rows, num_kv_heads, num_groups, head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(folded)
+    )
+    tile_keys = _gather(keys, tile.key_slots, num_sequences)
+    tile_values = _gather(values, tile.key_slots, num_sequences)
+    scores = torch.bmm(tile_queries, tile_keys.transpose(1, 2)).mul_(scale)
+    scores.view(num_sequences, num_kv_heads, num_groups, num_rows, num_keys).add_(tile.bias)
+    attended = torch.bmm(torch.softmax(scores, -1), tile_values)
+    return (
+        attended.view(num_sequences, num_kv_heads, num_groups, num_rows, head_dim)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(num_sequences * num_rows, num_heads, head_dim)
+    )
+
+
+def _gather(cache: Tensor, slots: Tensor, num_sequences: int) -> Tensor:
+    """Returns the cache rows at `slots` `[B * S]` as `[B * Hkv, S, D]` float32."""
+    _, num_kv_heads, head_dim = cache.shape
+    gathered = cache.index_select(0, slots).float()
+    return (
+        gathered.view(num_sequences, -1, num_kv_heads, head_dim)
+        .transpose(1, 2)
+        .reshape(num_sequences * num_kv_heads, -1, head_dim)
+    )
+
+
+def _bias(batch: PagedRows, sliding_window: int | None) -> Tensor:
+    """Returns `[T, S]` float32, 0 where a row sees a logical index and -inf elsewhere."""
+    device = batch.positions.device
+    num_keys = _round_up(batch.max_kv_length, _KEY_MULTIPLE)
+    sequence = _sequence_of_rows(batch)
+    indices = torch.arange(num_keys, device=device)
+    rows = torch.arange(len(batch.positions), device=device)
+    last_rows = batch.query_starts[1:].long() - 1
+    own_indices = (batch.kv_lengths.long() - 1 - last_rows)[sequence] + rows
+    prefix = batch.prefix_lengths[sequence].unsqueeze(1)
+    in_prefix = indices < prefix
+    visible = in_prefix | (indices <= own_indices.unsqueeze(1))
+    if sliding_window is not None:
+        visible &= indices > batch.positions.unsqueeze(1) - sliding_window
+    if batch.tail_mask is not None:
+        causal_rows = batch.is_causal[sequence].unsqueeze(1)
+        in_window = in_prefix & visible
+        visible = torch.where(causal_rows, visible, in_window | _tail(batch, indices, prefix))
+    return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
+
+
+def _tail(batch: PagedRows, indices: Tensor, prefix: Tensor) -> Tensor:
+    """Returns the tail mask `[T, S]` over logical indices instead of tail columns."""
+    assert batch.tail_mask is not None
+    width = batch.tail_mask.shape[1]
+    columns = indices - prefix
+    is_tail = (columns >= 0) & (columns < width)
+    return batch.tail_mask.gather(1, columns.clamp(0, width - 1).long()) & is_tail
+
+
+def _key_slots(batch: PagedRows, num_keys: int) -> Tensor:
+    """Returns `[B, S]` int64, the slot of each logical index; slot 0 past the sequence's end."""
+    indices = torch.arange(num_keys, device=batch.positions.device)
+    pages = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
+    slots = batch.page_table[:, pages].long() * batch.page_size + indices % batch.page_size
+    return slots.masked_fill_(indices >= batch.kv_lengths.unsqueeze(1), 0)
+
+
+def _plan_by_sequence(
+    batch: PagedRows, bias: Tensor, key_slots: Tensor, row_multiple: int
+) -> AttentionPlan:
+    tiles: list[AttentionTile] = []
+    result_rows: list[int] = []
+    num_tile_rows = 0
+    for index, (start, end, kv_length) in enumerate(_extents(batch)):
+        padding = -(end - start) % row_multiple
+        rows = torch.tensor([*range(start, end), *[end - 1] * padding], dtype=torch.int64)
+        num_keys = _round_up(kv_length, _KEY_MULTIPLE)
+        tile_bias = bias[:, :num_keys].index_select(0, rows)
+        tiles.append(AttentionTile(rows, key_slots[index, :num_keys], tile_bias[None, None, None]))
+        result_rows.extend(range(num_tile_rows, num_tile_rows + end - start))
+        num_tile_rows += end - start + padding
+    return AttentionPlan(tuple(tiles), torch.tensor(result_rows, dtype=torch.int64))
+
+
+def _extents(batch: PagedRows) -> Iterator[tuple[int, int, int]]:
+    """Yields first row, end row and KV length of each sequence; batch tensors are on the CPU."""
+    starts = batch.query_starts.tolist()
+    return zip(starts, starts[1:], batch.kv_lengths.tolist(), strict=False)
+
+
+def _plan_as_one_tile(
+    batch: PagedRows, bias: Tensor, key_slots: Tensor, row_multiple: int
+) -> AttentionPlan:
+    num_rows = _round_up(batch.max_query_length, row_multiple)
+    device = batch.positions.device
+    starts = batch.query_starts[:-1].long()
+    offsets = torch.arange(num_rows, device=device)
+    rows = (starts.unsqueeze(1) + offsets).clamp_(max=len(batch.positions) - 1).flatten()
+    sequence = _sequence_of_rows(batch)
+    own_rows = torch.arange(len(batch.positions), device=device)
+    result_rows = sequence * num_rows + own_rows - starts[sequence]
+    tile_bias = bias.index_select(0, rows).view(len(starts), 1, 1, num_rows, -1)
+    # A padding row borrowed from another sequence may see keys this one lacks; slot 0 answers.
+    tile = AttentionTile(rows, key_slots.flatten(), tile_bias)
+    return AttentionPlan((tile,), result_rows)
+
+
+def _sequence_of_rows(batch: PagedRows) -> Tensor:
+    """Returns `[T]` int64, the sequence each row belongs to."""
+    rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
+    return torch.bucketize(rows, batch.query_starts[1:], right=True)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

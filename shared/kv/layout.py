@@ -1,0 +1,34 @@
+"""How the keys and values of one token are laid out in the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of the KV cache of one decoder.
+
+    Attributes:
+        page_size: tokens a page.
+        dtype: dtype of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def token_size_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return elements * self.dtype.itemsize
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page's keys and values over all layers."""
+        return self.token_size_bytes * self.page_size

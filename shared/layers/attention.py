@@ -1,0 +1,110 @@
+"""Self-attention of a decoder layer over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.kernels.attention import AttentionPlan, PagedRows, paged_attention, plan_attention
+from shared.kernels.rotary import rotate
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.layers.linear import Linear
+from shared.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of one attention layer.
+
+    Attributes:
+        sliding_window: positions a row looks back, itself included; None sees everything.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What all layers of one forward share, computed once.
+
+    Attributes:
+        batch: the rows.
+        pool: where their keys and values live.
+        cos: `[T, 1, head_dim]` float32.
+        signed_sin: `[T, 1, head_dim]` float32.
+        plans: an attention plan for each sliding window among the layers.
+    """
+
+    batch: ForwardBatch
+    pool: KvPool
+    cos: Tensor
+    signed_sin: Tensor
+    plans: Mapping[int | None, AttentionPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Projections, rotation, cache and attention of one layer.
+
+    Attributes:
+        qkv: input to `(num_heads + 2 * num_kv_heads) * head_dim`: queries, keys, values.
+        output: `num_heads * head_dim` back to the hidden size.
+        qk_norm: weight `[num_heads + num_kv_heads, head_dim]`, applied a head, before rotation;
+            None in most families.
+        layer: index of this layer's keys and values in the pool.
+    """
+
+    shape: AttentionShape
+    qkv: Linear
+    output: Linear
+    qk_norm: RmsNorm | None
+    layer: int
+
+    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
+        shape, pool = self.shape, context.pool
+        num_heads, num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        heads = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
+        rotated = heads[:, :num_rotated]
+        if self.qk_norm is not None:
+            rotated = self.qk_norm(rotated)
+        rotated = rotate(rotated, context.cos, context.signed_sin)
+        pool.write(self.layer, context.batch.slots, rotated[:, num_heads:], heads[:, num_rotated:])
+        attended = paged_attention(
+            rotated[:, :num_heads],
+            pool.keys[self.layer],
+            pool.values[self.layer],
+            context.plans[shape.sliding_window],
+            scale=shape.head_dim**-0.5,
+        )
+        return self.output(attended.view(len(hidden), -1))
+
+
+def plan_for(batch: ForwardBatch, shape: AttentionShape) -> AttentionPlan:
+    """Plans attention of every layer that has this shape."""
+    return plan_attention(
+        _paged_rows(batch),
+        sliding_window=shape.sliding_window,
+        num_query_groups=shape.num_heads // shape.num_kv_heads,
+    )
+
+
+def _paged_rows(batch: ForwardBatch) -> PagedRows:
+    return PagedRows(
+        positions=batch.positions,
+        query_starts=batch.query_starts,
+        kv_lengths=batch.kv_lengths,
+        prefix_lengths=batch.prefix_lengths,
+        page_table=batch.page_table,
+        tail_mask=batch.tail_mask,
+        is_causal=batch.is_causal,
+        max_query_length=batch.max_query_length,
+        max_kv_length=batch.max_kv_length,
+        page_size=batch.page_size,
+    )

@@ -1,0 +1,20 @@
+"""Root-mean-square normalisation layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.kernels.norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """Attributes: weight `[..., D]`, broadcast against the input; eps under the root."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self.eps)

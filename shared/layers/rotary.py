@@ -1,0 +1,138 @@
+"""Rotary frequencies of the scaling schemes that checkpoints name.
+
+Dynamic NTK scaling depends on the length of the sequence. A paged cache holds keys that are
+already rotated and shared between sequences, so here a row's frequencies depend on its own
+position alone: below the original length they are the unscaled ones, and the row at position
+t beyond it takes those of a sequence of t + 1 tokens. That is what token-by-token generation
+with a cache computes elsewhere, and it makes a key a function of the tokens before it, whatever
+the chunking, the batch or the tree it was computed in. A prompt longer than the original length
+that is processed at once elsewhere takes the frequencies of its full length for every row; an
+incremental engine cannot know that length at the first chunk.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kernels.rotary import rotation_tables
+
+
+class RopeScaling(enum.Enum):
+    """How frequencies are stretched beyond the length the model was first trained on."""
+
+    NONE = "default"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary parameters of a checkpoint.
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+        factor: how many times the original length is stretched.
+        original_length: positions before stretching.
+        low_freq_factor: LLAMA3, wavelengths above `original_length / low_freq_factor` are
+            stretched in full.
+        high_freq_factor: LLAMA3, wavelengths below `original_length / high_freq_factor` are kept.
+        beta_fast: YARN, dimensions that turn more often over the original length are kept.
+        beta_slow: YARN, dimensions that turn less often are stretched in full.
+        attention_factor: YARN, scales cosine and sine; 1 elsewhere.
+        truncate: YARN, whether the bounds are rounded to whole dimensions.
+    """
+
+    theta: float
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+class Rotary:
+    """Rotation tables of any positions, for one head dimension on one device."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        self._config = config
+        self._head_dim = head_dim
+        self._frequencies = inverse_frequencies(config, head_dim).to(device)
+        self._exponents = _exponents(head_dim).to(device)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosine and signed sine `[T, 1, head_dim]` float32 for `positions` `[T]`."""
+        column = positions.unsqueeze(1)
+        frequencies = self._frequencies
+        if self._config.scaling is RopeScaling.DYNAMIC:
+            frequencies = self._dynamic_frequencies(column)
+        return rotation_tables(column * frequencies, self._config.attention_factor)
+
+    def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
+        """Returns `[T, head_dim / 2]`, those of a sequence that ends at each position.
+
+        Source: "dynamic NTK" scaling, as in YaRN, arXiv 2309.00071, section 3.3.
+        """
+        config, dim = self._config, self._head_dim
+        lengths = (positions + 1).clamp(min=config.original_length).float()
+        growth = config.factor * lengths / config.original_length - (config.factor - 1.0)
+        thetas = config.theta * growth ** (dim / (dim - 2))
+        return thetas**-self._exponents
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Returns `[head_dim / 2]` float32 radians a position; DYNAMIC gives the unscaled ones."""
+    plain = config.theta ** -_exponents(head_dim)
+    if config.scaling is RopeScaling.LINEAR:
+        return plain / config.factor
+    if config.scaling is RopeScaling.LLAMA3:
+        return _llama3(plain, config)
+    if config.scaling is RopeScaling.YARN:
+        return _yarn(plain, config, head_dim)
+    return plain
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+
+
+def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
+    """Keeps short wavelengths, stretches long ones, and blends in between.
+
+    Source: Llama 3.1 model card and reference code, `apply_scaling`.
+    """
+    turns = config.original_length * plain / (2 * math.pi)
+    span = config.high_freq_factor - config.low_freq_factor
+    keep = ((turns - config.low_freq_factor) / span).clamp(0.0, 1.0)
+    return keep * plain + (1 - keep) * plain / config.factor
+
+
+def _yarn(plain: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
+    """Blends kept and stretched frequencies with a ramp over the dimensions.
+
+    Source: Peng et al., arXiv 2309.00071, section 3.2, equations 17 to 23.
+    """
+    low = _dimension_of_turns(config.beta_fast, config, head_dim)
+    high = _dimension_of_turns(config.beta_slow, config, head_dim)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return (1 - stretch) * plain + stretch * plain / config.factor
+
+
+def _dimension_of_turns(turns: float, config: RopeConfig, head_dim: int) -> float:
+    """Returns the (fractional) dimension that turns this often over the original length."""
+    ratio = config.original_length / (turns * 2 * math.pi)
+    return head_dim * math.log(ratio) / (2 * math.log(config.theta))

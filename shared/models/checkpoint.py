@@ -1,0 +1,110 @@
+"""The weight files of a model folder, single or sharded, read one tensor at a time."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.errors import CheckpointError
+from shared.models.config_file import ConfigFile
+
+
+class WeightFile(Protocol):
+    """One open weight file."""
+
+    def keys(self) -> frozenset[str]: ...
+
+    def shape(self, key: str) -> tuple[int, ...]: ...
+
+    def read(self, key: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Which file of a folder holds which tensor.
+
+    Attributes:
+        folder: the model folder.
+        files: file of each key.
+    """
+
+    folder: Path
+    files: Mapping[str, Path]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Finds the weights: safetensors before pickled, an index before a single file.
+
+        Raises:
+            CheckpointError: if there are none, or a file is missing or damaged.
+        """
+        for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+            index = folder / f"{stem}.{suffix}.index.json"
+            single = folder / f"{stem}.{suffix}"
+            if index.is_file():
+                weight_map = ConfigFile.read(index).nested("weight_map")
+                return cls(folder, {key: folder / weight_map.text(key) for key in weight_map})
+            if single.is_file():
+                keys = open_weights(single, torch.device("cpu")).keys()
+                return cls(folder, dict.fromkeys(keys, single))
+        raise CheckpointError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+
+
+def open_weights(path: Path, device: torch.device) -> WeightFile:
+    """Opens one weight file; its tensors are read to `device`.
+
+    Raises:
+        CheckpointError: if it is missing, truncated or not what its suffix says.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    if path.suffix == ".safetensors":
+        return _SafetensorsFile(path, device)
+    return _PickledFile(path, device)
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path, device: torch.device) -> None:
+        try:
+            self._file: Any = safe_open(path, framework="pt", device=str(device))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def keys(self) -> frozenset[str]:
+        return frozenset(self._file.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(key).get_shape())
+
+    def read(self, key: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(key)
+        return tensor
+
+
+class _PickledFile:
+    """Loaded with `weights_only`: a pickle that holds anything but tensors is refused."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._device = device
+        try:
+            self._tensors: dict[str, Tensor] = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=True
+            )
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def keys(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensors[key].shape)
+
+    def read(self, key: str) -> Tensor:
+        return self._tensors[key].to(self._device)

@@ -1,0 +1,96 @@
+"""Typed reading of a JSON object of a model folder; errors name the file and the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from shared.errors import CheckpointError
+
+_T = TypeVar("_T", int, float, bool, str)
+
+
+class ConfigFile:
+    """One JSON object, or an object nested in it. A key set to null counts as absent."""
+
+    def __init__(self, path: Path, values: Mapping[str, object]) -> None:
+        self.path = path
+        self._values = values
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Raises: CheckpointError if the file is missing or holds no JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} holds a {type(values).__name__}; it must be an object")
+        return cls(path, values)
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and set to null."""
+        return key in self._values and self._values[key] is None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self._typed(key, int, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        if isinstance(self._values.get(key), int):
+            return float(self._typed(key, int, None))
+        return self._typed(key, float, default)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        return self._typed(key, bool, default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._typed(key, str, default)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Returns a list of strings; empty when absent."""
+        return self._list(key, str)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Returns one integer or a list of them; empty when absent."""
+        if isinstance(self._values.get(key), int):
+            return (self.integer(key),)
+        return self._list(key, int)
+
+    def nested(self, key: str) -> ConfigFile:
+        """Returns the object under `key`; an empty one when absent."""
+        value = self._values.get(key) or {}
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.path}: {key} is {value!r}; it must be an object")
+        return ConfigFile(self.path, value)
+
+    def _typed(self, key: str, kind: type[_T], default: _T | None) -> _T:
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise CheckpointError(f"{self.path} has no {key}")
+            return default
+        if type(value) is not kind:
+            raise CheckpointError(
+                f"{self.path}: {key} is {value!r}; it must be of type {kind.__name__}"
+            )
+        return value
+
+    def _list(self, key: str, kind: type[_T]) -> tuple[_T, ...]:
+        value = self._values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise CheckpointError(
+                f"{self.path}: {key} is {value!r}; it must be a list of {kind.__name__}"
+            )
+        return tuple(value)

@@ -1,0 +1,108 @@
+"""One decoder for Llama 2 and 3.x, Mistral, Qwen2, Qwen2.5, Qwen3 and MiMo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.layout import KvLayout
+from shared.kv.pool import KvPool
+from shared.layers.attention import AttentionShape, ForwardContext, plan_for
+from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.linear import Linear
+from shared.layers.norm import RmsNorm
+from shared.layers.rotary import Rotary
+from shared.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What a forward computes for its T rows.
+
+    Attributes:
+        hidden: `[T, H]` after the final norm.
+        features: one `[T, H]` a captured layer, the residual stream that enters it.
+    """
+
+    hidden: Tensor
+    features: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Weights and forward pass of one model.
+
+    Attributes:
+        embedding: `[V, H]`; draft heads without one of their own read it too.
+        lm_head: `H` to `V`.
+    """
+
+    config: ModelConfig
+    embedding: Tensor
+    layers: tuple[DecoderLayer, ...]
+    norm: RmsNorm
+    lm_head: Linear
+    rotary: Rotary
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KvLayout:
+        """Returns the layout of this model's cache, in `dtype` or the model's own."""
+        config = self.config
+        return KvLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            dtype=dtype or self.dtype,
+        )
+
+    def forward(
+        self, batch: ForwardBatch, pool: KvPool, *, capture_layers: tuple[int, ...] = ()
+    ) -> DecoderOutput:
+        """Computes the rows of `batch` and writes their keys and values to `pool`.
+
+        Args:
+            capture_layers: layers whose input is wanted, in this order; `num_layers` stands for
+                the output of the last layer, before the final norm.
+        """
+        context = self._context(batch, pool)
+        captured: dict[int, Tensor] = {}
+        hidden = F.embedding(batch.token_ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            if index in capture_layers:
+                captured[index] = hidden
+            hidden = layer(hidden, context)
+        captured[len(self.layers)] = hidden
+        features = tuple(captured[index] for index in capture_layers)
+        return DecoderOutput(self.norm(hidden), features)
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """Returns `[L, V]` float32 for `hidden_rows` `[L, H]` after the final norm."""
+        return self.lm_head(hidden_rows).float()
+
+    def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
+        cos, signed_sin = self.rotary.tables(batch.positions)
+        shapes = {layer.attention.shape for layer in self.layers}
+        plans = {shape.sliding_window: plan_for(batch, shape) for shape in shapes}
+        return ForwardContext(batch, pool, cos, signed_sin, plans)
+
+
+def attention_shape(config: ModelConfig, layer: int) -> AttentionShape:
+    """Returns the heads and window of one layer."""
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        sliding_window=config.sliding_windows[layer],
+    )

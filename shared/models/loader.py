@@ -1,0 +1,86 @@
+"""From a Hugging Face folder to a decoder on its device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.layers.attention import Attention
+from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.linear import Linear
+from shared.layers.mlp import Mlp
+from shared.layers.norm import RmsNorm
+from shared.layers.rotary import Rotary
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder, attention_shape
+from shared.models.decoder_weights import IGNORED_SUFFIXES, LM_HEAD_KEY, decoder_parts
+from shared.models.families import FAMILIES
+from shared.models.weights import read_weights
+
+
+def load_decoder(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, show_progress: bool = False
+) -> Decoder:
+    """Reads config and weights, cast to `dtype`, straight to `device`.
+
+    Raises:
+        CheckpointError: if the folder is incomplete, damaged or of another architecture; the
+            message names the file, the key and, for a wrong shape, both shapes.
+    """
+    config = ModelConfig.from_folder(folder)
+    tied_copy = (LM_HEAD_KEY,) if config.tie_word_embeddings else ()
+    tensors = read_weights(
+        Checkpoint.open(folder),
+        decoder_parts(config),
+        ignored_prefixes=(*FAMILIES[config.architecture].ignored_prefixes, *tied_copy),
+        ignored_suffixes=IGNORED_SUFFIXES,
+        dtype=dtype,
+        device=device,
+        show_progress=show_progress,
+    )
+    return _build_decoder(config, tensors, device)
+
+
+def _build_decoder(
+    config: ModelConfig, tensors: dict[str, Tensor], device: torch.device
+) -> Decoder:
+    """Takes tensors out of the dict as it goes, so that packed weights are not held twice."""
+    embedding = tensors.pop("embedding")
+    head = embedding if config.tie_word_embeddings else tensors.pop("lm_head")
+    layers = tuple(_build_layer(config, tensors, layer) for layer in range(config.num_layers))
+    decoder = Decoder(
+        config=config,
+        embedding=embedding,
+        layers=layers,
+        norm=RmsNorm(tensors.pop("norm"), config.rms_norm_eps),
+        lm_head=Linear.of(head),
+        rotary=Rotary(config.rope, config.head_dim, device),
+    )
+    assert not tensors, f"weights were read but not used: {sorted(tensors)}"
+    return decoder
+
+
+def _build_layer(config: ModelConfig, tensors: dict[str, Tensor], layer: int) -> DecoderLayer:
+    prefix, eps = f"layers.{layer}.", config.rms_norm_eps
+    qk_norm = tensors.pop(f"{prefix}qk_norm", None)
+    if qk_norm is not None:
+        qk_norm = qk_norm.view(-1, config.head_dim)
+    return DecoderLayer(
+        attention_norm=RmsNorm(tensors.pop(f"{prefix}attention_norm"), eps),
+        attention=Attention(
+            shape=attention_shape(config, layer),
+            qkv=_linear(tensors, f"{prefix}qkv"),
+            output=_linear(tensors, f"{prefix}output"),
+            qk_norm=None if qk_norm is None else RmsNorm(qk_norm, eps),
+            layer=layer,
+        ),
+        mlp_norm=RmsNorm(tensors.pop(f"{prefix}mlp_norm"), eps),
+        mlp=Mlp(_linear(tensors, f"{prefix}gate_up"), _linear(tensors, f"{prefix}down")),
+    )
+
+
+def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
+    return Linear.of(tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None))

@@ -1,0 +1,141 @@
+"""Which tensors a checkpoint must hold, as data, and reading them into fused tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from shared.errors import CheckpointError
+from shared.models.checkpoint import Checkpoint, WeightFile, open_weights
+
+# How many names a message lists before it only counts.
+_MAX_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """One tensor of a checkpoint and where it goes.
+
+    Attributes:
+        key: name in the checkpoint.
+        shape: shape it must have there.
+        target: name of the tensor it becomes; parts of one target are stacked along axis 0.
+        repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    target: str
+    repeats: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] * self.repeats
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    parts: Sequence[WeightPart],
+    *,
+    ignored_prefixes: Sequence[str] = (),
+    ignored_suffixes: Sequence[str] = (),
+    dtype: torch.dtype,
+    device: torch.device,
+    show_progress: bool = False,
+) -> dict[str, Tensor]:
+    """Reads all parts straight to `device`, cast to `dtype`, stacked into their targets.
+
+    Raises:
+        CheckpointError: for missing or unexpected keys, a wrong shape or a damaged file.
+    """
+    _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes))
+    targets = _allocate(parts, dtype, device)
+    places = _places(parts, targets)
+    progress = tqdm(total=len(parts), desc="weights", unit="tensor", disable=not show_progress)
+    with progress:
+        for path, file_parts in _by_file(checkpoint, parts).items():
+            weights = open_weights(path, device)
+            for part in file_parts:
+                _check_shape(path, weights, part)
+                places[part.key].copy_(_repeated(weights.read(part.key), part))
+                progress.update()
+    return targets
+
+
+def _check_keys(
+    checkpoint: Checkpoint,
+    parts: Sequence[WeightPart],
+    ignored_prefixes: tuple[str, ...],
+    ignored_suffixes: tuple[str, ...],
+) -> None:
+    expected = {part.key for part in parts}
+    missing = expected - checkpoint.files.keys()
+    if missing:
+        raise CheckpointError(f"{checkpoint.folder} lacks {_listed(missing)}")
+    unexpected = {
+        key
+        for key in checkpoint.files.keys() - expected
+        if not key.startswith(ignored_prefixes) and not key.endswith(ignored_suffixes)
+    }
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.folder} has weights that this architecture does not use: "
+            f"{_listed(unexpected)}"
+        )
+
+
+def _listed(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
+def _check_shape(path: Path, weights: WeightFile, part: WeightPart) -> None:
+    if part.key not in weights.keys():  # noqa: SIM118  not a mapping
+        raise CheckpointError(f"{path} lacks {part.key}, which the index places there")
+    shape = weights.shape(part.key)
+    if shape != part.shape:
+        raise CheckpointError(
+            f"{path}: {part.key} has shape {list(shape)}; the config needs {list(part.shape)}"
+        )
+
+
+def _allocate(
+    parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    num_rows: dict[str, int] = defaultdict(int)
+    trailing = {part.target: part.shape[1:] for part in parts}
+    for part in parts:
+        num_rows[part.target] += part.num_rows
+    return {
+        target: torch.empty((rows, *trailing[target]), dtype=dtype, device=device)
+        for target, rows in num_rows.items()
+    }
+
+
+def _places(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns, for each key, the view of its target that it fills."""
+    places: dict[str, Tensor] = {}
+    next_row: dict[str, int] = defaultdict(int)
+    for part in parts:
+        start = next_row[part.target]
+        next_row[part.target] = start + part.num_rows
+        places[part.key] = targets[part.target][start : start + part.num_rows]
+    return places
+
+
+def _repeated(tensor: Tensor, part: WeightPart) -> Tensor:
+    return tensor if part.repeats == 1 else tensor.repeat(part.repeats, *[1] * (tensor.dim() - 1))
+
+
+def _by_file(checkpoint: Checkpoint, parts: Sequence[WeightPart]) -> dict[Path, list[WeightPart]]:
+    by_file: dict[Path, list[WeightPart]] = defaultdict(list)
+    for part in parts:
+        by_file[checkpoint.files[part.key]].append(part)
+    return by_file

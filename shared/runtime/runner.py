@@ -1,0 +1,53 @@
+"""Runs forwards of one decoder over one KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """Result of one forward of T rows, L of them with logits.
+
+    Attributes:
+        logits: `[L, V]` float32, in the order of `batch.logit_rows`.
+        hidden: `[T, H]` after the final norm.
+        features: one `[T, H]` a captured layer.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    features: tuple[Tensor, ...]
+
+
+class ModelRunner:
+    """The seam between scheduling and computing: everything above it speaks `ForwardBatch`."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        assert pool.layout == decoder.kv_layout(pool.page_size, pool.layout.dtype), (
+            f"the pool's layout {pool.layout} does not fit the decoder"
+        )
+        self.decoder = decoder
+        self.pool = pool
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
+        """Computes `batch`, writes its keys and values, and returns logits of its logit rows."""
+        output = self.decoder.forward(batch, self.pool, capture_layers=capture_layers)
+        logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
+        return RunnerOutput(logits, output.hidden, output.features)

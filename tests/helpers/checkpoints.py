@@ -1,0 +1,123 @@
+"""Tiny random Hugging Face checkpoints of each supported family, written to a temporary folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILY_CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+BOS_TOKEN_ID = 256
+EOS_TOKEN_ID = 257
+BYTE_VOCAB_SIZE = 258
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Sizes of a tiny decoder; `overrides` go to the family's config as they are."""
+
+    vocab_size: int = BYTE_VOCAB_SIZE
+    hidden_size: int = 32
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    intermediate_size: int = 48
+    max_position_embeddings: int = 128
+    tie_word_embeddings: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def write_checkpoint(
+    folder: Path,
+    family: str = "llama",
+    shape: TinyShape | None = None,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    with_tokenizer: bool = False,
+) -> Path:
+    """Writes `config.json`, `generation_config.json` and safetensors; returns `folder`.
+
+    Weights are drawn from `seed`; biases and norms too, so that none of them can be left out
+    unnoticed. A small `max_shard_size` writes several shards and an index.
+    """
+    model = build_model(family, shape, seed=seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if with_tokenizer:
+        write_byte_tokenizer(folder)
+    return folder
+
+
+def build_model(family: str, shape: TinyShape | None = None, *, seed: int = 0) -> PreTrainedModel:
+    """Returns the same model in transformers, in float32, ready to be asked for logits."""
+    config_class, model_class = FAMILY_CLASSES[family]
+    model = model_class(config_class(**_config_arguments(shape or TinyShape()))).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in name
+            parameter.copy_(1.0 + 0.2 * noise if is_norm else 0.25 * noise)
+    return model
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    """Writes a `tokenizer.json` whose ids are the bytes of UTF-8 text, BOS 256 and EOS 257."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: token_id for token_id, symbol in enumerate(_byte_symbols(alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
+    )
+    return folder
+
+
+def _byte_symbols(alphabet: list[str]) -> list[str]:
+    """Orders the byte-level alphabet by byte: printable bytes stand for themselves."""
+    printable = {ord(symbol): symbol for symbol in alphabet if ord(symbol) < 256}
+    others = iter(sorted(symbol for symbol in alphabet if ord(symbol) >= 256))
+    return [printable[byte] if byte in printable else next(others) for byte in range(256)]
+
+
+def _config_arguments(shape: TinyShape) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "bos_token_id": BOS_TOKEN_ID if shape.vocab_size > BOS_TOKEN_ID else None,
+        "eos_token_id": EOS_TOKEN_ID if shape.vocab_size > EOS_TOKEN_ID else None,
+        "pad_token_id": None,
+        **shape.overrides,
+    }
