@@ -1,0 +1,83 @@
+"""Engine events as protobuf messages."""
+
+from __future__ import annotations
+
+from services.target.request import Delta, Failed, Finished, SpeculationStats, Started
+from shared.errors import OutriderError
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.tokens import FinishReason, TokenLogprobs
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+
+
+def response_message(event: Started | Delta | Finished) -> pb.GenerateResponse:
+    """Returns the message of one event."""
+    if isinstance(event, Delta):
+        return pb.GenerateResponse(delta=_delta(event))
+    if isinstance(event, Started):
+        started = pb.GenerationStarted(cached_token_count=event.num_cached_tokens)
+        started.queue_duration.FromNanoseconds(round(event.queue_s * 1e9))
+        return pb.GenerateResponse(started=started)
+    return pb.GenerateResponse(finished=_finished(event))
+
+
+def session_event(key: int, event: Started | Delta | Finished | Failed) -> pb.SessionEvent:
+    """Returns the message of one event of a session's request."""
+    if isinstance(event, Failed):
+        return pb.SessionEvent(request_id=key, failure=_failure(event.error))
+    return pb.SessionEvent(request_id=key, response=response_message(event))
+
+
+def _delta(delta: Delta) -> pb.TokenDelta:
+    return pb.TokenDelta(
+        token_ids=delta.token_ids,
+        logprobs=[_logprobs(each) for each in delta.logprobs],
+        accepted_token_count=delta.num_accepted,
+    )
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        log_prob=logprobs.log_prob,
+        rank=logprobs.rank,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_log_probs=[log_prob for _, log_prob in logprobs.top],
+    )
+
+
+def _finished(event: Finished) -> pb.GenerationFinished:
+    return pb.GenerationFinished(
+        finish_reason=_FINISH_REASONS[event.reason],
+        prompt_token_count=event.num_prompt_tokens,
+        output_token_count=event.num_output_tokens,
+        cached_token_count=event.num_cached_tokens,
+        stop_token_id=event.stop_token_id,
+        speculation=_stats(event.stats),
+    )
+
+
+def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
+    return pb.SpeculationStats(
+        round_count=stats.num_rounds,
+        verified_round_count=stats.num_verified_rounds,
+        drafted_token_count=stats.num_drafted,
+        accepted_token_count=stats.num_accepted,
+        missed_round_count=stats.num_missed_rounds,
+        acceptance_histogram=stats.histogram,
+    )
+
+
+def _failure(error: OutriderError) -> pb.RequestFailure:
+    failure = pb.RequestFailure(
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        field=error.violations[0].field if error.violations else "",
+    )
+    if error.retry_after_s is not None:
+        failure.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+    return failure
