@@ -9,6 +9,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 COMPOSE ?= docker compose
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # `make test-gpu PY=python3` uses an interpreter that has the packages already.
 ifeq ($(origin PY),command line)
@@ -34,7 +35,7 @@ setup: $(STAMP) ## create .venv with everything pinned; does nothing when up to 
 	touch $@
 
 protos: $(STAMP) ## write shared/pb/ from protos/
-	$(PY) protos/generate.py
+	$(PY) -m protos.generate
 
 fmt: $(STAMP) ## sort imports and format
 	$(PY) -m ruff check --fix-only --quiet .
@@ -55,9 +56,9 @@ check-types:
 	@echo "== mypy --strict"; $(PY) -m mypy
 
 check-protos:
-	@echo "== buf lint"; .venv/bin/buf lint protos
+	@echo "== buf lint"; buf lint protos
 	@echo "== buf breaking"; .ci/buf-breaking
-	@echo "== stub drift"; $(PY) protos/generate.py --check
+	@echo "== stub drift"; $(PY) -m protos.generate --check
 
 check-imports:
 	@echo "== import rules"; $(PY) -m pytest -q -p no:cacheprovider tests/test_import_rules.py

@@ -1,0 +1,33 @@
+"""A stack of services for the time of a benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+
+class StackFailed(Exception):
+    """The services did not start; their launcher has said why on stderr."""
+
+
+@contextlib.asynccontextmanager
+async def running_stack(arguments: Sequence[str]) -> AsyncIterator[None]:
+    """Runs `services.serve` with these flags until the block ends.
+
+    Raises:
+        StackFailed: the launcher ended before it said that it is ready.
+    """
+    command = (sys.executable, "-m", "services.serve", *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            raise StackFailed(f"services.serve ended with exit code {await process.wait()}")
+        yield
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.wait()

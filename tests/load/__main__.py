@@ -1,0 +1,153 @@
+"""`make load`: closed-loop load on a running gateway.
+
+N workers each keep one request in flight until M requests are done. Prints time to the first
+token, gaps between chunks, tokens per second and errors; exits with code 1 when a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.load.chat import ChatFailed, ChatRequest, ChatResult, served_model, stream_chat
+from tests.load.figures import percentile, table
+from tests.load.prompts import PROMPTS
+
+_PERCENTS = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """Shape of the load."""
+
+    url: str
+    concurrency: int
+    num_requests: int
+    max_tokens: int
+    temperature: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Outcome of a run; durations in seconds."""
+
+    results: tuple[ChatResult, ...]
+    errors: tuple[str, ...]
+    duration_s: float
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the figures under stable names, times in milliseconds."""
+        num_tokens = sum(result.num_tokens for result in self.results)
+        return {
+            "requests": len(self.results) + len(self.errors),
+            "errors": len(self.errors),
+            "duration_s": round(self.duration_s, 3),
+            "output_tokens": num_tokens,
+            "tokens_per_s": round(num_tokens / self.duration_s, 1),
+            "requests_per_s": round(len(self.results) / self.duration_s, 2),
+            **{name: _percentiles(values) for name, values in self._series().items()},
+        }
+
+    def _series(self) -> dict[str, list[float]]:
+        return {
+            "first_token_ms": [result.first_token_s for result in self.results],
+            "inter_chunk_ms": [gap for result in self.results for gap in result.gaps_s],
+            "request_ms": [result.duration_s for result in self.results],
+        }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {f"p{p}": round(1000 * percentile(seconds, p), 2) for p in _PERCENTS}
+
+
+async def run(settings: LoadSettings) -> LoadReport:
+    """Sends the load and waits for its end."""
+    limits = httpx.Limits(max_connections=settings.concurrency)
+    async with httpx.AsyncClient(
+        base_url=settings.url, limits=limits, timeout=settings.timeout_s
+    ) as http:
+        model = await served_model(http)
+        requests = _requests(settings)
+        results: list[ChatResult] = []
+        errors: list[str] = []
+
+        async def work() -> None:
+            for request in requests:  # shared by all workers: each takes the next
+                try:
+                    results.append(await stream_chat(http, model, request))
+                except (ChatFailed, httpx.HTTPError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(settings.concurrency):
+                group.create_task(work())
+        return LoadReport(tuple(results), tuple(errors), time.perf_counter() - started)
+
+
+def _requests(settings: LoadSettings) -> Iterator[ChatRequest]:
+    for number in range(settings.num_requests):
+        yield ChatRequest(
+            prompt=PROMPTS[number % len(PROMPTS)],
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            seed=number,
+        )
+
+
+def _table(summary: dict[str, Any]) -> str:
+    series = {name: value for name, value in summary.items() if isinstance(value, dict) and value}
+    header = ("", *(f"p{p}" for p in _PERCENTS))
+    rows = [(name, *(f"{v:.2f}" for v in value.values())) for name, value in series.items()]
+    counts = [f"{name} {value}" for name, value in summary.items() if name not in series and value]
+    return "\n".join([", ".join(counts), table(header, rows)])
+
+
+def _parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
+    parser = argparse.ArgumentParser(prog="load", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--timeout-s", type=float, default=120.0)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    flags = parser.parse_args(arguments)
+    settings = LoadSettings(
+        url=flags.url,
+        concurrency=flags.concurrency,
+        num_requests=flags.requests,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        timeout_s=flags.timeout_s,
+    )
+    return settings, flags.json
+
+
+def main() -> int:
+    settings, as_json = _parse(sys.argv[1:])
+    try:
+        report = asyncio.run(run(settings))
+    except httpx.HTTPError as error:
+        print(f"load: {settings.url} does not answer: {error}", file=sys.stderr)
+        return 1
+    summary = report.summary()
+    print(json.dumps(summary, indent=2) if as_json else _table(summary))
+    for message in sorted(set(report.errors)):
+        print(f"{report.errors.count(message)} x {message}", file=sys.stderr)
+    return 1 if report.errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
