@@ -1,0 +1,99 @@
+"""Token counts and the penalties they cause, for every row of every tree.
+
+The row of a tree node predicts what follows the node, so it counts the committed output and the
+tokens on the node's own path, and nothing of its siblings. The root's token is committed already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHistory:
+    """What penalties of one sequence count.
+
+    Attributes:
+        prompt_ids: the prompt.
+        output_ids: every committed output token, the last one (the tree's root) included.
+        row_paths: for each of the sequence's rows the tree tokens on its path, see
+            `tree.row_paths`; one empty path for a plain row.
+        has_penalties: False leaves the sequence's counts at zero.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    row_paths: Sequence[Sequence[int]]
+    has_penalties: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Counts of R rows over V tokens.
+
+    Attributes:
+        output: `[R, V]` float32, occurrences in the output and on the row's path.
+        occurs: `[R, V]` bool, in the prompt, the output or on the row's path.
+    """
+
+    output: Tensor
+    occurs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Strengths of R rows, each `[R, 1]` float32; 1, 0 and 0 are off.
+
+    Attributes:
+        repetition: divides positive and multiplies negative logits of tokens that occur.
+        frequency: subtracted for each occurrence in the output.
+        presence: subtracted once for a token that occurs in the output.
+    """
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+def count_tokens(
+    histories: Sequence[TokenHistory], *, vocab_size: int, device: torch.device
+) -> TokenCounts | None:
+    """Returns the counts of all rows, sequence after sequence; None when no penalty is on.
+
+    A sequence's committed tokens are counted once and copied to its rows, so the cost is one pass
+    over the histories with penalties and one over `[R, V]`.
+    """
+    if not any(history.has_penalties for history in histories):
+        return None
+    committed = [h.output_ids if h.has_penalties else () for h in histories]
+    prompts = [h.prompt_ids if h.has_penalties else () for h in histories]
+    paths = [p if h.has_penalties else () for h in histories for p in h.row_paths]
+    owners = [i for i, history in enumerate(histories) for _ in history.row_paths]
+    rows = torch.tensor(owners, dtype=torch.int64, device=device)
+    output = _histogram(committed, vocab_size, device).index_select(0, rows)
+    output += _histogram(paths, vocab_size, device)
+    in_prompt = _histogram(prompts, vocab_size, device).index_select(0, rows) > 0
+    return TokenCounts(output=output, occurs=in_prompt | (output > 0))
+
+
+def apply_penalties(logits: Tensor, penalties: Penalties, counts: TokenCounts) -> Tensor:
+    """Returns penalised logits `[R, V]` float32: repetition, then frequency and presence."""
+    scaled = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+    logits = torch.where(counts.occurs, scaled, logits)
+    logits = logits - penalties.frequency * counts.output
+    return logits - penalties.presence * (counts.output > 0)
+
+
+def _histogram(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """Returns `[len(token_ids), V]` float32 occurrences of each token in each list."""
+    flat = [row * vocab_size + token for row, ids in enumerate(token_ids) for token in ids]
+    counts = torch.zeros(len(token_ids) * vocab_size, dtype=torch.float32, device=device)
+    if flat:
+        # Sums of ones are exact in float32, so the order of the additions does not matter.
+        index = torch.tensor(flat, dtype=torch.int64, device=device)
+        counts.scatter_add_(0, index, torch.ones((), device=device).expand(len(flat)))
+    return counts.view(len(token_ids), vocab_size)
