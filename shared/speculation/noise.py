@@ -28,6 +28,7 @@ _WORDS_PER_BLOCK = 4
 _WORD_MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_COIN_SIDES = 2**52
 
 
 def philox_4x32_10(counter: Words, key: Key) -> Words:
@@ -92,6 +93,18 @@ def gumbel_noise_of(
     words = _words(seeds, positions, token_ids // _WORDS_PER_BLOCK, stream)
     chosen = (token_ids % _WORDS_PER_BLOCK).unsqueeze(-1)
     return _gumbel(torch.stack(words, dim=-1).gather(-1, chosen).squeeze(-1))
+
+
+def fresh_seeds(num_seeds: int, generator: torch.Generator) -> Tensor:
+    """Returns `[num_seeds]` int64 seeds for noise that is used once; `generator` is the host's."""
+    low, high = -(2**63), 2**63 - 1
+    return torch.randint(low, high, (num_seeds,), generator=generator, dtype=torch.int64)
+
+
+def fresh_coins(num_coins: int, generator: torch.Generator) -> tuple[float, ...]:
+    """Returns uniform float64 numbers strictly inside (0, 1): odd multiples of 2^-53."""
+    sides = torch.randint(_COIN_SIDES, (num_coins,), generator=generator, dtype=torch.int64)
+    return tuple(((sides.to(torch.float64) + 0.5) / _COIN_SIDES).tolist())
 
 
 def _words(seeds: Tensor, positions: Tensor, blocks: Tensor, stream: int) -> Words:
