@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from shared.speculation.distributions import RowSampling, shaped_logits, target_log_probs, truncated
+from shared.speculation.distributions import shaped_logits, target_log_probs, truncated
 from shared.speculation.penalties import TokenCounts
+from shared.speculation.row_sampling import RowSampling
 
 
 def coupled_confidence(

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shared.errors import InvalidArgument
-from shared.speculation.distributions import RowSampling, shaped_logits, target_log_probs
+from shared.speculation.distributions import shaped_logits, target_log_probs
 from shared.speculation.noise import fresh_coins, fresh_seeds, gumbel_noise
 from shared.speculation.penalties import TokenCounts
+from shared.speculation.row_sampling import RowSampling
 from shared.speculation.tree import row_parents
 from shared.tokens import TokenTree
 
