@@ -1,12 +1,4 @@
-"""How likely the target is to draw each token, as far as the draft can tell.
-
-The draft mirrors the sequence's sampling transform. Where the target draws with noise keyed by
-(seed, position, token), the draft adds the very same noise: given the noise the target's draw is
-certain, and the softmax of the draft's noisy logits ranks which token it will be. At temperature 0
-there is no noise and this is the plain draft distribution.
-
-Source: Daliri, Musco, Suresh, arXiv 2408.07978 (shared Gumbel noise).
-"""
+"""How likely the target is to accept each token, as far as the draft can tell."""
 
 from __future__ import annotations
 
@@ -16,29 +8,73 @@ import torch
 from torch import Tensor
 
 from services.draft.sequence import DraftSequence
+from shared.speculation.confidence import coupled_confidence, point_mass_confidence
+from shared.speculation.distributions import RowSampling, row_sampling
 from shared.speculation.noise import gumbel_noise
+from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
+
+Path = tuple[int, ...]
 
 
-def draft_log_probs(
-    logits: Tensor, sequences: Sequence[DraftSequence], paths: Sequence[Sequence[int]]
-) -> Tensor:
-    """Returns `[R, V]` float32 log probabilities of the next token of each row.
+class DraftScores:
+    """Scores the rows of S sequences while their trees grow, N rows of each at a time.
 
-    Args:
-        logits: `[R, V]` float32 of the draft.
-        sequences: the sequence of each row.
-        paths: tree tokens on each row's path, its own token included.
+    The draft mirrors each sequence's sampling transform and, where its target draws with noise
+    keyed by (seed, position, token), that noise.
     """
-    device = logits.device
-    temperatures = torch.tensor([s.sampling.temperature or 1.0 for s in sequences], device=device)
-    scaled = logits / temperatures.unsqueeze(1)
-    noisy = [i for i, s in enumerate(sequences) if s.mirrors_noise and not s.sampling.is_greedy]
-    if noisy:
-        rows = torch.tensor(noisy, device=device)
-        seeds = torch.tensor([sequences[i].sampling.seed for i in noisy], device=device)
-        positions = torch.tensor(
-            [sequences[i].num_tokens + len(paths[i]) for i in noisy], device=device
-        )
-        noise = gumbel_noise(seeds, positions, logits.shape[1])
-        scaled = scaled.index_add(0, rows, noise)
-    return scaled.log_softmax(dim=1)
+
+    def __init__(self, sequences: Sequence[DraftSequence], device: torch.device) -> None:
+        self._sequences = sequences
+        self._device = device
+        self._samplings: dict[int, RowSampling] = {}
+        self._is_coupled = torch.tensor([[[s.mirrors_noise]] for s in sequences], device=device)
+        self._num_coupled = sum(s.mirrors_noise for s in sequences)
+
+    def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
+        """Returns log probabilities of acceptance `[S, N, V]` float32, -inf for removed tokens.
+
+        Args:
+            logits: `[S * N, V]` raw draft logits.
+            paths: `[S][N]`, tree tokens on each row's path, its own included; all of one length.
+        """
+        num_rows, depth = len(paths[0]), len(paths[0][0])
+        sampling = self._sampling(num_rows)
+        counts = self._counts(paths, logits.shape[1])
+        shape = (len(self._sequences), num_rows, logits.shape[1])
+        if self._num_coupled == 0:
+            return point_mass_confidence(logits, sampling, counts).view(shape)
+        noise = None if sampling.all_greedy else self._noise(sampling, depth, shape)
+        coupled = coupled_confidence(logits, sampling, noise, counts).view(shape)
+        if self._num_coupled == len(self._sequences):
+            return coupled
+        point_mass = point_mass_confidence(logits, sampling, counts).view(shape)
+        return torch.where(self._is_coupled, coupled, point_mass)
+
+    def _sampling(self, num_rows: int) -> RowSampling:
+        if num_rows not in self._samplings:
+            params = [sequence.sampling for sequence in self._sequences]
+            row_counts = [num_rows] * len(params)
+            self._samplings[num_rows] = row_sampling(params, row_counts, device=self._device)
+        return self._samplings[num_rows]
+
+    def _noise(self, sampling: RowSampling, depth: int, shape: tuple[int, int, int]) -> Tensor:
+        """Rows of one sequence draw the token at one position, so they share their noise."""
+        num_sequences, num_rows, vocab_size = shape
+        seeds = sampling.seeds.view(num_sequences, num_rows)[:, 0]
+        positions = torch.tensor([s.num_tokens + depth for s in self._sequences])
+        noise = gumbel_noise(seeds, positions.to(self._device), vocab_size)
+        return noise.repeat_interleave(num_rows, dim=0)
+
+    def _counts(self, paths: Sequence[Sequence[Path]], vocab_size: int) -> TokenCounts | None:
+        if not any(sequence.sampling.has_penalties for sequence in self._sequences):
+            return None
+        histories = [
+            TokenHistory(
+                prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                output_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+                row_paths=row_paths,
+                has_penalties=sequence.sampling.has_penalties,
+            )
+            for sequence, row_paths in zip(self._sequences, paths, strict=True)
+        ]
+        return count_tokens(histories, vocab_size=vocab_size, device=self._device)

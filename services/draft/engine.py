@@ -126,7 +126,7 @@ class DraftEngine:
         with self._wakeup:
             self._check_alive()
             if len(self._events) >= self._max_waiting_events:
-                raise QueueFull(len(self._events), self._max_waiting_events)
+                raise QueueFull.of(len(self._events), self._max_waiting_events)
             self._events.append(event)
             self._wakeup.notify()
 
@@ -185,7 +185,7 @@ class DraftEngine:
 
     def _check_alive(self) -> None:
         if self._has_failed or self._is_stopping:
-            raise EngineFailed("the draft engine has stopped")
+            raise EngineFailed.of()
 
     def _run(self) -> None:
         try:
@@ -202,7 +202,7 @@ class DraftEngine:
         finally:
             for future in list(self._futures):
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineFailed("the draft engine has stopped"))
+                    future.set_exception(EngineFailed.of())
 
     def _take_in(self, *, wait: bool) -> bool:
         """Applies every queued event and call. False when the engine is to stop."""

@@ -9,20 +9,21 @@ tree's is moved to the front of its tail.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from services.draft.draft_scores import draft_log_probs
-from services.draft.drafters.draft_kv import DraftKv, GrownRows, SequenceKv
+from services.draft.draft_scores import DraftScores
+from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.tree_tail import TreeTail
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.tree_builder import TreeBuilder
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.runtime.runner import ModelRunner
+from shared.speculation.growth import Beam, Children, TreeGrowth, choose_children
 from shared.tokens import TreeShape, Verdict
 
 CONTEXT_MARGIN = 33
@@ -64,7 +65,8 @@ class StandaloneDrafter:
         return len(self._uncomputed(sequence))
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        num_tail_rows = (TreeBuilder(shape).num_levels - 1) * shape.topk
+        grown_shape = self._grown_shape(shape)
+        num_tail_rows = (grown_shape.num_steps - 1) * grown_shape.topk
         try:
             self._kv.reserve(self._states[sequence.key], sequence, num_tail_rows)
         except OutOfPages:
@@ -85,23 +87,20 @@ class StandaloneDrafter:
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        builder = TreeBuilder(shape)
-        first = [self._committed_rows(s, self.backlog(s), with_logits=True) for s in sequences]
-        logits = self._forward(first)
+        shape = self._grown_shape(shape)
+        growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
+        rows = [self._committed_rows(s, self.backlog(s), with_logits=True) for s in sequences]
+        tails = [TreeTail(self._states[sequence.key]) for sequence in sequences]
+        growth.add(self._children(scores, rows, tails, shape))
         for sequence in sequences:
             self._kv.publish(self._states[sequence.key], sequence)
-        tails = [_Tail(sequence, self._states[sequence.key]) for sequence in sequences]
-        no_paths: list[tuple[int, ...]] = [() for _ in sequences]
-        frontier = builder.start(draft_log_probs(logits, sequences, no_paths))
-        for _ in range(builder.num_levels - 1):
-            levels = zip(tails, frontier.token_ids, frontier.parents, strict=True)
-            logits = self._forward([tail.extend(tokens, above) for tail, tokens, above in levels])
-            owners = [tail.sequence for tail in tails for _ in tail.paths]
-            paths = [path for tail in tails for path in tail.paths]
-            frontier = builder.expand(draft_log_probs(logits, owners, paths))
-        for tail in tails:
-            tail.state.grown = tail.grown
-        return [Proposal(s, tree) for s, tree in zip(sequences, builder.finish(), strict=True)]
+        while not growth.is_complete:
+            rows = _beam_rows(growth.select_beam(), tails)
+            growth.add(self._children(scores, rows, tails, shape))
+        for sequence, tail in zip(sequences, tails, strict=True):
+            self._states[sequence.key].grown = tail.grown
+        grown = zip(sequences, growth.finish(), strict=True)
+        return [Proposal(sequence, result.tree) for sequence, result in grown]
 
     def close(self, sequence: DraftSequence) -> None:
         self._kv.close(self._states.pop(sequence.key), sequence)
@@ -120,6 +119,25 @@ class StandaloneDrafter:
 
     def check(self) -> None:
         self._kv.leases.check()
+
+    def _grown_shape(self, shape: TreeShape) -> TreeShape:
+        """Levels beyond the last kept node of a chain, and children beyond the vocabulary, would be
+        grown in vain."""
+        return replace(
+            shape,
+            num_steps=min(shape.num_steps, shape.max_node_count),
+            topk=min(shape.topk, self._runner.decoder.config.vocab_size),
+        )
+
+    def _children(
+        self,
+        scores: DraftScores,
+        rows: Sequence[SequenceRows],
+        tails: Sequence[TreeTail],
+        shape: TreeShape,
+    ) -> Children:
+        logits = self._forward(rows)
+        return choose_children(scores(logits, [tail.paths for tail in tails]), shape.topk)
 
     def _uncomputed(self, sequence: DraftSequence) -> range:
         state = self._states[sequence.key]
@@ -154,54 +172,11 @@ class StandaloneDrafter:
         return self._runner.run(build_batch(rows, page_size=page_size, device=device)).logits
 
 
-@dataclass(frozen=True, slots=True)
-class _TailNode:
-    """A computed tree row: its number, tokens and rows on its path, its own included."""
-
-    row: int | None
-    path: tuple[int, ...]
-    visible_rows: frozenset[int]
-
-
-_ROOT = _TailNode(None, (), frozenset())
-
-
-class _Tail:
-    """The tree rows of one sequence behind its committed tokens, level by level."""
-
-    def __init__(self, sequence: DraftSequence, state: SequenceKv) -> None:
-        self.sequence = sequence
-        self.state = state
-        self.grown = GrownRows(base=state.num_computed)
-        self._frontier: list[_TailNode] = []
-
-    @property
-    def paths(self) -> list[tuple[int, ...]]:
-        """Tokens on the path of each frontier node."""
-        return [node.path for node in self._frontier]
-
-    def extend(self, token_ids: Sequence[int], parents: Sequence[int | None]) -> SequenceRows:
-        """Lays out the rows of the next frontier, all with logits."""
-        first_row = self.grown.num_rows
-        above = [_ROOT if place is None else self._frontier[place] for place in parents]
-        self._frontier = [self._add(node, t) for node, t in zip(above, token_ids, strict=True)]
-        return SequenceRows(
-            token_ids=token_ids,
-            positions=[self.grown.base + len(node.path) for node in above],
-            kv_start=self.grown.base + first_row,
-            pages=self.state.lease.pages,
-            prefix_length=self.grown.base,
-            tail_mask=self._tail_mask(),
-            logit_rows=range(len(token_ids)),
-        )
-
-    def _add(self, parent: _TailNode, token: int) -> _TailNode:
-        row = self.grown.add(parent.row, token)
-        return _TailNode(row, (*parent.path, token), parent.visible_rows | {row})
-
-    def _tail_mask(self) -> list[list[bool]] | None:
-        """None for a chain: it is causal."""
-        if len(self._frontier) == 1:
-            return None
-        rows = range(self.grown.num_rows)
-        return [[row in node.visible_rows for row in rows] for node in self._frontier]
+def _beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
+    """Waits for the device once a level: the host lays out the rows."""
+    token_ids, parents, visible = (
+        tensor.tolist() for tensor in (beam.token_ids, beam.parents, beam.visible)
+    )
+    return [
+        tail.extend(*level) for tail, *level in zip(tails, token_ids, parents, visible, strict=True)
+    ]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.draft.draft_scores import draft_log_probs
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
@@ -16,6 +15,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
+from shared.speculation.noise import gumbel_noise
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 
@@ -99,7 +99,11 @@ def _oracle(
     def next_log_probs(path: Path_) -> list[float]:
         tokens = torch.tensor([[*sequence.token_ids[window:], *path]])
         logits = model(tokens).logits[0, -1:].float()
-        return draft_log_probs(logits, [sequence], [path])[0].tolist()
+        if not sequence.sampling.is_greedy:
+            position = torch.tensor([sequence.num_tokens + len(path)])
+            seed = torch.tensor([sequence.sampling.seed])
+            logits = logits + gumbel_noise(seed, position, VOCAB_SIZE)
+        return list(logits.log_softmax(dim=1)[0].tolist())
 
     values: dict[Path_, float] = {}
     frontier: list[Path_] = [()]
