@@ -112,12 +112,13 @@ class FailedPrecondition(OutriderError):
 
 
 class QueueFull(OutriderError):
-    """The admission queue is at its bound."""
+    """A bounded queue is at its bound."""
 
     code = StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, num_waiting: int, limit: int, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, num_waiting: int, limit: int, *, retry_after_s: float = 1.0) -> Self:
+        return cls(
             f"{num_waiting} requests are waiting; the queue holds {limit}",
             reason="QUEUE_FULL",
             retry_after_s=retry_after_s,
@@ -149,8 +150,9 @@ class EngineFailed(OutriderError):
 
     code = StatusCode.INTERNAL
 
-    def __init__(self, message: str = "the engine failed; see the server's log") -> None:
-        super().__init__(message, reason="ENGINE_FAILED")
+    @classmethod
+    def of(cls) -> Self:
+        return cls("the engine failed; see the server's log", reason="ENGINE_FAILED")
 
 
 class SettingsError(OutriderError):

@@ -207,7 +207,7 @@ class Engine:
         except Exception:  # whatever broke, every caller must hear of it
             logger.exception("the engine failed")
             self._failed.set()
-            self._fail_all(EngineFailed())
+            self._fail_all(EngineFailed.of())
 
     def step(self, *, wait: bool = False) -> bool:
         """Runs one step: commands, plan, forward, verdicts, events.
@@ -410,6 +410,6 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._failed.is_set():
-            raise EngineFailed()
+            raise EngineFailed.of()
         if self._stop.is_set():
             raise Unavailable.draining()

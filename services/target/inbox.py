@@ -31,7 +31,7 @@ class Inbox:
         try:
             self._commands.put_nowait(command)
         except queue.Full:
-            raise QueueFull(self._commands.qsize(), self._commands.maxsize) from None
+            raise QueueFull.of(self._commands.qsize(), self._commands.maxsize) from None
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queues a function and returns the future of its result."""

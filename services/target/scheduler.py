@@ -96,7 +96,7 @@ class Scheduler:
             QueueFull: the admission queue is at its bound.
         """
         if len(self._waiting) >= self._limits.max_waiting:
-            raise QueueFull(len(self._waiting), self._limits.max_waiting)
+            raise QueueFull.of(len(self._waiting), self._limits.max_waiting)
         self._waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:

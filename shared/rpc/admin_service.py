@@ -1,0 +1,114 @@
+"""`AdminService` for every process; what differs is handed in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
+from shared.rpc.lifecycle import Lifecycle, State
+
+DEFAULT_GRACE_S = 30.0
+_STATES = {
+    State.STARTING: pb.GetServerInfoResponse.STATE_STARTING,
+    State.ACTIVE: pb.GetServerInfoResponse.STATE_ACTIVE,
+    State.DRAINING: pb.GetServerInfoResponse.STATE_DRAINING,
+}
+Context = aio.ServicerContext[Any, Any]
+
+
+async def no_gauges() -> Mapping[str, float]:
+    """For processes without live figures."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """What a process says of itself.
+
+    Attributes:
+        start_time_s: seconds since the epoch.
+        settings: effective settings by flag name, secrets left out.
+    """
+
+    service: str
+    version: str
+    start_time_s: float
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminHooks:
+    """What a process can do for an operator; None answers UNIMPLEMENTED.
+
+    Attributes:
+        drain: stops admission, waits up to the given seconds, returns requests still running.
+        gauges: live figures by name.
+        attachments: attached drafts.
+        flush_prefix_cache: returns the pages freed.
+    """
+
+    drain: Callable[[float], Awaitable[int]]
+    gauges: Callable[[], Awaitable[Mapping[str, float]]] = no_gauges
+    attachments: Callable[[], Awaitable[Sequence[pb.Attachment]]] | None = None
+    flush_prefix_cache: Callable[[], Awaitable[int]] | None = None
+
+
+class AdminServicer(pb_grpc.AdminServiceServicer):
+    """Operates one process, on its maintenance port."""
+
+    def __init__(self, info: ProcessInfo, lifecycle: Lifecycle, hooks: AdminHooks) -> None:
+        self._info = info
+        self._lifecycle = lifecycle
+        self._hooks = hooks
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        gauges = await self._hooks.gauges()
+        response = pb.GetServerInfoResponse(
+            service=self._info.service,
+            version=self._info.version,
+            state=_STATES[self._lifecycle.state],
+            settings=self._info.settings,
+            gauges=gauges,
+        )
+        response.start_time.FromNanoseconds(round(self._info.start_time_s * 1e9))
+        return response
+
+    async def ListAttachments(
+        self, request: pb.ListAttachmentsRequest, context: Context
+    ) -> pb.ListAttachmentsResponse:
+        if self._hooks.attachments is None:
+            await _refuse(context, f"{self._info.service} has no attachments")
+        return pb.ListAttachmentsResponse(attachments=await self._hooks.attachments())
+
+    async def DrainServer(
+        self, request: pb.DrainServerRequest, context: Context
+    ) -> pb.DrainServerResponse:
+        grace_s = DEFAULT_GRACE_S
+        if request.HasField("grace_duration"):
+            grace_s = request.grace_duration.ToNanoseconds() / 1e9
+        await self._lifecycle.drain()
+        # A caller who hangs up must not leave the process half drained.
+        num_running = await asyncio.shield(asyncio.ensure_future(self._hooks.drain(grace_s)))
+        return pb.DrainServerResponse(running_request_count=num_running)
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        if self._hooks.flush_prefix_cache is None:
+            await _refuse(context, f"{self._info.service} has no prefix cache")
+        freed = await self._hooks.flush_prefix_cache()
+        return pb.FlushPrefixCacheResponse(freed_page_count=freed)
+
+
+async def _refuse(context: Context, message: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+    raise AssertionError("abort raises")

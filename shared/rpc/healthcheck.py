@@ -1,0 +1,46 @@
+"""A real health probe for containers and launchers: `python -m shared.rpc.healthcheck ADDRESS`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.rpc.channel import open_channel
+
+
+async def is_serving(address: str, *, service: str = "", timeout_s: float = 5.0) -> bool:
+    """Returns whether the server at `address` says SERVING for `service` (empty: all of it)."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            response = await stub.Check(request, timeout=timeout_s)
+        except aio.AioRpcError as error:
+            print(f"{address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            return False
+    if response.status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+        print(f"{address}: {name}", file=sys.stderr)
+        return False
+    return True
+
+
+def main() -> None:
+    """Exits with 0 when the server serves, with 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", help="host:port")
+    parser.add_argument("--service", default="", help="full service name; empty asks for all")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds")
+    arguments = parser.parse_args()
+    serving = asyncio.run(
+        is_serving(arguments.address, service=arguments.service, timeout_s=arguments.timeout)
+    )
+    sys.exit(0 if serving else 1)
+
+
+if __name__ == "__main__":
+    main()

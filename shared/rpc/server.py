@@ -1,0 +1,49 @@
+"""gRPC servers with health, reflection and one error policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc import aio
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import SettingsError
+from shared.rpc.interceptors import ErrorInterceptor
+from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.options import server_options
+
+Registration = Callable[[aio.Server], None]
+
+
+async def create_server(
+    services: Sequence[ServiceDescriptor], register: Registration, lifecycle: Lifecycle
+) -> aio.Server:
+    """Returns a server, not started, of some services, health and reflection.
+
+    Args:
+        services: descriptors of what `register` adds, for reflection.
+        register: adds the servicers, e.g. `add_TargetServiceServicer_to_server`.
+        lifecycle: drives the server's health.
+    """
+    server = aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    register(server)
+    health_pb2_grpc.add_HealthServicer_to_server(await lifecycle.new_health_servicer(), server)
+    names = [service.full_name for service in services]
+    reflection.enable_server_reflection(
+        [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
+    return server
+
+
+def bind(server: aio.Server, address: str) -> int:
+    """Binds `host:port`, port 0 for any, and returns the port.
+
+    Raises:
+        SettingsError: the address is taken or not this host's.
+    """
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise SettingsError((f"cannot listen on {address}: is the port taken?",)) from error

@@ -1,0 +1,131 @@
+"""Trees, candidates and verdicts to and from protobuf. On the hot path: once a step, batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shared.errors import InvalidArgument
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.pb.outrider.types.v1 import token_tree_pb2
+from shared.tokens import Candidate, Condition, Outcome, TokenTree, TreeShape, Verdict
+
+_OUTCOMES = {
+    Outcome.VERIFIED: pb.Verdict.OUTCOME_VERIFIED,
+    Outcome.MISSED: pb.Verdict.OUTCOME_MISSED,
+    Outcome.STALE: pb.Verdict.OUTCOME_STALE,
+    Outcome.VERIFIED_NEXT_READY: pb.Verdict.OUTCOME_VERIFIED_NEXT_READY,
+}
+_OUTCOME_OF = {number: outcome for outcome, number in _OUTCOMES.items()}
+
+
+def tree_from_message(message: token_tree_pb2.TokenTree) -> TokenTree:
+    """Returns the tree; `TokenTree` refuses malformed ones."""
+    for parent in message.parent_indices:
+        if parent < -1:
+            raise InvalidArgument.malformed_tree(f"parent index {parent} is below -1")
+    return TokenTree(
+        tuple(message.token_ids),
+        tuple(None if parent == -1 else parent for parent in message.parent_indices),
+        tuple(message.log_probs),
+    )
+
+
+def tree_message(tree: TokenTree) -> token_tree_pb2.TokenTree:
+    """Returns the message."""
+    return token_tree_pb2.TokenTree(
+        token_ids=tree.token_ids,
+        parent_indices=[-1 if parent is None else parent for parent in tree.parent_indices],
+        log_probs=tree.log_probs,
+    )
+
+
+def shape_from_message(message: token_tree_pb2.TreeShape) -> TreeShape:
+    """Returns the shape; `TreeShape` refuses what is out of range."""
+    return TreeShape(message.step_count, message.topk, message.draft_token_count)
+
+
+def shape_message(shape: TreeShape) -> token_tree_pb2.TreeShape:
+    """Returns the message."""
+    return token_tree_pb2.TreeShape(
+        step_count=shape.num_steps,
+        topk=shape.topk,
+        draft_token_count=shape.num_draft_tokens,
+    )
+
+
+def candidate_from_message(message: pb.Candidate) -> Candidate:
+    """Returns the candidate.
+
+    Raises:
+        InvalidArgument: the tree is malformed.
+    """
+    return Candidate(
+        message.sequence_id,
+        message.round,
+        message.committed_token_count,
+        tree_from_message(message.tree),
+        _condition(message.condition) if message.HasField("condition") else None,
+    )
+
+
+def candidate_batch_message(candidates: Iterable[Candidate]) -> pb.CandidateBatch:
+    """Returns the message of one step's candidates."""
+    return pb.CandidateBatch(candidates=map(_candidate_message, candidates))
+
+
+def verdict_from_message(message: pb.Verdict) -> Verdict:
+    """Returns the verdict.
+
+    Raises:
+        InvalidArgument: the outcome is unknown or no token was committed.
+    """
+    outcome = _OUTCOME_OF.get(message.outcome)
+    if outcome is None:
+        raise InvalidArgument.of("OUTCOME_UNKNOWN", "outcome", f"outcome is {message.outcome}")
+    if not message.committed_token_ids:
+        raise InvalidArgument.of(
+            "VERDICT_EMPTY", "committed_token_ids", "a verdict commits at least 1 token; it has 0"
+        )
+    return Verdict(
+        message.sequence_id,
+        message.round,
+        outcome,
+        tuple(message.accepted_node_indices),
+        tuple(message.committed_token_ids),
+        message.committed_token_count,
+    )
+
+
+def verdict_batch_message(verdicts: Iterable[Verdict]) -> pb.VerdictBatch:
+    """Returns the message of one step's verdicts."""
+    return pb.VerdictBatch(verdicts=map(_verdict_message, verdicts))
+
+
+def _condition(message: pb.Condition) -> Condition:
+    node = message.node_index if message.HasField("node_index") else None
+    return Condition(node, message.bonus_token_id)
+
+
+def _candidate_message(candidate: Candidate) -> pb.Candidate:
+    message = pb.Candidate(
+        sequence_id=candidate.sequence_id,
+        round=candidate.round,
+        committed_token_count=candidate.committed_token_count,
+        tree=tree_message(candidate.tree),
+    )
+    if candidate.condition is not None:
+        message.condition.bonus_token_id = candidate.condition.bonus_token_id
+        if candidate.condition.node_index is not None:
+            message.condition.node_index = candidate.condition.node_index
+    return message
+
+
+def _verdict_message(verdict: Verdict) -> pb.Verdict:
+    return pb.Verdict(
+        sequence_id=verdict.sequence_id,
+        round=verdict.round,
+        outcome=_OUTCOMES[verdict.outcome],
+        accepted_node_indices=verdict.accepted_node_indices,
+        committed_token_ids=verdict.committed_token_ids,
+        committed_token_count=verdict.committed_token_count,
+    )

@@ -1,0 +1,45 @@
+"""Identity of a tokenizer, so that two processes can tell that token ids mean the same to both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from shared.errors import CheckpointError
+
+_TOKENIZER_JSON = "tokenizer.json"
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+# What of tokenizer.json decides which ids a text becomes and which text ids become.
+_DECISIVE_KEYS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """Returns the SHA-256, lower-case hexadecimal, of what decides a tokenizer's ids.
+
+    Padding, truncation and formatting of `tokenizer.json` do not count, because tools rewrite
+    them; folders without that file are told apart by their vocabulary files.
+
+    Raises:
+        CheckpointError: the folder holds no tokenizer, or one that is not JSON.
+    """
+    path = folder / _TOKENIZER_JSON
+    if path.is_file():
+        return hashlib.sha256(_decisive_json(path)).hexdigest()
+    present = [folder / name for name in _OTHER_FILES if (folder / name).is_file()]
+    if not present:
+        names = ", ".join((_TOKENIZER_JSON, *_OTHER_FILES))
+        raise CheckpointError(f"{folder} holds no tokenizer: none of {names}")
+    digest = hashlib.sha256()
+    for file in present:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _decisive_json(path: Path) -> bytes:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    decisive = {key: content.get(key) for key in _DECISIVE_KEYS}
+    return json.dumps(decisive, sort_keys=True, ensure_ascii=False).encode()
