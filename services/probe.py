@@ -5,34 +5,34 @@ from __future__ import annotations
 import asyncio
 import http.client
 
-import grpc
-import grpc.aio
+from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
+from shared.rpc.channel import open_channel
 
 _TIMEOUT_S = 2.0
 
 
 async def grpc_is_serving(address: str) -> bool:
     """Returns whether the server at `host:port` reports SERVING for itself as a whole."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
+        except aio.AioRpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def has_attachment(maintenance_address: str) -> bool:
     """Returns whether a draft is attached to the target with this maintenance `host:port`."""
-    async with grpc.aio.insecure_channel(maintenance_address) as channel:
+    async with open_channel(maintenance_address) as channel:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         request = admin_service_pb2.ListAttachmentsRequest()
         try:
             answer = await stub.ListAttachments(request, timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
+        except aio.AioRpcError:
             return False
     return len(answer.attachments) > 0
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import grpc.aio
-
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.pb.outrider.types.v1 import token_tree_pb2
+from shared.rpc.channel import open_channel
 from shared.tokens import TreeShape
 
 
 async def set_shape(address: str, shape: TreeShape) -> None:
     """Tells the draft at `host:port` to propose trees of this shape from now on."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = draft_service_pb2_grpc.DraftServiceStub(channel)
         await stub.UpdateDraftConfig(
             draft_service_pb2.UpdateDraftConfigRequest(
@@ -23,7 +22,7 @@ async def set_shape(address: str, shape: TreeShape) -> None:
 
 async def live_shape(address: str) -> TreeShape:
     """Returns the shape that the draft at `host:port` proposes now."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = draft_service_pb2_grpc.DraftServiceStub(channel)
         info = await stub.GetDraftInfo(draft_service_pb2.GetDraftInfoRequest(), timeout=10.0)
     shape = info.config.shape
