@@ -1,0 +1,129 @@
+"""How many KV pages a device can hold beside the weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from shared.errors import SettingsError
+from shared.kv.layout import KvLayout
+
+# Shares of the memory that is free once the weights are loaded, when the operator names none. A
+# GPU is ours alone but needs room for activations; a host is shared with everything else.
+_CUDA_FRACTION = 0.85
+_CPU_FRACTION = 0.25
+# On a host more than this many full-length sequences would be memory taken for nothing.
+_CPU_MAX_FULL_SEQUENCES = 32
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+def num_pages_for(
+    layout: KvLayout,
+    device: torch.device,
+    *,
+    mem_fraction_static: float | None,
+    max_total_tokens: int | None,
+    max_sequence_length: int,
+    free_bytes: int | None = None,
+) -> int:
+    """Returns the number of pages to allocate, the padding page included.
+
+    Call it once the weights are loaded.
+
+    Args:
+        mem_fraction_static: share, in (0, 1], of the memory now free that the cache may take;
+            None chooses one for the kind of device.
+        max_total_tokens: tokens the cache shall hold; None takes what the share allows.
+        max_sequence_length: longest sequence that will be served, in tokens.
+        free_bytes: memory now free; None asks the device.
+
+    Raises:
+        SettingsError: if the cache would not fit or not hold one sequence of full length; it
+            names the setting to change.
+    """
+    free = free_memory_bytes(device) if free_bytes is None else free_bytes
+    fraction = mem_fraction_static or _default_fraction(device)
+    affordable = int(free * fraction) // layout.page_size_bytes - 1
+    needed = _num_pages(max_sequence_length, layout)
+    if max_total_tokens is not None:
+        wanted = _num_pages(max_total_tokens, layout)
+        _check_explicit(wanted, needed, free, layout, max_total_tokens, max_sequence_length)
+        return wanted + 1
+    if affordable < needed:
+        raise _too_small(layout, free, fraction, max_sequence_length)
+    if device.type == "cpu":
+        affordable = min(affordable, needed * _CPU_MAX_FULL_SEQUENCES)
+    return affordable + 1
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Returns bytes free on a CUDA device, or available to this process on the host."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_free_bytes()
+    return available if limit is None else min(available, limit)
+
+
+def _cgroup_free_bytes() -> int | None:
+    """Returns what the container's limit leaves, or None without a limit."""
+    try:
+        limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()
+    except OSError:
+        return None
+    return max(0, int(limit) - int(used)) if limit.isdigit() else None
+
+
+def _default_fraction(device: torch.device) -> float:
+    return _CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
+
+
+def _num_pages(num_tokens: int, layout: KvLayout) -> int:
+    return -(-num_tokens // layout.page_size)
+
+
+def _check_explicit(
+    wanted: int,
+    needed: int,
+    free: int,
+    layout: KvLayout,
+    max_total_tokens: int,
+    max_sequence_length: int,
+) -> None:
+    if wanted < needed:
+        raise SettingsError(
+            (
+                f"max-total-tokens is {max_total_tokens:,}; one sequence of the context length "
+                f"takes {max_sequence_length:,}",
+            )
+        )
+    size = (wanted + 1) * layout.page_size_bytes
+    if size > free:
+        raise SettingsError(
+            (
+                f"max-total-tokens is {max_total_tokens:,}, which takes {_gib(size)}; "
+                f"{_gib(free)} are free",
+            )
+        )
+
+
+def _too_small(
+    layout: KvLayout, free: int, fraction: float, max_sequence_length: int
+) -> SettingsError:
+    size = (_num_pages(max_sequence_length, layout) + 1) * layout.page_size_bytes
+    return SettingsError(
+        (
+            f"mem-fraction-static {fraction:g} of {_gib(free)} free is "
+            f"{_gib(int(free * fraction))}; one sequence of the context length, "
+            f"{max_sequence_length:,} tokens, takes {_gib(size)}: raise mem-fraction-static or "
+            f"lower context-length",
+        )
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,59 @@
+"""The KV pool stores by slot and moves tokens in all layers at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kv.layout import KvLayout
+from shared.kv.pool import KvPool
+
+LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_size=4, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def filled_pool() -> KvPool:
+    pool = KvPool(LAYOUT, num_pages=4, device=CPU)
+    generator = torch.Generator().manual_seed(3)
+    for layer in range(LAYOUT.num_layers):
+        keys, values = torch.randn(2, 16, 2, 4, generator=generator)
+        pool.write(layer, torch.arange(16), keys, values)
+    return pool
+
+
+def test_new_pool_is_finite() -> None:
+    pool = KvPool(LAYOUT, num_pages=4, device=CPU)
+    assert all(tensor.eq(0).all() for tensor in (*pool.keys, *pool.values))
+
+
+def test_write_touches_its_slots_of_its_layer_only() -> None:
+    pool = filled_pool()
+    before = [tensor.clone() for tensor in (*pool.keys, *pool.values)]
+    keys, values = torch.ones(2, 2, 4), torch.full((2, 2, 4), 2.0)
+    pool.write(1, torch.tensor([9, 4]), keys, values)
+    before[1][[9, 4]] = keys
+    before[3 + 1][[9, 4]] = values
+    for tensor, expected in zip((*pool.keys, *pool.values), before, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [
+        ([7, 9], [5, 6]),
+        ([6, 7, 8], [5, 6, 7]),
+        ([5, 6, 7], [6, 7, 8]),
+        ([5, 6], [6, 5]),
+        ([5], [5]),
+        ([], []),
+    ],
+)
+def test_move_reads_everything_before_it_writes(sources: list[int], targets: list[int]) -> None:
+    pool = filled_pool()
+    before = [tensor.clone() for tensor in (*pool.keys, *pool.values)]
+    pool.move(torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    for tensor, old in zip((*pool.keys, *pool.values), before, strict=True):
+        expected = old.clone()
+        for source, target in zip(sources, targets, strict=True):
+            expected[target] = old[source]
+        assert torch.equal(tensor, expected)

@@ -1,0 +1,234 @@
+"""The paged decoder computes the logits of transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.pool import KvPool
+from shared.models.loader import load_decoder
+from shared.runtime.runner import ModelRunner
+from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+TOLERANCE = 1e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    shape: TinyShape
+    max_shard_size: str = "1GB"
+
+
+def rope(**parameters: Any) -> TinyShape:
+    return TinyShape(overrides={"rope_parameters": parameters})
+
+
+def with_config(**overrides: Any) -> TinyShape:
+    return TinyShape(overrides=overrides)
+
+
+CASES = {
+    "llama": Case("llama", TinyShape()),
+    "llama tied": Case("llama", TinyShape(tie_word_embeddings=True)),
+    "llama without GQA": Case("llama", TinyShape(num_kv_heads=4)),
+    "llama with one KV head": Case("llama", TinyShape(num_kv_heads=1)),
+    "llama with wide heads": Case("llama", TinyShape(head_dim=16)),
+    "llama with attention bias": Case("llama", with_config(attention_bias=True)),
+    "llama with MLP bias": Case("llama", with_config(mlp_bias=True)),
+    "llama with eps": Case("llama", with_config(rms_norm_eps=0.1)),
+    "llama sharded": Case("llama", TinyShape(), max_shard_size="20KB"),
+    "llama with theta": Case("llama", rope(rope_type="default", rope_theta=50.0)),
+    "llama linear": Case("llama", rope(rope_type="linear", rope_theta=100.0, factor=3.0)),
+    "llama llama3": Case("llama", rope(**LLAMA3)),
+    "llama yarn": Case("llama", rope(**YARN)),
+    "llama yarn with attention factor": Case("llama", rope(**YARN, attention_factor=1.4)),
+    "llama yarn with mscale": Case("llama", rope(**YARN, mscale=1.5, mscale_all_dim=0.7)),
+    "llama yarn untruncated": Case("llama", rope(**YARN, truncate=False, beta_fast=8.0)),
+    "llama dynamic": Case("llama", rope(rope_type="dynamic", rope_theta=100.0, factor=4.0)),
+    "mistral": Case("mistral", with_config(sliding_window=None)),
+    "mistral sliding": Case("mistral", with_config(sliding_window=7)),
+    "qwen2": Case("qwen2", TinyShape()),
+    "qwen2 tied": Case("qwen2", TinyShape(tie_word_embeddings=True)),
+    "qwen2 sliding": Case(
+        "qwen2", with_config(use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "qwen3": Case("qwen3", TinyShape()),
+    "qwen3 with attention bias": Case("qwen3", with_config(attention_bias=True)),
+    "qwen3 yarn tied": Case(
+        "qwen3", TinyShape(tie_word_embeddings=True, overrides={"rope_parameters": YARN})
+    ),
+    "qwen3 sliding by layer": Case(
+        "qwen3",
+        with_config(
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+}
+
+
+def prompt(length: int, *, seed: int = 1) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class PagedSequence:
+    """One sequence whose rows are computed in chunks over pages in shuffled order."""
+
+    def __init__(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        self.token_ids = token_ids
+        self.pages = pages
+        self.num_computed = 0
+
+    def rows(self, num_rows: int) -> SequenceRows:
+        start = self.num_computed
+        end = min(start + num_rows, len(self.token_ids))
+        self.num_computed = end
+        return SequenceRows(
+            token_ids=self.token_ids[start:end],
+            positions=range(start, end),
+            kv_start=start,
+            pages=self.pages,
+            prefix_length=start,
+            tail_mask=None,
+            logit_rows=range(end - start),
+        )
+
+
+def shuffled_pages(num_sequences: int, pages_each: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    order = (1 + torch.randperm(num_sequences * pages_each, generator=generator)).tolist()
+    return [order[i * pages_each : (i + 1) * pages_each] for i in range(num_sequences)]
+
+
+def new_runner(folder: Path, num_pages: int = 64) -> ModelRunner:
+    decoder = load_decoder(folder, dtype=torch.float32, device=CPU)
+    return ModelRunner(decoder, KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU))
+
+
+def run_in_chunks(runner: ModelRunner, token_ids: list[int], chunk: int) -> Tensor:
+    sequence = PagedSequence(token_ids, shuffled_pages(1, 20)[0])
+    logits = []
+    while sequence.num_computed < len(token_ids):
+        batch = build_batch([sequence.rows(chunk)], page_size=PAGE_SIZE, device=CPU)
+        logits.append(runner.run(batch).logits)
+    return torch.cat(logits)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max().item() <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
+    def write(case: Case) -> Path:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        return write_checkpoint(folder, case.family, case.shape, max_shard_size=case.max_shard_size)
+
+    return write
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, checkpoint: Callable[[Case], Path]) -> None:
+    case = CASES[name]
+    token_ids = prompt(43)
+    model = build_model(case.family, case.shape)
+    with torch.no_grad():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    folder = checkpoint(case)
+    for chunk in (len(token_ids), 10, 1):
+        assert_close(run_in_chunks(new_runner(folder), token_ids, chunk), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen3 sliding by layer"])
+def test_ragged_batch_equals_each_sequence_alone(
+    name: str, checkpoint: Callable[[Case], Path]
+) -> None:
+    case = CASES[name]
+    model = build_model(case.family, case.shape)
+    runner = new_runner(checkpoint(case))
+    prompts = [prompt(length, seed=length) for length in (33, 7, 22, 1)]
+    sequences = [
+        PagedSequence(token_ids, pages)
+        for token_ids, pages in zip(prompts, shuffled_pages(4, 9), strict=True)
+    ]
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    # The last sequence has one token and leaves after the first forward; the others follow.
+    for chunks in ((20, 1, 7, 1), (1, 3, 1, 1), (9, 1, 4, 1), (1, 1, 9, 1), (2, 1, 1, 1)):
+        alive = [i for i, s in enumerate(sequences) if s.num_computed < len(s.token_ids)]
+        rows = [sequences[i].rows(chunks[i]) for i in alive]
+        output = runner.run(build_batch(rows, page_size=PAGE_SIZE, device=CPU))
+        sizes = [len(r.token_ids) for r in rows]
+        for i, part in zip(alive, output.logits.split(sizes), strict=True):
+            logits[i].append(part)
+    for token_ids, parts in zip(prompts, logits, strict=True):
+        with torch.no_grad():
+            assert_close(torch.cat(parts), model(torch.tensor([token_ids])).logits[0])
+
+
+def test_dynamic_rope_beyond_the_original_length_equals_cached_generation(
+    checkpoint: Callable[[Case], Path],
+) -> None:
+    shape = TinyShape(
+        max_position_embeddings=16,
+        overrides={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}},
+    )
+    model = build_model("llama", shape)
+    token_ids = prompt(40)
+    expected = generated_logits(model, token_ids)
+    runner = new_runner(checkpoint(Case("llama", shape)))
+    assert_close(run_in_chunks(runner, token_ids, 1), expected)
+    assert_close(run_in_chunks(runner, token_ids, 11), expected)
+
+
+def generated_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        rows = [
+            model(torch.tensor([[token_id]]), past_key_values=cache).logits[0]
+            for token_id in token_ids
+        ]
+    return torch.cat(rows)
+
+
+def test_captured_features_are_the_hidden_states_entering_each_layer(
+    checkpoint: Callable[[Case], Path],
+) -> None:
+    case = CASES["llama"]
+    token_ids = prompt(12)
+    model = build_model(case.family, case.shape)
+    with torch.no_grad():
+        expected = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    runner = new_runner(checkpoint(case))
+    rows = PagedSequence(token_ids, shuffled_pages(1, 4)[0]).rows(12)
+    batch = build_batch([rows], page_size=PAGE_SIZE, device=CPU)
+    output = runner.run(batch, capture_layers=(2, 0, 1))
+    for layer, feature in zip((2, 0, 1), output.features, strict=True):
+        assert_close(feature, expected[layer][0])
+    assert_close(output.hidden, expected[-1][0])

@@ -1,0 +1,65 @@
+"""The KV cache takes what the settings allow and refuses what cannot work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.errors import SettingsError
+from shared.kv.layout import KvLayout
+from shared.runtime.memory import free_memory_bytes, num_pages_for
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=16, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def pages(
+    *,
+    free_pages: int,
+    fraction: float | None = None,
+    tokens: int | None = None,
+    length: int = 64,
+) -> int:
+    return num_pages_for(
+        LAYOUT,
+        CPU,
+        mem_fraction_static=fraction,
+        max_total_tokens=tokens,
+        max_sequence_length=length,
+        free_bytes=free_pages * LAYOUT.page_size_bytes,
+    )
+
+
+def test_page_size_counts_keys_and_values_of_all_layers() -> None:
+    assert LAYOUT.page_size_bytes == 2 * 2 * 1 * 8 * 16 * 4
+
+
+def test_fraction_of_free_memory_is_taken_padding_page_included() -> None:
+    assert pages(free_pages=100, fraction=0.5) == 50
+
+
+def test_host_cache_stops_at_a_useful_size() -> None:
+    assert pages(free_pages=1_000_000) == 4 * 32 + 1
+
+
+def test_max_total_tokens_decides_alone() -> None:
+    assert pages(free_pages=1000, fraction=0.01, tokens=100) == 7 + 1
+
+
+def test_too_small_a_fraction_names_the_setting_and_the_need() -> None:
+    with pytest.raises(SettingsError, match=r"mem-fraction-static 0.01 .* 64 tokens"):
+        pages(free_pages=100, fraction=0.01)
+
+
+def test_too_few_total_tokens_names_the_setting_and_the_need() -> None:
+    with pytest.raises(SettingsError, match=r"max-total-tokens is 32; .* takes 64"):
+        pages(free_pages=100, tokens=32)
+
+
+def test_more_total_tokens_than_memory_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"max-total-tokens is 16,000, which takes"):
+        pages(free_pages=100, tokens=16_000)
+
+
+def test_free_host_memory_is_measured() -> None:
+    assert free_memory_bytes(CPU) > 0
