@@ -1,254 +1,165 @@
-"""Settings of a process: defaults, then environment, then flags, into one frozen dataclass.
+"""Settings of a process: frozen dataclasses filled from defaults, the environment and flags.
 
-    @dataclass(frozen=True, slots=True)
-    class DraftSettings:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class DraftSettings(ProcessSettings):
         port: int = setting(50061, "port of DraftService", minimum=0, maximum=65535)
+        targets: tuple[str, ...] = setting((), "targets to dial, host:port")
 
     settings = load_settings(DraftSettings, service="draft", arguments=sys.argv[1:], env=os.environ)
 
-The field `max_running_requests` is the flag `--max-running-requests` and the variable
-`OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS`. A tuple field is a flag that may be repeated and a variable
-with commas. Every bad setting is reported, not only the first.
+The field `max_running_requests` is the flag `--max-running-requests`, which beats the variable
+`OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS`, which beats the default. Everything that is wrong is reported
+at once, by name, with what would have been right.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import enum
-import types
-import typing
+import difflib
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shared.errors import SettingsError
+from shared.settings_argv import scan
+from shared.settings_field import REQUIRED, Field, declared_fields, setting
+from shared.settings_help import help_text
+from shared.telemetry.logs import LogFormat
 
-ENV_PREFIX = "OUTRIDER"
+__all__ = ["REQUIRED", "ProcessSettings", "load_settings", "setting", "shown_settings"]
+
+ENV_PREFIX = "OUTRIDER_"
 S = TypeVar("S")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-@dataclass(frozen=True, slots=True)
-class SettingSpec:
-    """What is known of a setting beside its type and default.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """What every process can be told; the settings of a service extend it."""
 
-    Attributes:
-        flag: name of the flag when it is not the field's.
-        minimum: smallest allowed number.
-        maximum: greatest allowed number.
-        is_secret: its value is never shown.
-    """
-
-    help: str
-    flag: str | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    is_secret: bool = False
-
-
-def setting(
-    default: Any,
-    help: str,  # noqa: A002
-    *,
-    flag: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    is_secret: bool = False,
-) -> Any:
-    """Declares a field of a settings dataclass; see `SettingSpec`."""
-    spec = SettingSpec(help, flag, minimum, maximum, is_secret)
-    return field(default=default, metadata={"setting": spec})
+    log_level: str = setting(
+        "info",
+        "least severe log lines to write",
+        choices=("debug", "info", "warning", "error"),
+        is_shared=True,
+    )
+    log_format: LogFormat = setting(
+        LogFormat.TEXT, "a readable line or a JSON object for each record", is_shared=True
+    )
 
 
 def load_settings(
     cls: type[S], *, service: str, arguments: Sequence[str], env: Mapping[str, str]
 ) -> S:
-    """Reads the settings of one process; `--help` prints them and exits.
+    """Returns the settings of a service; `--help` prints them and exits.
+
+    Args:
+        cls: dataclass whose fields are made by `setting`. Its `__post_init__` may raise
+            `SettingsError` for what concerns several fields.
+        service: `target`, `draft` or `gateway`: the middle of the names of its variables.
+        arguments: flags, without the name of the program.
+        env: only `OUTRIDER_*` is read; an empty variable counts as not set.
 
     Raises:
-        SettingsError: one line for each unknown flag, unknown variable of this service, value of
-            the wrong type and value out of its limits.
+        SettingsError: one line for each thing that is wrong.
     """
-    hints = typing.get_type_hints(cls)
-    settings = [_Setting.of(each, hints) for each in _fields(cls)]
+    fields = declared_fields(cls)
+    if "--help" in arguments or "-h" in arguments:
+        _print_help_and_exit(cls, fields, service)
     problems: list[str] = []
-    values: dict[str, Any] = {}
-    given_flags = _read_flags(settings, service, arguments, problems)
-    given_env = _read_env(settings, service, env, problems)
-    for each in settings:
-        for source, raw in (given_env | given_flags).get(each.name, {}).items():
-            try:
-                values[each.name] = each.parse(raw)
-            except ValueError as error:
-                problems.append(f"{source}: {error}")
-    if not problems:
-        try:
-            return cls(**values)
-        except SettingsError as error:
-            problems.extend(error.problems)
-    raise SettingsError(tuple(problems))
+    from_env = _read_env(fields, env, service, problems)
+    from_flags = _read_arguments(fields, arguments, problems)
+    values = _parsed(fields, from_env, problems) | _parsed(fields, from_flags, problems)
+    problems += [
+        f"{field.flag} is required: {field.help}"
+        for field in fields
+        if field.is_required and field.name not in from_env | from_flags
+    ]
+    if problems:
+        raise SettingsError(tuple(problems))
+    return cls(**values)
 
 
-def shown_settings(settings: Any) -> dict[str, str]:
-    """Returns every setting by flag name as text; secrets are left out."""
-    shown: dict[str, str] = {}
-    for each in _fields(type(settings)):
-        spec = _spec(each)
-        if not spec.is_secret:
-            shown[_flag(each)] = _text(getattr(settings, each.name))
-    return shown
+def shown_settings(settings: object) -> dict[str, str]:
+    """Returns every setting by flag name, without dashes, as text; secrets are left out."""
+    return {
+        field.flag.removeprefix("--"): field.render(getattr(settings, field.name))
+        for field in declared_fields(type(settings))
+        if not field.is_secret
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One field with its parser."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """Texts for one setting.
 
-    name: str
-    flag: str
-    type: Any
-    is_list: bool
-    default: Any
-    spec: SettingSpec
+    Attributes:
+        source: the flag or variable they were given by.
+    """
 
-    @classmethod
-    def of(cls, each: dataclasses.Field[Any], hints: Mapping[str, Any]) -> _Setting:
-        hint = hints[each.name]
-        is_list = typing.get_origin(hint) is tuple
-        inner = typing.get_args(hint)[0] if is_list else _without_none(hint)
-        return cls(each.name, _flag(each), inner, is_list, each.default, _spec(each))
-
-    def parse(self, raw: Sequence[str]) -> Any:
-        parsed = [self._parse_one(text) for text in raw]
-        return tuple(parsed) if self.is_list else parsed[-1]
-
-    def _parse_one(self, text: str) -> Any:
-        if self.type is bool:
-            return _parse_bool(text)
-        if isinstance(self.type, type) and issubclass(self.type, enum.Enum):
-            return _parse_choice(self.type, text)
-        if self.type in (int, float):
-            return self._parse_number(text)
-        return self.type(text)
-
-    def _parse_number(self, text: str) -> int | float:
-        try:
-            number: int | float = self.type(text)
-        except ValueError:
-            kind = "a whole number" if self.type is int else "a number"
-            raise ValueError(f"{text!r} is not {kind}") from None
-        low, high = self.spec.minimum, self.spec.maximum
-        if number != number or (low is not None and number < low):
-            raise ValueError(f"{text} is below the smallest allowed, {low:g}")
-        if high is not None and number > high:
-            raise ValueError(f"{text} is above the greatest allowed, {high:g}")
-        return number
-
-
-_Given = dict[str, dict[str, Sequence[str]]]
-
-
-def _read_flags(
-    settings: Sequence[_Setting], service: str, arguments: Sequence[str], problems: list[str]
-) -> _Given:
-    parser = _Parser(prog=f"outrider-{service}", allow_abbrev=False, problems=problems)
-    for each in settings:
-        # A bare `--flag` switches a bool on; `--flag=false` switches it off.
-        options: dict[str, Any] = {"nargs": "?", "const": "true"} if each.type is bool else {}
-        default = _text(each.default) or "unset"
-        parser.add_argument(
-            f"--{each.flag}",
-            dest=each.name,
-            action="append",
-            help=f"{each.spec.help} (default: {default})".replace("%", "%%"),
-            metavar=_metavar(each),
-            **options,
-        )
-    known, unknown = parser.parse_known_args(arguments)
-    problems.extend(f"{text}: no such setting" for text in unknown)
-    flags = {each.name: each.flag for each in settings}
-    return {name: {f"--{flags[name]}": raw} for name, raw in vars(known).items() if raw is not None}
+    source: str
+    texts: Sequence[str]
 
 
 def _read_env(
-    settings: Sequence[_Setting], service: str, env: Mapping[str, str], problems: list[str]
-) -> _Given:
-    prefix = f"{ENV_PREFIX}_{service.upper()}_"
-    names = {prefix + each.flag.upper().replace("-", "_"): each for each in settings}
-    given: _Given = {}
-    for variable, text in env.items():
-        if not variable.startswith(prefix):
-            continue
-        each = names.get(variable)
-        if each is None:
-            problems.append(f"{variable}: no such setting")
-        else:
-            given[each.name] = {variable: text.split(",") if each.is_list else [text]}
+    fields: Sequence[Field], env: Mapping[str, str], service: str, problems: list[str]
+) -> dict[str, _Given]:
+    own_prefix = f"{ENV_PREFIX}{service.upper()}_"
+    names = {ENV_PREFIX + field.variable: field for field in fields if field.is_shared}
+    # After the shared ones, so that a service's own variable wins.
+    names |= {own_prefix + field.variable: field for field in fields}
+    given: dict[str, _Given] = {}
+    for variable, field in names.items():
+        if env.get(variable):
+            texts = env[variable].split(",") if field.is_repeated else [env[variable]]
+            given[field.name] = _Given(variable, texts)
+    problems += [
+        f"{variable} is not a setting{_hint(variable, names)}"
+        for variable in sorted(env)
+        if variable.startswith(own_prefix) and variable not in names
+    ]
     return given
 
 
-class _Parser(argparse.ArgumentParser):
-    """Collects problems instead of exiting at the first."""
-
-    def __init__(self, *, problems: list[str], **options: Any) -> None:
-        super().__init__(**options)
-        self._problems = problems
-
-    def error(self, message: str) -> typing.NoReturn:
-        self._problems.append(message)
-        raise SettingsError(tuple(self._problems))
-
-
-def _fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    return tuple(each for each in dataclasses.fields(cls) if "setting" in each.metadata)
-
-
-def _spec(each: dataclasses.Field[Any]) -> SettingSpec:
-    spec = each.metadata["setting"]
-    assert isinstance(spec, SettingSpec)
-    return spec
+def _read_arguments(
+    fields: Sequence[Field], arguments: Sequence[str], problems: list[str]
+) -> dict[str, _Given]:
+    scanned = scan(arguments, frozenset(field.flag for field in fields if field.is_switch))
+    problems += [f"unexpected argument {text!r}" for text in scanned.strays]
+    by_flag = {field.flag: field for field in fields}
+    given: dict[str, _Given] = {}
+    for flag, texts in scanned.flags.items():
+        field = by_flag.get(flag)
+        if field is None:
+            problems.append(f"{flag} is not a setting{_hint(flag, by_flag)}")
+            continue
+        given[field.name] = _Given(flag, texts if field.is_repeated else texts[-1:])
+        if not texts:
+            problems.append(f"{flag} needs a value")
+    return given
 
 
-def _flag(each: dataclasses.Field[Any]) -> str:
-    return _spec(each).flag or each.name.replace("_", "-")
+def _parsed(
+    fields: Sequence[Field], given: Mapping[str, _Given], problems: list[str]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in fields:
+        if field.name not in given or not given[field.name].texts:
+            continue
+        source, texts = given[field.name].source, given[field.name].texts
+        try:
+            values[field.name] = field.parse(texts)
+        except ValueError as error:
+            shown = "(not shown)" if field.is_secret else repr(",".join(texts))
+            problems.append(f"{source} is {shown}; it must be {error}")
+    return values
 
 
-def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        [inner] = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-        return inner
-    return hint
+def _hint(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
-def _metavar(each: _Setting) -> str:
-    if isinstance(each.type, type) and issubclass(each.type, enum.Enum):
-        return "{" + ",".join(str(member.value) for member in each.type) + "}"
-    return str(each.type.__name__).upper()
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise ValueError(f"{text!r} is neither true nor false")
-
-
-def _parse_choice(choices: type[enum.Enum], text: str) -> enum.Enum:
-    for member in choices:
-        if str(member.value).lower() == text.lower():
-            return member
-    allowed = ", ".join(str(member.value) for member in choices)
-    raise ValueError(f"{text!r} is not one of {allowed}")
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value)
+def _print_help_and_exit(cls: type, fields: Sequence[Field], service: str) -> NoReturn:
+    prefix = f"{ENV_PREFIX}{service.upper()}_"
+    print(help_text(cls, fields, env_prefix=prefix, program=f"outrider-{service}"))
+    sys.exit(0)

@@ -1,0 +1,197 @@
+"""One setting: its type, its limits, and the way between text and value."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_KEY = "setting"
+REQUIRED = dataclasses.MISSING
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Declaration:
+    """What `setting` was told beside the default."""
+
+    help: str
+    flag: str | None
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[str, ...]
+    is_secret: bool
+    is_shared: bool
+
+
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 - the word argparse uses
+    *,
+    flag: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: Sequence[str] = (),
+    is_secret: bool = False,
+    is_shared: bool = False,
+) -> Any:
+    """Declares a field of a settings dataclass.
+
+    The annotation gives the type: str, int, float, bool, Path, an Enum (by value), any of them
+    `| None`, or `tuple[type, ...]` for a flag that repeats (comma-separated in the environment).
+
+    Args:
+        default: value when nothing is given; `REQUIRED` makes the setting required.
+        help: one line for `--help`.
+        flag: name on the command line; the field's name with dashes when not given.
+        minimum, maximum: inclusive limits of a number.
+        choices: the only texts that are accepted, in any case.
+        is_secret: never shown.
+        is_shared: `OUTRIDER_<NAME>` sets it for every service.
+    """
+    declaration = _Declaration(help, flag, minimum, maximum, tuple(choices), is_secret, is_shared)
+    return dataclasses.field(default=default, metadata={_KEY: declaration})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """A declared setting, ready to read texts.
+
+    Attributes:
+        kind: type of one value, with optional and tuple taken off.
+    """
+
+    name: str
+    flag: str
+    kind: type
+    is_repeated: bool
+    default: Any
+    help: str
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[str, ...]
+    is_secret: bool
+    is_shared: bool
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is REQUIRED
+
+    @property
+    def variable(self) -> str:
+        """Last part of the names of its variables."""
+        return self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool
+
+    def parse(self, texts: Sequence[str]) -> Any:
+        """Returns the value of one text, or the tuple of all for a repeated setting.
+
+        Raises:
+            ValueError: says what the text must be.
+        """
+        values = tuple(self._parse_one(text.strip()) for text in texts)
+        return values if self.is_repeated else values[0]
+
+    def render(self, value: Any) -> str:
+        """Returns the text that `parse` reads back; an absent value is empty."""
+        if value is None or value is REQUIRED:
+            return ""
+        if isinstance(value, tuple):
+            return ",".join(self.render(each) for each in value)
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        return str(value.value if isinstance(value, enum.Enum) else value)
+
+    @property
+    def expectation(self) -> str:
+        """What a text must be, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.kind is bool:
+            return "true or false"
+        noun = {int: "a whole number", float: "a number"}.get(self.kind, "not empty")
+        return noun + self._limits
+
+    @property
+    def _limits(self) -> str:
+        if self.minimum is not None and self.maximum is not None:
+            return f" in [{self.minimum:g}, {self.maximum:g}]"
+        if self.minimum is not None:
+            return f", at least {self.minimum:g}"
+        return "" if self.maximum is None else f", at most {self.maximum:g}"
+
+    def _parse_one(self, text: str) -> Any:
+        if self.choices:
+            text = self._choice(text)
+        if self.kind is bool:
+            return self._parse_bool(text)
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise ValueError(self.expectation) from None
+        is_number = isinstance(value, (int, float))
+        if not text or (is_number and not self._is_within(value)):
+            raise ValueError(self.expectation)
+        return value
+
+    def _choice(self, text: str) -> str:
+        for choice in self.choices:
+            if choice.lower() == text.lower():
+                return choice
+        raise ValueError(self.expectation)
+
+    def _parse_bool(self, text: str) -> bool:
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError(self.expectation)
+        return text.lower() in _TRUE
+
+    def _is_within(self, value: float) -> bool:
+        low = -math.inf if self.minimum is None else self.minimum
+        high = math.inf if self.maximum is None else self.maximum
+        return math.isfinite(value) and low <= value <= high
+
+
+def declared_fields(cls: type) -> tuple[Field, ...]:
+    """Returns the settings of a dataclass in order of declaration."""
+    annotations = typing.get_type_hints(cls)
+    return tuple(_field(field, annotations[field.name]) for field in dataclasses.fields(cls))
+
+
+def _field(field: dataclasses.Field[Any], annotation: Any) -> Field:
+    declaration: _Declaration = field.metadata[_KEY]
+    kind, is_repeated = _kind(annotation)
+    values = tuple(str(each.value) for each in kind) if issubclass(kind, enum.Enum) else ()
+    return Field(
+        name=field.name,
+        flag="--" + (declaration.flag or field.name.replace("_", "-")),
+        kind=kind,
+        is_repeated=is_repeated,
+        default=field.default,
+        help=declaration.help,
+        minimum=declaration.minimum,
+        maximum=declaration.maximum,
+        choices=declaration.choices or values,
+        is_secret=declaration.is_secret,
+        is_shared=declaration.is_shared,
+    )
+
+
+def _kind(annotation: Any) -> tuple[type, bool]:
+    """Takes `| None` and `tuple[…, ...]` off an annotation."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
+    is_repeated = typing.get_origin(annotation) is tuple
+    if is_repeated:
+        annotation, _ = typing.get_args(annotation)
+    assert annotation in (str, int, float, bool, Path) or issubclass(annotation, enum.Enum), (
+        f"a setting cannot be {annotation}"
+    )
+    return annotation, is_repeated
