@@ -87,9 +87,7 @@ class Verifier:
             device=logits.device,
         )
         paths = self._accepted(drawn, logits, sampling, counts)
-        token_ids = [
-            path.token_ids(entry.tree) for entry, path in zip(drawn, paths, strict=True)
-        ]
+        token_ids = [path.token_ids(entry.tree) for entry, path in zip(drawn, paths, strict=True)]
         logprobs = _logprobs(drawn, paths, token_ids, logits)
         return [
             Decision(path.node_indices, tokens, each)

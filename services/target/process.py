@@ -1,0 +1,189 @@
+"""The target process: servers around one engine, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from grpc import aio
+
+from services.target.engine import Engine
+from services.target.event_stream import EventStream
+from services.target.generate_service import ServedModel, TargetServicer
+from services.target.request import Failed, Finished, GenerationRequest
+from services.target.settings import TargetSettings
+from services.target.speculation_service import AttachmentTerms, SpeculationServicer
+from shared.errors import EngineFailed
+from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
+from shared.pb.outrider.speculation.v1 import (
+    speculation_service_pb2,
+    speculation_service_pb2_grpc,
+)
+from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
+from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
+from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import bind, create_server
+from shared.settings import shown_settings
+from shared.tokens import SamplingParams, StopParams
+
+logger = logging.getLogger(__name__)
+_TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]
+_SPECULATION = speculation_service_pb2.DESCRIPTOR.services_by_name["SpeculationService"]
+_ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+_ENGINE_WATCH_S = 0.5
+
+
+class TargetProcess:
+    """Two servers, the public and the maintenance one, around an engine.
+
+    Attributes:
+        port: the public port, after `start`.
+        admin_port: the maintenance port, after `start`.
+    """
+
+    def __init__(self, engine: Engine, settings: TargetSettings, tokenizer_sha256: str) -> None:
+        model = ServedModel(settings.model_id, tokenizer_sha256)
+        self._engine = engine
+        self._settings = settings
+        self._lifecycle = Lifecycle([_TARGET.full_name, _SPECULATION.full_name])
+        self._target = TargetServicer(engine, model, self._lifecycle, time.monotonic)
+        self._speculation = SpeculationServicer(
+            engine,
+            model,
+            AttachmentTerms(
+                mode=settings.verification_mode,
+                max_nodes=settings.max_tree_nodes,
+                max_sequences=settings.max_draft_sequences,
+                longest_wait_s=settings.candidate_wait_ms / 1000.0,
+            ),
+            self._lifecycle,
+        )
+        self._servers: list[aio.Server] = []
+        self.port = 0
+        self.admin_port = 0
+
+    async def start(self) -> None:
+        """Starts everything; SERVING once a warm-up generation has passed.
+
+        Raises:
+            SettingsError: a port is taken.
+        """
+        public = await create_server([_TARGET, _SPECULATION], self._register, self._lifecycle)
+        admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
+        self._servers = [public, admin]
+        self.port = bind(public, f"{self._settings.host}:{self._settings.port}")
+        self.admin_port = bind(
+            admin, f"{self._settings.maintenance_host}:{self._settings.admin_port}"
+        )
+        for server in self._servers:
+            await server.start()
+        self._engine.start()
+        await self._warm_up()
+        await self._lifecycle.activate()
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set.
+
+        Raises:
+            EngineFailed: the engine died; the process is of no more use.
+        """
+        while not stop.is_set():
+            if self._engine.has_failed:
+                await self._lifecycle.drain()
+                raise EngineFailed.of()
+            try:
+                await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
+            except TimeoutError:
+                continue
+
+    async def stop(self, grace_s: float) -> None:
+        """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""
+        await self._lifecycle.drain()
+        await self._drain(grace_s)
+        for server in self._servers:
+            await server.stop(0.0)
+        await asyncio.to_thread(self._engine.stop)
+
+    async def _drain(self, grace_s: float) -> int:
+        """Waits for running requests, then asks drafts to leave; returns requests left over."""
+        num_left = await self._target.open_requests.wait_idle(grace_s)
+        self._speculation.drain(grace_s=1.0)
+        return num_left
+
+    async def _warm_up(self) -> None:
+        """Generates two tokens, so that the first client does not pay for lazy set-up."""
+        stream = EventStream(asyncio.get_running_loop())
+        request = GenerationRequest(
+            request_id="warm-up",
+            prompt_token_ids=(0,),
+            sampling=SamplingParams(temperature=1.0),
+            stop=StopParams(2, ignore_eos=True),
+            arrival_s=time.monotonic(),
+        )
+        self._engine.submit(request, stream, 0)
+        while True:
+            for _, event in await stream.next_batch():
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Finished):
+                    return
+
+    def _register(self, server: aio.Server) -> None:
+        target_service_pb2_grpc.add_TargetServiceServicer_to_server(self._target, server)
+        speculation_service_pb2_grpc.add_SpeculationServiceServicer_to_server(
+            self._speculation, server
+        )
+
+    def _register_admin(self, server: aio.Server) -> None:
+        info = ProcessInfo(
+            "target",
+            importlib.metadata.version("outrider"),
+            time.time(),
+            shown_settings(self._settings),
+        )
+        hooks = AdminHooks(
+            drain=self._drain,
+            gauges=self._gauges,
+            attachments=self._attachments,
+            flush_prefix_cache=self._flush,
+        )
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(info, self._lifecycle, hooks), server
+        )
+
+    async def _gauges(self) -> Mapping[str, float]:
+        gauges = await asyncio.wrap_future(self._engine.gauges())
+        return {
+            "waiting_request_count": gauges.num_waiting,
+            "running_request_count": gauges.num_running,
+            "page_count": gauges.num_pages,
+            "free_page_count": gauges.num_free_pages,
+            "cached_page_count": gauges.num_cached_pages,
+            "held_page_count": gauges.num_held_pages,
+        }
+
+    async def _attachments(self) -> Sequence[admin_service_pb2.Attachment]:
+        attachments = await asyncio.wrap_future(self._engine.attachments())
+        messages: list[admin_service_pb2.Attachment] = []
+        for attachment in attachments:
+            identity, counters = attachment.identity, attachment.counters
+            message = admin_service_pb2.Attachment(
+                attachment_id=identity.attachment_id,
+                worker_id=identity.worker_id,
+                model_id=identity.model_id,
+                algorithm=identity.algorithm,
+                sequence_count=len(attachment.sequence_ids),
+                verified_round_count=counters.num_verified_rounds,
+                accepted_token_count=counters.num_accepted,
+                missed_round_count=counters.num_missed_rounds,
+                stale_candidate_count=counters.num_stale_candidates,
+            )
+            message.attach_time.FromNanoseconds(round(identity.attach_time_s * 1e9))
+            messages.append(message)
+        return messages
+
+    async def _flush(self) -> int:
+        return await asyncio.wrap_future(self._engine.flush_prefix_cache())

@@ -1,0 +1,118 @@
+"""Settings of the target. Flags that SGLang has keep its names."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.target.verifier import VerificationMode
+from shared.errors import SettingsError
+from shared.settings import setting
+from shared.telemetry.logs import LogFormat
+
+DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
+
+
+class Dtype(enum.Enum):
+    """Element type of weights and KV."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """What `outrider-target` can be told."""
+
+    model_path: Path = setting(DEMO_MODEL, "Hugging Face folder of the target model")
+    served_model_name: str | None = setting(None, "name clients pass as `model`; the folder's")
+    tokenizer_path: Path | None = setting(
+        None, "folder of the tokenizer, for its identity; the model's"
+    )
+    dtype: Dtype = setting(Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    context_length: int | None = setting(
+        None, "largest prompt plus output in tokens; the model's", minimum=2
+    )
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(
+        50051, "port of TargetService and SpeculationService", minimum=0, maximum=65535
+    )
+    maintenance_host: str = setting("127.0.0.1", "address of AdminService")
+    maintenance_port: int | None = setting(
+        None, "port of AdminService; one above the port", minimum=0, maximum=65535
+    )
+
+    page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=1024)
+    mem_fraction_static: float | None = setting(
+        None, "share of free memory for KV pages; automatic when unset", minimum=0.01, maximum=1.0
+    )
+    max_total_tokens: int | None = setting(
+        None, "tokens the KV pool holds; what memory allows when unset", minimum=16
+    )
+    max_running_requests: int = setting(64, "sequences that run at once", minimum=1)
+    max_queued_requests: int = setting(256, "sequences that wait; more get QUEUE_FULL", minimum=1)
+    chunked_prefill_size: int = setting(2048, "prompt tokens computed a step", minimum=1)
+    disable_radix_cache: bool = setting(False, "share no prompt prefixes between requests")
+
+    verification_mode: VerificationMode = setting(
+        VerificationMode.COUPLED,
+        "coupled: output is a function of prompt and seed; point-mass: fresh randomness",
+    )
+    speculative_accept_threshold_single: float = setting(
+        1.0, "point-mass only; below 1 accepts more and is lossy", minimum=0.0, maximum=1.0
+    )
+    speculative_accept_threshold_acc: float = setting(
+        1.0, "point-mass only; below 1 accepts more and is lossy", minimum=0.0, maximum=1.0
+    )
+    max_tree_nodes: int = setting(
+        256, "largest tree accepted from a draft, in nodes", minimum=1, maximum=256
+    )
+    max_draft_sequences: int = setting(256, "most sequences handed to one draft", minimum=1)
+    candidate_wait_ms: float = setting(
+        250.0, "longest wait for a draft's trees before a step goes without", minimum=0.0
+    )
+
+    num_threads: int = setting(1, "CPU threads of one forward", minimum=1)
+    drain_grace_s: float = setting(30.0, "time running requests get at SIGTERM", minimum=0.0)
+    metrics_port: int | None = setting(
+        None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
+    )
+    log_level: str = setting("info", "debug, info, warning or error")
+    log_format: LogFormat = setting(LogFormat.TEXT, "how log records are written")
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        is_exact = (
+            self.speculative_accept_threshold_single == 1.0
+            and self.speculative_accept_threshold_acc == 1.0
+        )
+        if not is_exact and self.verification_mode is VerificationMode.COUPLED:
+            problems.append(
+                "--speculative-accept-threshold-single and -acc need "
+                "--verification-mode point-mass; the coupled rule has no thresholds"
+            )
+        if self.device != "auto" and not self.device.startswith(("cpu", "cuda")):
+            problems.append(f"--device: {self.device!r} is not auto, cpu, cuda or cuda:N")
+        if problems:
+            raise SettingsError(tuple(problems))
+
+    @property
+    def admin_port(self) -> int:
+        """The maintenance port, resolved."""
+        if self.maintenance_port is not None:
+            return self.maintenance_port
+        return self.port + 1 if self.port else 0
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.tokenizer_path or self.model_path
+
+    @property
+    def model_id(self) -> str:
+        """Name clients pass as `model`."""
+        return self.served_model_name or self.model_path.resolve().name

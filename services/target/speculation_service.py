@@ -1,0 +1,243 @@
+"""`SpeculationService`: drafts dial in. The adapter between their streams and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from services.target.attachments import (
+    MAX_CONDITIONAL_CANDIDATES,
+    Attachment,
+    DraftIdentity,
+    DraftMessage,
+    OpenedSequence,
+)
+from services.target.draft_stream import DraftStream
+from services.target.engine import Engine
+from services.target.generate_service import ServedModel
+from services.target.patience import Patience
+from services.target.verifier import VerificationMode
+from shared.errors import FailedPrecondition, InvalidArgument, Unavailable
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
+from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.sampling import sampling_message
+from shared.rpc.trees import candidate_from_message, verdict_batch_message
+from shared.tokens import Candidate
+
+logger = logging.getLogger(__name__)
+Context = aio.ServicerContext[Any, Any]
+_MODES = {
+    VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
+    VerificationMode.POINT_MASS: pb.VERIFICATION_MODE_POINT_MASS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentTerms:
+    """What every draft is told.
+
+    Attributes:
+        max_nodes: largest tree accepted, in nodes.
+        max_sequences: most sequences assigned to one draft.
+        longest_wait_s: upper bound of the wait for candidates.
+        max_queued_messages: a draft that lets more messages pile up is detached.
+    """
+
+    mode: VerificationMode
+    max_nodes: int
+    max_sequences: int
+    longest_wait_s: float
+    max_queued_messages: int = 256
+
+
+class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
+    """Attaches drafts to one engine."""
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, terms: AttachmentTerms, lifecycle: Lifecycle
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._terms = terms
+        self._lifecycle = lifecycle
+        self._ids = itertools.count(1)
+        self._drains: dict[str, asyncio.Queue[pb.SpeculateResponse]] = {}
+
+    async def Speculate(
+        self, request_iterator: AsyncIterator[pb.SpeculateRequest], context: Context
+    ) -> AsyncIterator[pb.SpeculateResponse]:
+        attach = await self._read_attach(request_iterator)
+        attachment, stream = self._attachment(attach)
+        attachment_id = attachment.identity.attachment_id
+        yield pb.SpeculateResponse(attached=self._attached(attachment))
+        self._engine.attach(attachment)
+        logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
+        reader = asyncio.create_task(self._read(request_iterator, attachment_id))
+        try:
+            async for response in self._responses(stream, reader, attachment_id):
+                yield response
+        finally:
+            reader.cancel()
+            self._drains.pop(attachment_id, None)
+            self._engine.detach(attachment_id)
+            logger.info("draft %s detached from %s", attach.worker_id, attachment_id)
+
+    def drain(self, grace_s: float) -> None:
+        """Asks every draft to detach within the grace."""
+        message = pb.Drain()
+        message.grace_duration.FromNanoseconds(round(grace_s * 1e9))
+        for queue in self._drains.values():
+            queue.put_nowait(pb.SpeculateResponse(drain=message))
+
+    async def _responses(
+        self, stream: DraftStream, reader: asyncio.Task[None], attachment_id: str
+    ) -> AsyncIterator[pb.SpeculateResponse]:
+        """Yields messages for the draft until it half-closes, errs, or is detached."""
+        drains = self._drains[attachment_id] = asyncio.Queue()
+        drain = asyncio.ensure_future(drains.get())
+        message = asyncio.ensure_future(stream.next())
+        try:
+            while True:
+                await asyncio.wait([message, drain, reader], return_when=asyncio.FIRST_COMPLETED)
+                if drain.done():
+                    yield drain.result()
+                    drain = asyncio.ensure_future(drains.get())
+                if message.done():
+                    news = message.result()
+                    if news is None:
+                        raise Unavailable(
+                            "the draft does not keep up with the target", reason="DRAFT_TOO_SLOW"
+                        )
+                    for response in _draft_messages(news):
+                        yield response
+                    message = asyncio.ensure_future(stream.next())
+                if reader.done():
+                    reader.result()
+                    return
+        finally:
+            drain.cancel()
+            message.cancel()
+
+    async def _read_attach(self, requests: AsyncIterator[pb.SpeculateRequest]) -> pb.Attach:
+        async for message in requests:
+            if message.WhichOneof("message") != "attach":
+                break
+            return message.attach
+        raise _attach_required("the first message must be `attach`")
+
+    async def _read(self, requests: AsyncIterator[pb.SpeculateRequest], attachment_id: str) -> None:
+        """Takes messages until the draft half-closes.
+
+        Raises:
+            InvalidArgument: a message or a tree breaks the protocol. The stream ends, loudly;
+                sequences go on without the draft.
+        """
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "candidates":
+                self._engine.offer(attachment_id, self._candidates(message.candidates))
+            elif kind == "release":
+                self._engine.release(attachment_id, tuple(message.release.sequence_ids))
+            elif kind == "attach":
+                raise _attach_required("`attach` was sent twice")
+            else:
+                raise InvalidArgument.of("MESSAGE_EMPTY", "message", "the message is empty")
+
+    def _candidates(self, batch: pb.CandidateBatch) -> Sequence[Candidate]:
+        candidates = [candidate_from_message(each) for each in batch.candidates]
+        for candidate in candidates:
+            self._check_tree(candidate)
+        return candidates
+
+    def _check_tree(self, candidate: Candidate) -> None:
+        tree = candidate.tree
+        if len(tree) > self._terms.max_nodes:
+            raise InvalidArgument.malformed_tree(
+                f"{len(tree)} nodes; the target accepts {self._terms.max_nodes}"
+            )
+        vocab_size = self._engine.limits.vocab_size
+        for token_id in tree.token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidArgument.malformed_tree(
+                    f"token {token_id} is outside the vocabulary [0, {vocab_size})"
+                )
+
+    def _attachment(self, attach: pb.Attach) -> tuple[Attachment, DraftStream]:
+        self._check(attach)
+        stream = DraftStream(asyncio.get_running_loop(), self._terms.max_queued_messages)
+        identity = DraftIdentity(
+            attachment_id=f"attachment-{next(self._ids)}",
+            worker_id=attach.worker_id,
+            model_id=attach.model_id,
+            algorithm=attach.algorithm,
+            max_sequences=min(attach.max_sequence_count, self._terms.max_sequences),
+            attach_time_s=time.time(),
+        )
+        return Attachment(identity, stream, Patience(self._terms.longest_wait_s)), stream
+
+    def _check(self, attach: pb.Attach) -> None:
+        if self._lifecycle.state is State.DRAINING:
+            raise Unavailable.draining()
+        known = self._model.tokenizer_sha256
+        if attach.tokenizer_sha256 and attach.tokenizer_sha256 != known:
+            raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, known)
+        if attach.HasField("feature_spec"):
+            raise FailedPrecondition(
+                f"{attach.algorithm} drafts need hidden states; this target sends none",
+                reason="FEATURE_SPEC_UNSUPPORTED",
+            )
+        for name in ("max_sequence_count", "max_node_count"):
+            if getattr(attach, name) < 1:
+                raise InvalidArgument.of(
+                    "ATTACH_OUT_OF_RANGE", name, f"{name} is {getattr(attach, name)}; at least 1"
+                )
+
+    def _attached(self, attachment: Attachment) -> pb.Attached:
+        limits = self._engine.limits
+        attached = pb.Attached(
+            attachment_id=attachment.identity.attachment_id,
+            max_node_count=self._terms.max_nodes,
+            max_sequence_count=attachment.identity.max_sequences,
+            verification_mode=_MODES[self._terms.mode],
+            max_context_token_count=limits.max_sequence_tokens,
+            vocab_size=limits.vocab_size,
+            max_conditional_candidate_count=MAX_CONDITIONAL_CANDIDATES,
+        )
+        attached.candidate_wait_duration.FromNanoseconds(round(self._terms.longest_wait_s * 1e9))
+        return attached
+
+
+def _draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
+    """Returns what one step has to say: closed first, so that the draft has room for opened."""
+    responses: list[pb.SpeculateResponse] = []
+    if message.closed:
+        closed = pb.SequenceClosedBatch(sequence_ids=message.closed)
+        responses.append(pb.SpeculateResponse(closed=closed))
+    if message.opened:
+        opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
+        responses.append(pb.SpeculateResponse(opened=opened))
+    if message.verdicts:
+        responses.append(pb.SpeculateResponse(verdicts=verdict_batch_message(message.verdicts)))
+    return responses
+
+
+def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
+    return pb.SequenceOpened(
+        sequence_id=sequence.sequence_id,
+        token_ids=sequence.token_ids,
+        sampling_params=sampling_message(sequence.sampling),
+        round=sequence.round,
+        prompt_token_count=sequence.num_prompt_tokens,
+    )
+
+
+def _attach_required(message: str) -> InvalidArgument:
+    return InvalidArgument.of("ATTACH_REQUIRED", "attach", message)
