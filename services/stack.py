@@ -35,14 +35,14 @@ class Patience:
 
     Attributes:
         start_s: until every part is ready.
-        stop_s: between SIGTERM and SIGKILL, for each part.
+        stop_s: between SIGTERM and SIGKILL, for each part; above the services' own drain grace.
         first_backoff_s: before an expendable part is started again; doubles with every death.
         longest_backoff_s: upper bound of that doubling.
         healthy_s: a part that lived this long starts again at `first_backoff_s`.
     """
 
     start_s: float = 600.0
-    stop_s: float = 15.0
+    stop_s: float = 35.0
     first_backoff_s: float = 1.0
     longest_backoff_s: float = 30.0
     healthy_s: float = 60.0
