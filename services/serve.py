@@ -110,7 +110,8 @@ def _target(settings: ServeSettings) -> ChildSpec:
 
 def _draft(settings: ServeSettings) -> ChildSpec:
     arguments = ["--port", str(settings.draft_port)]
-    arguments += ["--targets", f"{_HOST}:{settings.target_port}"]
+    arguments += ["--maintenance-port", str(settings.draft_port + 1)]
+    arguments += ["--target", f"{_HOST}:{settings.target_port}"]
     arguments += _drafter(settings) + _flag("--dtype", settings.dtype)
     return _spec(settings, "draft", "services.draft", arguments)
 

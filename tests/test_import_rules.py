@@ -35,7 +35,7 @@ TORCH_FREE = (
 
 # Files that may see protobuf and grpc: the rest deals in dataclasses.
 WIRE_PREFIXES = ("shared.rpc", "shared.pb")
-WIRE_NAMES = ("attach_client", "targets", "probe", "__main__")
+WIRE_NAMES = ("attach_client", "targets", "probe", "process", "__main__")
 WIRE_SUFFIXES = ("_service", "_messages", "_codec")
 
 
