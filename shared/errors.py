@@ -6,6 +6,8 @@ OutriderError
 ├── QueueFull                RESOURCE_EXHAUSTED    retry later, or elsewhere
 ├── Unavailable              UNAVAILABLE           starting or draining; retry elsewhere
 ├── NotFound                 NOT_FOUND
+├── Cancelled                CANCELLED             the caller ended it
+├── DeadlineExceeded         DEADLINE_EXCEEDED     the caller's patience ended
 ├── EngineFailed             INTERNAL              our fault; details stay in the log
 ├── SettingsError            (at start only)       every bad setting at once
 └── CheckpointError          (at start only)       names the file, the key and the shapes
@@ -21,7 +23,7 @@ from typing import Self
 
 
 class StatusCode(enum.IntEnum):
-    """Canonical gRPC status codes, so that this module needs no grpc."""
+    """Canonical gRPC status codes that errors of the tree have; grpc itself is not needed here."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -145,6 +147,18 @@ class NotFound(OutriderError):
     code = StatusCode.NOT_FOUND
 
 
+class Cancelled(OutriderError):
+    """The caller ended the call."""
+
+    code = StatusCode.CANCELLED
+
+
+class DeadlineExceeded(OutriderError):
+    """The call took longer than its caller allowed."""
+
+    code = StatusCode.DEADLINE_EXCEEDED
+
+
 class EngineFailed(OutriderError):
     """The engine broke; the caller gets the request id only."""
 
@@ -172,3 +186,21 @@ class CheckpointError(OutriderError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="CHECKPOINT_INVALID")
+
+
+def error_class(code: int) -> type[OutriderError]:
+    """Returns the class of errors that arrive with a canonical gRPC code.
+
+    Codes that nothing of ours answers with, such as UNIMPLEMENTED, give the root class.
+    """
+    classes: tuple[type[OutriderError], ...] = (
+        InvalidArgument,
+        FailedPrecondition,
+        QueueFull,
+        Unavailable,
+        NotFound,
+        Cancelled,
+        DeadlineExceeded,
+        EngineFailed,
+    )
+    return next((each for each in classes if each.code == code), OutriderError)

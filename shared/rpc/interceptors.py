@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, cast
 
 import grpc
 from grpc import aio
 
 from shared.errors import EngineFailed, OutriderError
-from shared.rpc.status import DETAILS_KEY, grpc_code, status_details
-from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id, new_request_id
+from shared.rpc.metadata import Metadata, enter_request
+from shared.rpc.status import abort_arguments
 
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Any]
 
 
 class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -30,69 +33,63 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None:
+        if handler is None:  # no such method
             return None
+        method = handler_call_details.method
         if handler.unary_unary is not None:
-            return _rebuilt(grpc.unary_unary_rpc_method_handler, handler, handler.unary_unary)
-        if handler.stream_unary is not None:
-            return _rebuilt(grpc.stream_unary_rpc_method_handler, handler, handler.stream_unary)
-        if handler.unary_stream is not None:
-            return _rebuilt_stream(
-                grpc.unary_stream_rpc_method_handler, handler, handler.unary_stream
-            )
-        return _rebuilt_stream(
-            grpc.stream_stream_rpc_method_handler, handler, handler.stream_stream
+            build, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        elif handler.stream_unary is not None:
+            build, behaviour = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+        elif handler.unary_stream is not None:
+            build, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        else:
+            build, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        return build(
+            _guarded(behaviour, method), handler.request_deserializer, handler.response_serializer
         )
 
 
-def _rebuilt(build: Callable[..., Any], handler: Any, behaviour: Callable[..., Any]) -> Any:
-    async def respond(request: Any, context: Context) -> Any:
-        _take_request_id(context)
+def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
+    """Returns the behaviour with its errors translated; both forms of streaming are coroutines."""
+    respond = _written if inspect.isasyncgenfunction(behaviour) else _awaited
+
+    async def guarded(request: Any, context: Context) -> Any:
+        request_id = enter_request(cast("Metadata", context.invocation_metadata() or ()))
         try:
-            return await behaviour(request, context)
-        except Exception as error:  # told apart in _abort
-            await _abort(context, error)
+            return await respond(behaviour, request, context)
+        except aio.AbortError:  # an Exception to Python, the wanted end of the call to gRPC
+            raise
+        except Exception as error:  # the last line: what gets past here kills the connection
+            await _abort(context, error, method, request_id)
 
-    return build(respond, handler.request_deserializer, handler.response_serializer)
-
-
-def _rebuilt_stream(build: Callable[..., Any], handler: Any, behaviour: Callable[..., Any]) -> Any:
-    async def respond(request: Any, context: Context) -> AsyncIterator[Any]:
-        _take_request_id(context)
-        try:
-            async for response in behaviour(request, context):
-                yield response
-        except Exception as error:  # told apart in _abort
-            await _abort(context, error)
-
-    return build(respond, handler.request_deserializer, handler.response_serializer)
+    return guarded
 
 
-def _take_request_id(context: Context) -> None:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            current_request_id.set(value)
-            return
-    current_request_id.set(new_request_id())
+async def _awaited(behaviour: Behaviour, request: Any, context: Context) -> Any:
+    return await behaviour(request, context)
 
 
-async def _abort(context: Context, error: Exception) -> None:
-    """Ends the call with the error's status; `context.abort` itself raises.
+async def _written(behaviour: Behaviour, request: Any, context: Context) -> None:
+    """Writes what a generator yields. Closes it at once when the call ends before it does, so that
+    its `finally` does not wait for the garbage collector."""
+    async with contextlib.aclosing(behaviour(request, context)) as responses:
+        async for response in responses:
+            await context.write(response)
+
+
+async def _abort(context: Context, error: Exception, method: str, request_id: str) -> NoReturn:
+    """Ends the call with the error's status.
 
     Raises:
-        Exception: `error`, when it is the one that an earlier abort raised.
+        AbortError: always; gRPC's way of ending a call.
     """
-    if isinstance(error, aio.AbortError):
-        raise error
-    request_id = current_request_id.get()
     if not isinstance(error, OutriderError):
-        logger.error("request %s failed", request_id, exc_info=error)
-        error = EngineFailed.of()
-    await context.abort(
-        grpc_code(error),
-        error.message,
-        trailing_metadata=(
-            (DETAILS_KEY, status_details(error, request_id)),
-            (REQUEST_ID_KEY, request_id),
-        ),
-    )
+        if context.done():  # a write to a caller who left fails as well; that is no bug of ours
+            logger.debug("%s ended while its caller was leaving", method, exc_info=error)
+        else:
+            logger.error("%s failed", method, exc_info=error)
+        error = EngineFailed(
+            f"request {request_id} failed; see the server's log", reason="ENGINE_FAILED"
+        )
+    await context.abort(**abort_arguments(error, request_id))
+    raise AssertionError("abort raises")

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
+from shared.errors import Unavailable
+
 
 class State(enum.Enum):
     """Lifecycle of a process."""
@@ -42,6 +44,17 @@ class Lifecycle:
     async def drain(self) -> None:
         """The process finishes what runs and takes nothing new."""
         await self._enter(State.DRAINING)
+
+    def check_admits(self) -> None:
+        """Returns when new work may start.
+
+        Raises:
+            Unavailable: the process is starting or draining; another one may serve.
+        """
+        if self.state is State.STARTING:
+            raise Unavailable.starting()
+        if self.state is State.DRAINING:
+            raise Unavailable.draining()
 
     async def _enter(self, state: State) -> None:
         self.state = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
 
@@ -51,20 +52,28 @@ def sampling_message(params: SamplingParams) -> pb.SamplingParams:
 
 
 def stop_from_message(message: pb.StopParams, *, max_output_tokens: int) -> StopParams:
-    """Returns the parameters.
+    """Returns the parameters, with the bounds cut to what the context has left.
 
     Args:
-        max_output_tokens: what holds when the message sets no bound.
+        max_output_tokens: what the context has left, at least 1; holds when the message sets no
+            bound.
 
     Raises:
         InvalidArgument: a count is out of range.
     """
     is_bounded = message.HasField("max_output_token_count")
-    return StopParams(
+    asked = StopParams(
         max_output_tokens=message.max_output_token_count if is_bounded else max_output_tokens,
         min_output_tokens=message.min_output_token_count,
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+    )
+    if asked.max_output_tokens <= max_output_tokens:
+        return asked
+    return dataclasses.replace(
+        asked,
+        max_output_tokens=max_output_tokens,
+        min_output_tokens=min(asked.min_output_tokens, max_output_tokens),
     )
 
 

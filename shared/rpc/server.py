@@ -44,6 +44,15 @@ def bind(server: aio.Server, address: str) -> int:
         SettingsError: the address is taken or not this host's.
     """
     try:
-        return server.add_insecure_port(address)
+        port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise SettingsError((f"cannot listen on {address}: is the port taken?",)) from error
+        raise _cannot_listen(address) from error
+    if port == 0:  # how grpcio before 1.60 fails
+        raise _cannot_listen(address)
+    return port
+
+
+def _cannot_listen(address: str) -> SettingsError:
+    return SettingsError(
+        (f"cannot listen on {address}: the port is taken, or the address is not of this host",)
+    )

@@ -6,96 +6,108 @@ The details travel as a serialized `google.rpc.Status` in the trailing metadata,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf import any_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode as GrpcCode
 from grpc import aio
 
-from shared.errors import (
-    EngineFailed,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
-    NotFound,
-    OutriderError,
-    QueueFull,
-    Unavailable,
-)
+from shared.errors import FieldViolation, OutriderError, error_class
+from shared.rpc.metadata import Metadata
+from shared.telemetry.request_id import REQUEST_ID_KEY
 
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
+# Metadata above 8 KiB is refused by peers, and a message of one character may take nine bytes.
+_MAX_MESSAGE_LENGTH = 400
+_MAX_VIOLATIONS = 4
 _CODES = {code.value[0]: code for code in GrpcCode}
-_CLASSES: dict[GrpcCode, type[OutriderError]] = {
-    GrpcCode.INVALID_ARGUMENT: InvalidArgument,
-    GrpcCode.FAILED_PRECONDITION: FailedPrecondition,
-    GrpcCode.RESOURCE_EXHAUSTED: QueueFull,
-    GrpcCode.INTERNAL: EngineFailed,
-    GrpcCode.UNAVAILABLE: Unavailable,
-    GrpcCode.NOT_FOUND: NotFound,
-}
 
 
-def grpc_code(error: OutriderError) -> GrpcCode:
-    """Returns the gRPC status code of an error."""
-    return _CODES[int(error.code)]
+def abort_arguments(error: OutriderError, request_id: str) -> dict[str, Any]:
+    """Returns the arguments for `context.abort`."""
+    return {
+        "code": _CODES[int(error.code)],
+        "details": _shortened(error.message),
+        "trailing_metadata": (
+            (DETAILS_KEY, status_of(error, request_id).SerializeToString()),
+            (REQUEST_ID_KEY, request_id),
+        ),
+    }
 
 
-def status_details(error: OutriderError, request_id: str) -> bytes:
-    """Returns the serialized `google.rpc.Status` of an error."""
-    parts: list[message.Message] = [
+def status_of(error: OutriderError, request_id: str) -> status_pb2.Status:
+    """Returns the rich status of an error."""
+    details: list[message.Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN),
         error_details_pb2.RequestInfo(request_id=request_id),
     ]
     if error.violations:
-        parts.append(_bad_request(error.violations))
+        details.append(_bad_request(error.violations))
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
-        parts.append(retry)
-    status = status_pb2.Status(code=int(error.code), message=error.message)
-    for part in parts:
-        packed = any_pb2.Any()
-        packed.Pack(part)
-        status.details.append(packed)
-    serialized: bytes = status.SerializeToString()
-    return serialized
+        details.append(retry)
+    status = status_pb2.Status(code=int(error.code), message=_shortened(error.message))
+    status.details.extend(_packed(detail) for detail in details)
+    return status
 
 
 def error_from_rpc(failure: aio.AioRpcError) -> OutriderError:
     """Returns the error that a failed call carries.
 
-    A code without a class of its own, such as CANCELLED, comes out as the root class with the
-    code's name as its reason.
+    A call that failed on its way, or at a server that is not ours, carries no details: its reason
+    is the name of its code. Codes without a class of their own give the root class.
     """
-    status = status_pb2.Status()
-    metadata: Any = failure.trailing_metadata()  # the stubs do not say that it iterates in pairs
-    details = dict(metadata or ()).get(DETAILS_KEY)
-    if isinstance(details, bytes):
-        status.ParseFromString(details)
-    info = error_details_pb2.ErrorInfo(reason=failure.code().name)
+    code = failure.code()
+    details = _details(failure)
+    info = error_details_pb2.ErrorInfo(reason=code.name)
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
-    for detail in status.details:
-        _ = detail.Unpack(info) or detail.Unpack(bad_request) or detail.Unpack(retry)
-    error_class = _CLASSES.get(failure.code(), OutriderError)
-    return error_class(
-        failure.details() or failure.code().name,
+    for detail in details:
+        for known in (info, bad_request, retry):
+            detail.Unpack(known)
+    has_delay = retry.HasField("retry_delay")
+    return error_class(code.value[0])(
+        failure.details() or code.name,
         reason=info.reason,
         violations=tuple(
             FieldViolation(each.field, each.description) for each in bad_request.field_violations
         ),
-        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if retry.ByteSize() else None,
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if has_delay else None,
     )
+
+
+def _details(failure: aio.AioRpcError) -> list[any_pb2.Any]:
+    status = status_pb2.Status()
+    # Pairs, whatever the stubs of grpcio say.
+    metadata = cast("Metadata", failure.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status.ParseFromString(value)
+            except message.DecodeError:  # a peer's fault must not hide the failure itself
+                return []
+    return list(status.details)
+
+
+def _packed(detail: message.Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
 
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
     return error_details_pb2.BadRequest(
         field_violations=[
             error_details_pb2.BadRequest.FieldViolation(
-                field=violation.field, description=violation.description
+                field=violation.field, description=_shortened(violation.description)
             )
-            for violation in violations
+            for violation in violations[:_MAX_VIOLATIONS]
         ]
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE_LENGTH else text[: _MAX_MESSAGE_LENGTH - 1] + "…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from shared.errors import InvalidArgument
@@ -19,14 +20,21 @@ _OUTCOME_OF = {number: outcome for outcome, number in _OUTCOMES.items()}
 
 
 def tree_from_message(message: token_tree_pb2.TokenTree) -> TokenTree:
-    """Returns the tree; `TokenTree` refuses malformed ones."""
-    for parent in message.parent_indices:
-        if parent < -1:
-            raise InvalidArgument.malformed_tree(f"parent index {parent} is below -1")
+    """Returns the tree.
+
+    Raises:
+        InvalidArgument: it is malformed, or a log probability is not a finite number.
+    """
+    # A slice copies a repeated field in one call; iterating it costs a call an element.
+    parents, log_probs = message.parent_indices[:], message.log_probs[:]
+    if parents and min(parents) < -1:
+        raise InvalidArgument.malformed_tree(f"parent index {min(parents)} is below -1")
+    if not math.isfinite(sum(log_probs)):
+        raise InvalidArgument.malformed_tree("a log probability is not finite")
     return TokenTree(
-        tuple(message.token_ids),
-        tuple(None if parent == -1 else parent for parent in message.parent_indices),
-        tuple(message.log_probs),
+        tuple(message.token_ids[:]),
+        tuple([None if parent == -1 else parent for parent in parents]),
+        tuple(log_probs),
     )
 
 
@@ -90,8 +98,8 @@ def verdict_from_message(message: pb.Verdict) -> Verdict:
         message.sequence_id,
         message.round,
         outcome,
-        tuple(message.accepted_node_indices),
-        tuple(message.committed_token_ids),
+        tuple(message.accepted_node_indices[:]),
+        tuple(message.committed_token_ids[:]),
         message.committed_token_count,
     )
 
