@@ -1,0 +1,215 @@
+"""Laws of rows against plain loops, the processors of transformers, and edge cases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from shared.speculation.distributions import target_log_probs
+from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
+from shared.speculation.row_sampling import RowSampling, row_sampling
+from shared.tokens import SamplingParams
+from tests.shared.speculation.naive import naive_law
+
+CPU = torch.device("cpu")
+
+
+def sampling_of(*params: SamplingParams, **kwargs: Any) -> RowSampling:
+    return row_sampling(params, [1] * len(params), device=CPU, **kwargs)
+
+
+def law(logits: list[float], params: SamplingParams, **kwargs: Any) -> list[float]:
+    log_probs = target_log_probs(torch.tensor([logits]), sampling_of(params, **kwargs))
+    probs: list[float] = log_probs.exp()[0].tolist()
+    return probs
+
+
+# Quarters tie often; the odd top-p and min-p values never fall on a border of the exact masses.
+LOGITS = st.lists(st.integers(-12, 12).map(lambda quarters: quarters / 4), min_size=9, max_size=9)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.31, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 2, 5, 9, 50]),
+    top_p=st.sampled_from([0.0371, 0.3719, 0.8113, 0.9931, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0719, 0.5381, 1.0]),
+    logit_bias=st.dictionaries(st.integers(0, 8), st.sampled_from([-100.0, -1.0, 2.0]), max_size=3),
+)
+
+
+@given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_mixed_rows_have_the_laws_of_plain_loops(
+    rows: list[tuple[list[float], SamplingParams]],
+) -> None:
+    logits = torch.tensor([row[0] for row in rows])
+    log_probs = target_log_probs(logits, sampling_of(*(row[1] for row in rows)))
+    expected = torch.tensor([naive_law(*row) for row in rows], dtype=torch.float32)
+    assert torch.equal(log_probs > -math.inf, expected > 0)
+    torch.testing.assert_close(log_probs.exp(), expected, rtol=1e-4, atol=1e-6)
+
+
+@given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    rows: list[tuple[list[float], SamplingParams]],
+) -> None:
+    logits = torch.tensor([row[0] for row in rows])
+    together = target_log_probs(logits, sampling_of(*(row[1] for row in rows)))
+    for i, (_, params) in enumerate(rows):
+        alone = target_log_probs(logits[i : i + 1], sampling_of(params))
+        assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize(
+    ("params", "processors"),
+    [
+        (SamplingParams(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
+        (SamplingParams(top_k=17), [TopKLogitsWarper(17)]),
+        (SamplingParams(top_p=0.83), [TopPLogitsWarper(0.83)]),
+        (SamplingParams(min_p=0.11), [MinPLogitsWarper(0.11)]),
+        (
+            SamplingParams(temperature=1.3, top_k=60, top_p=0.9, min_p=0.02),
+            [
+                TemperatureLogitsWarper(1.3),
+                TopKLogitsWarper(60),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.02),
+            ],
+        ),
+    ],
+)
+def test_laws_agree_with_transformers(params: SamplingParams, processors: list[Any]) -> None:
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(3)) * 3
+    expected = logits
+    for processor in processors:
+        expected = processor(torch.zeros(8, 1, dtype=torch.int64), expected)
+    log_probs = target_log_probs(logits, row_sampling([params], [8], device=CPU))
+    torch.testing.assert_close(log_probs.exp(), expected.softmax(-1), rtol=1e-4, atol=1e-7)
+
+
+def counts_of(prompt: list[int], output: list[int], vocab_size: int) -> TokenCounts | None:
+    history = TokenHistory(prompt, output, [()], has_penalties=True)
+    return count_tokens([history], vocab_size=vocab_size, device=CPU)
+
+
+def test_repetition_penalty_agrees_with_transformers() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(4))
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 9, 9, 20]]), logits)
+    counts = counts_of([3, 9], [9, 20], 50)
+    found = target_log_probs(logits, sampling_of(SamplingParams(repetition_penalty=1.7)), counts)
+    torch.testing.assert_close(found, expected.log_softmax(-1))
+
+
+def test_penalties_come_before_bias_and_temperature() -> None:
+    params = SamplingParams(
+        temperature=0.5, repetition_penalty=2.0, frequency_penalty=0.5, logit_bias={0: -3.0}
+    )
+    found = target_log_probs(torch.tensor([[4.0, 1.0]]), sampling_of(params), counts_of([], [0], 2))
+    expected = torch.tensor([[(4.0 / 2 - 0.5 - 3.0) / 0.5, 1.0 / 0.5]]).log_softmax(-1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_top_p_is_taken_of_what_top_k_leaves() -> None:
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    # Of the two kept tokens the first has 4/7 = 0.571, of all four only 0.4.
+    assert law(logits, SamplingParams(top_k=2, top_p=0.5)) == pytest.approx([1, 0, 0, 0])
+    assert law(logits, SamplingParams(top_p=0.5)) == pytest.approx([4 / 7, 3 / 7, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_k=2), SamplingParams(top_p=0.49), SamplingParams(top_p=0.5)]
+)
+def test_ties_at_the_border_keep_the_lowest_ids(params: SamplingParams) -> None:
+    assert law([1.0, 1.0, 1.0, 1.0], params) == [0.5, 0.5, 0.0, 0.0]
+    assert law([0.0, 9.0, -9.0, 9.0, 9.0], SamplingParams(top_k=2)) == [0, 0.5, 0, 0.5, 0]
+
+
+def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
+    assert law([0.0, 2.0, 2.0], SamplingParams(temperature=0.0)) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e-6])
+def test_tiny_temperatures_are_greedy_without_nan(temperature: float) -> None:
+    assert law([-3.0, 8.0, 2.0], SamplingParams(temperature=temperature)) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-12])
+def test_at_least_one_token_survives_every_cut(top_p: float) -> None:
+    params = SamplingParams(top_p=top_p, min_p=1.0, top_k=1, temperature=2.0)
+    assert law([1.0, 1.5, 1.0], params) == [0, 1, 0]
+
+
+def test_a_full_width_top_k_beside_a_row_without_one_removes_nothing() -> None:
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
+    rows = sampling_of(SamplingParams(top_k=3), SamplingParams())
+    kept = (target_log_probs(logits, rows) > -math.inf).sum(dim=1)
+    assert kept.tolist() == [3, 30]
+
+
+def test_banned_tokens_are_never_drawn() -> None:
+    probs = law([5.0, 1.0, 1.0], SamplingParams(), banned_token_ids=[(0,)])
+    assert probs == [0, 0.5, 0.5]
+    greedy = SamplingParams(temperature=0.0)
+    assert law([5.0, 1.0, 2.0], greedy, banned_token_ids=[(0, 2)]) == [0, 1, 0]
+
+
+def test_a_row_whose_every_token_is_banned_keeps_them_all() -> None:
+    probs = law([1.0, 1.0], SamplingParams(), banned_token_ids=[(0, 1)])
+    assert probs == [0.5, 0.5]
+
+
+def test_tokens_removed_beforehand_stay_removed() -> None:
+    params = SamplingParams(top_k=3, top_p=0.999, min_p=0.001, logit_bias={1: 50.0})
+    logits = [-math.inf, -math.inf, 1.0, 1.0]
+    assert law(logits, params) == pytest.approx([0, 0, 0.5, 0.5])
+
+
+def test_half_precision_logits_are_taken_as_they_are() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    rows = row_sampling([SamplingParams(top_p=0.7)], [3], device=CPU)
+    half, full = target_log_probs(logits, rows), target_log_probs(logits.float(), rows)
+    assert half.dtype == torch.float32
+    assert torch.equal(half, full)
+
+
+def kept_by_float_sums(logits: Tensor, top_p: float) -> int:
+    probs = logits.softmax(-1).sort(descending=True).values
+    return int(((probs.cumsum(-1) - probs) < top_p).sum())
+
+
+def test_top_p_keeps_the_share_it_names_in_a_large_vocabulary() -> None:
+    logits = torch.randn(128_000, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    sampling = sampling_of(SamplingParams(top_p=0.9))
+    found = target_log_probs(logits.float().unsqueeze(0), sampling)
+    num_kept = int((found > -math.inf).sum())
+    assert abs(num_kept - kept_by_float_sums(logits.float().double(), 0.9)) <= 1
+
+
+def test_parameters_are_repeated_over_each_sequences_rows() -> None:
+    params = [SamplingParams(temperature=0.5, seed=2**64 - 1), SamplingParams(seed=2**63)]
+    rows = row_sampling(params, [2, 1], device=CPU)
+    assert rows.temperatures.flatten().tolist() == [0.5, 0.5, 1.0]
+    assert rows.seeds.tolist() == [-1, -1, -(2**63)]
+
+
+def test_flags_say_what_some_drawing_row_needs() -> None:
+    greedy = SamplingParams(temperature=0.0, top_k=4, top_p=0.5, min_p=0.5)
+    rows = sampling_of(greedy)
+    assert rows.all_greedy
+    assert not any((rows.has_top_k, rows.has_top_p, rows.has_min_p, rows.shapes_logits))
+    mixed = sampling_of(greedy, SamplingParams(top_k=7), SamplingParams(top_k=3, top_p=0.2))
+    assert (mixed.all_greedy, mixed.max_top_k, mixed.has_top_p) == (False, 7, True)
+    assert sampling_of(SamplingParams(top_k=7), SamplingParams()).max_top_k is None
