@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.draft.sequence import DraftSequence
 from shared.speculation.confidence import coupled_confidence, point_mass_confidence
-from shared.speculation.distributions import RowSampling, row_sampling
 from shared.speculation.noise import gumbel_noise
 from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
+from shared.speculation.row_sampling import RowSampling, row_sampling
 
 Path = tuple[int, ...]
 

@@ -28,6 +28,7 @@ from services.draft.events import (
 )
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds
+from services.draft.worker import MAX_TREE_NODES
 from shared.errors import EngineFailed, QueueFull
 from shared.tokens import SamplingParams, TreeShape
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 Deliver = Callable[[Output], None]
 
 MAX_WAITING_EVENTS = 4096
-MAX_TREE_NODES = 256
+
 _UNLIMITED_VOCAB = 2**31
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,6 @@ class DraftEngine:
         chunk_tokens: int,
         max_sequences: int,
         max_waiting_events: int = MAX_WAITING_EVENTS,
-        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._drafter = drafter
         self._roster = Roster(drafter, max_sequences=max_sequences, deliver=self._deliver)
@@ -60,7 +60,6 @@ class DraftEngine:
             self._roster, drafter, shape, chunk_tokens=chunk_tokens, deliver=self._deliver
         )
         self._max_waiting_events = max_waiting_events
-        self._on_failure = on_failure
         self._wakeup = threading.Condition()
         self._events: deque[Event] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -198,7 +197,6 @@ class DraftEngine:
             log.exception("the draft engine failed")
             with self._wakeup:
                 self._has_failed = True
-            self._on_failure()
         finally:
             for future in list(self._futures):
                 if future.set_running_or_notify_cancel():

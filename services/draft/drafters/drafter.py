@@ -34,13 +34,11 @@ class DrafterLimits:
 
     Attributes:
         vocab_size: tokens it knows; None takes any.
-        max_prompt_tokens: longest prompt `ProposeTree` may send; None is unbounded.
         max_context_tokens: tokens one forward can look back on; longer sequences are windowed.
             None is unbounded.
     """
 
     vocab_size: int | None = None
-    max_prompt_tokens: int | None = None
     max_context_tokens: int | None = None
 
 

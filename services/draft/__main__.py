@@ -1,0 +1,56 @@
+"""`outrider-draft`: drafts token trees for the targets it dials."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+import uvloop
+
+from services.draft.drafter_factory import build_drafter, model_id, tokenizer_identity
+from services.draft.process import DraftProcess
+from services.draft.settings import DraftSettings, read_settings
+from services.draft.worker import WorkerIdentity
+from shared.errors import OutriderError
+from shared.telemetry.logs import configure_logs
+
+
+def main() -> None:
+    """Runs the draft until SIGINT or SIGTERM."""
+    try:
+        settings = read_settings(sys.argv[1:])
+        configure_logs("draft", level=settings.log_level, log_format=settings.log_format)
+        uvloop.run(_serve(settings))
+    except OutriderError as error:
+        sys.exit(f"outrider-draft: {error.message}")
+
+
+async def _serve(settings: DraftSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    process = DraftProcess(settings)
+    try:
+        await process.listen()
+        drafter = await asyncio.to_thread(build_drafter, settings)
+        identity = WorkerIdentity(
+            worker_id=settings.worker_id or f"{socket.gethostname()}-{os.getpid()}",
+            model_id=model_id(settings),
+            algorithm=settings.speculative_algorithm.value,
+            tokenizer_sha256=tokenizer_identity(settings),
+            max_sequences=settings.max_running_requests,
+            max_context_tokens=drafter.limits.max_context_tokens,
+        )
+        if not stop.is_set():
+            await process.serve(drafter, identity)
+            await process.run_until(stop)
+    finally:
+        await process.stop()
+
+
+if __name__ == "__main__":
+    main()

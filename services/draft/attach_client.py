@@ -1,0 +1,210 @@
+"""Keeps one target supplied: dial, attach, carry events in and candidates out, dial again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc import aio
+
+from services.draft.backoff import Backoff
+from services.draft.engine import DraftEngine
+from services.draft.events import Output
+from services.draft.link_codec import (
+    attach_request,
+    event_from_response,
+    request_from_output,
+    terms_from_message,
+)
+from services.draft.worker import LinkStatus, WorkerIdentity
+from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
+from shared.rpc.channel import open_channel
+from shared.rpc.status import error_from_rpc
+
+MAX_WAITING_REQUESTS = 64
+ATTACH_TIMEOUT_S = 10.0
+DETACH_TIMEOUT_S = 1.0
+
+Stream = aio.StreamStreamCall[pb.SpeculateRequest, pb.SpeculateResponse]
+log = logging.getLogger(__name__)
+
+
+class AttachClient:
+    """Holds one `Speculate` stream to one target for as long as `run` runs."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: WorkerIdentity,
+        engine: DraftEngine,
+        backoff: Backoff,
+        *,
+        max_waiting_requests: int = MAX_WAITING_REQUESTS,
+    ) -> None:
+        self.status = LinkStatus(address)
+        self._identity = identity
+        self._engine = engine
+        self._backoff = backoff
+        self._max_waiting_requests = max_waiting_requests
+        self._detaching = asyncio.Event()
+
+    def detach(self) -> None:
+        """Makes `run` end, politely: what the target hears is the end of the stream."""
+        self._detaching.set()
+
+    async def run(self) -> None:
+        """Attaches, and attaches again whenever the stream ends, until `detach`."""
+        while not self._detaching.is_set():
+            delay_s = await self._serve_one_stream()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._detaching.wait(), delay_s)
+        self.status = LinkStatus(self.status.address)
+
+    async def _serve_one_stream(self) -> float:
+        """Returns the seconds to wait before the next one."""
+        try:
+            async with open_channel(self.status.address) as channel:
+                await self._converse(_open_stream(channel))
+            return self._note_end(Unavailable("the target ended the stream", reason="DETACHED"))
+        except aio.AioRpcError as failure:
+            return self._note_end(error_from_rpc(failure))
+        except OutriderError as refusal:
+            return self._note_end(refusal)
+
+    def _note_end(self, error: OutriderError) -> float:
+        """Records why the stream ended; returns the delay that calls for."""
+        self.status = LinkStatus(self.status.address, None, f"{error.reason}: {error.message}")
+        if isinstance(error, FailedPrecondition | InvalidArgument):
+            log.error("target %s refused: %s", self.status.address, self.status.last_error)
+            return self._backoff.slow_s()
+        log.warning("target %s: %s", self.status.address, self.status.last_error)
+        return self._backoff.next_s()
+
+    async def _converse(self, stream: Stream) -> None:
+        """Serves the stream until either side ends it."""
+        attached = await self._attach(stream)
+        terms = terms_from_message(attached)
+        requests: asyncio.Queue[pb.SpeculateRequest | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def enqueue(output: Output) -> None:
+            # None is the end: the target does not read as fast as it asks.
+            is_full = requests.qsize() >= self._max_waiting_requests
+            requests.put_nowait(None if is_full else request_from_output(output))
+
+        link = self._engine.open_link(terms, lambda out: _call_soon(loop, enqueue, out))
+        self.status = LinkStatus(self.status.address, attached.attachment_id)
+        self._backoff.reset()
+        log.info("target %s: attached as %s", self.status.address, attached.attachment_id)
+        try:
+            await self._carry(stream, link, requests)
+        finally:
+            self._engine.close_link(link)
+
+    async def _attach(self, stream: Stream) -> pb.Attached:
+        """Raises:
+        AioRpcError: the target refused or cannot be reached.
+        Unavailable: it does not answer.
+        """
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                await _write(stream, attach_request(self._identity))
+                response = await _read(stream)
+        except TimeoutError as error:
+            message = f"no answer to attach within {ATTACH_TIMEOUT_S:g} s"
+            raise Unavailable(message, reason="ATTACH_TIMEOUT") from error
+        if response is None or response.WhichOneof("message") != "attached":
+            message = "the stream ended" if response is None else "another message came"
+            raise Unavailable(f"{message} before `attached`", reason="ATTACH_UNANSWERED")
+        return response.attached
+
+    async def _carry(
+        self, stream: Stream, link: int, requests: asyncio.Queue[pb.SpeculateRequest | None]
+    ) -> None:
+        draining = asyncio.Event()
+        reading = asyncio.create_task(self._read_all(stream, link, draining))
+        writing = asyncio.create_task(self._write_all(stream, requests))
+        leaving = [asyncio.create_task(event.wait()) for event in (draining, self._detaching)]
+        tasks: list[asyncio.Task[Any]] = [reading, writing, *leaving]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._engine.close_link(link)
+            if writing.done():
+                await writing
+            elif not reading.done():
+                await _half_close(stream, reading)
+            # The reader knows the status of a stream that has ended, however it was noticed.
+            if reading.done() or writing.done():
+                await reading
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_all(self, stream: Stream, link: int, draining: asyncio.Event) -> None:
+        """Submits every event until the target ends the stream."""
+        async for response in _responses(stream):
+            if response.WhichOneof("message") == "drain":
+                grace_s = response.drain.grace_duration.ToMilliseconds() / 1e3
+                log.info("target %s drains within %.1f s", self.status.address, grace_s)
+                draining.set()
+            elif not draining.is_set():
+                event = event_from_response(link, response)
+                if event is not None:
+                    self._engine.submit(event)
+
+    async def _write_all(
+        self, stream: Stream, requests: asyncio.Queue[pb.SpeculateRequest | None]
+    ) -> None:
+        """Returns when the stream is broken.
+
+        Raises:
+            QueueFull: the target reads too slowly.
+        """
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            while (request := await requests.get()) is not None:
+                await stream.write(request)
+            raise QueueFull.of(self._max_waiting_requests, self._max_waiting_requests)
+
+
+def _open_stream(channel: aio.Channel) -> Stream:
+    # Without an iterator of requests the call is written to step by step; the stubs of grpcio do
+    # not know that form.
+    open_stream: Any = pb_grpc.SpeculationServiceStub(channel).Speculate
+    stream: Stream = open_stream()
+    return stream
+
+
+async def _read(stream: Stream) -> pb.SpeculateResponse | None:
+    """Returns the next message; None when the target has ended the stream well."""
+    response: Any = await stream.read()
+    return response or None  # EOF is falsy, a message never
+
+
+async def _responses(stream: Stream) -> AsyncIterator[pb.SpeculateResponse]:
+    while (response := await _read(stream)) is not None:
+        yield response
+
+
+async def _write(stream: Stream, request: pb.SpeculateRequest) -> None:
+    """A stream that is over cannot be written to; what ended it shows when it is read."""
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await stream.write(request)
+
+
+async def _half_close(stream: Stream, reading: asyncio.Task[None]) -> None:
+    """Says that nothing more comes, and lets the target end the stream."""
+    with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+        await stream.done_writing()
+    await asyncio.wait([reading], timeout=DETACH_TIMEOUT_S)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Any, output: Output) -> None:
+    # The loop is closed only when the process ends; then nobody waits for the output.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, output)

@@ -1,0 +1,132 @@
+"""`DraftService`: one tree on request, what this worker is, and its live shape."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from services.draft.drafters.drafter import DrafterLimits
+from services.draft.engine import DraftEngine
+from services.draft.shape_update import updated_shape
+from services.draft.worker import LinkStatus, WorkerIdentity
+from shared.errors import InvalidArgument, QueueFull, Unavailable
+from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
+from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
+from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.sampling import sampling_from_message
+from shared.rpc.trees import shape_message, tree_message
+
+Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBackend:
+    """What the service speaks for, once it is loaded."""
+
+    engine: DraftEngine
+    identity: WorkerIdentity
+    limits: DrafterLimits
+    links: Callable[[], Sequence[LinkStatus]]
+
+
+class DraftServicer(pb_grpc.DraftServiceServicer):
+    """Translates and checks; the engine does the work. Answers UNAVAILABLE until it has one."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._loaded: DraftBackend | None = None
+
+    def load(self, backend: DraftBackend) -> None:
+        """Gives the service its backend."""
+        self._loaded = backend
+
+    async def ProposeTree(
+        self, request: pb.ProposeTreeRequest, context: Context
+    ) -> pb.ProposeTreeResponse:
+        backend = self._backend()
+        if self._lifecycle.state is State.DRAINING:
+            raise Unavailable.draining()
+        _check_prompt(request.token_ids, backend.limits)
+        sampling = sampling_from_message(
+            request.sampling_params, draw_seed=lambda: random.getrandbits(63)
+        )
+        shape = None
+        if request.HasField("shape"):
+            shape = updated_shape(None, request.shape, paths=None, prefix="shape")
+        done = await asyncio.wrap_future(
+            backend.engine.propose_once(tuple(request.token_ids), sampling, shape)
+        )
+        if done.tree is None:
+            raise QueueFull(
+                f"the draft has no KV memory for {len(request.token_ids):,} tokens beside the "
+                f"{backend.engine.num_sequences:,} sequences it holds",
+                reason="DRAFT_KV_FULL",
+                retry_after_s=1.0,
+            )
+        response = pb.ProposeTreeResponse(tree=tree_message(done.tree))
+        response.draft_duration.FromNanoseconds(round(done.draft_s * 1e9))
+        return response
+
+    async def GetDraftInfo(
+        self, request: pb.GetDraftInfoRequest, context: Context
+    ) -> pb.GetDraftInfoResponse:
+        backend = self._backend()
+        return pb.GetDraftInfoResponse(
+            worker_id=backend.identity.worker_id,
+            model_id=backend.identity.model_id,
+            algorithm=backend.identity.algorithm,
+            sequence_count=backend.engine.num_sequences,
+            targets=map(_link_message, backend.links()),
+            config=_config_message(backend.engine),
+        )
+
+    async def UpdateDraftConfig(
+        self, request: pb.UpdateDraftConfigRequest, context: Context
+    ) -> pb.UpdateDraftConfigResponse:
+        engine = self._backend().engine
+        paths = list(request.update_mask.paths) if request.HasField("update_mask") else None
+        shape = updated_shape(
+            engine.shape, request.config.shape, paths=paths, prefix="config.shape"
+        )
+        await asyncio.wrap_future(engine.set_shape(shape))
+        return pb.UpdateDraftConfigResponse(config=_config_message(engine))
+
+    def _backend(self) -> DraftBackend:
+        if self._loaded is None:
+            raise Unavailable.starting()
+        return self._loaded
+
+
+def _check_prompt(token_ids: Sequence[int], limits: DrafterLimits) -> None:
+    """Raises:
+    InvalidArgument: the prompt is empty, too long or names a token the draft does not know.
+    """
+    if not token_ids:
+        raise InvalidArgument.prompt_empty()
+    if limits.max_context_tokens is not None and len(token_ids) > limits.max_context_tokens:
+        raise InvalidArgument.prompt_too_long(len(token_ids), limits.max_context_tokens)
+    low, high = min(token_ids), max(token_ids)
+    is_known = limits.vocab_size is None or high < limits.vocab_size
+    if low < 0 or not is_known:
+        end = "2^31" if limits.vocab_size is None else str(limits.vocab_size)
+        token = low if low < 0 else high
+        message = f"token_ids holds {token}; ids must be in [0, {end})"
+        raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "token_ids", message)
+
+
+def _config_message(engine: DraftEngine) -> pb.DraftConfig:
+    return pb.DraftConfig(shape=shape_message(engine.shape))
+
+
+def _link_message(status: LinkStatus) -> pb.TargetLink:
+    return pb.TargetLink(
+        address=status.address,
+        attached=status.attachment_id is not None,
+        attachment_id=status.attachment_id or "",
+        last_error=status.last_error or "",
+    )

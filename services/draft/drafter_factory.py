@@ -1,0 +1,61 @@
+"""Builds the drafter that the settings name."""
+
+from __future__ import annotations
+
+import logging
+
+from services.draft.corpus import load_encode, read_corpus
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.ngram import NgramDrafter
+from services.draft.settings import Algorithm, DraftSettings
+from shared.tokenizer_files import tokenizer_sha256
+
+log = logging.getLogger(__name__)
+
+
+def build_drafter(settings: DraftSettings) -> Drafter:
+    """Loads weights or corpus.
+
+    Raises:
+        CheckpointError: the model folder cannot be served.
+        SettingsError: memory does not hold what the settings ask for, or the corpus is unreadable.
+    """
+    if settings.speculative_algorithm is Algorithm.NGRAM:
+        return _build_ngram(settings)
+    # A worker without a model runs where torch is not installed.
+    from services.draft.drafters.standalone_factory import build_standalone
+
+    return build_standalone(settings)
+
+
+def model_id(settings: DraftSettings) -> str:
+    """Returns the name shown to targets and operators."""
+    if settings.speculative_algorithm is Algorithm.NGRAM:
+        return "ngram"
+    return settings.model_folder.resolve().name
+
+
+def tokenizer_identity(settings: DraftSettings) -> str | None:
+    """Returns the hash that targets compare; None for a drafter that fits any tokenizer.
+
+    Raises:
+        CheckpointError: the folder holds no tokenizer.
+    """
+    if settings.tokenizer is not None:
+        return tokenizer_sha256(settings.tokenizer)
+    if settings.speculative_algorithm is Algorithm.NGRAM:
+        return None
+    return tokenizer_sha256(settings.model_folder)
+
+
+def _build_ngram(settings: DraftSettings) -> NgramDrafter:
+    drafter = NgramDrafter(settings.ngram_options)
+    path = settings.speculative_ngram_corpus_path
+    if path is not None:
+        encode = None if settings.tokenizer is None else load_encode(settings.tokenizer)
+        num_tokens = 0
+        for token_ids in read_corpus(path, encode):
+            drafter.learn(token_ids)
+            num_tokens += len(token_ids)
+        log.info("corpus %s: %s tokens", path, f"{num_tokens:,}")
+    return drafter

@@ -1,0 +1,118 @@
+"""Messages of `Speculate` to events, and outputs to messages."""
+
+from __future__ import annotations
+
+from services.draft.events import (
+    CandidatesReady,
+    Event,
+    FeatureRows,
+    FeaturesArrived,
+    LinkTerms,
+    Opening,
+    Output,
+    RoundResult,
+    RoundsDecided,
+    SequencesClosed,
+    SequencesOpened,
+    SequencesReleased,
+)
+from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.pb.outrider.types.v1 import tensor_pb2
+from shared.rpc.sampling import sampling_from_message
+from shared.rpc.trees import candidate_batch_message, verdict_from_message
+
+
+def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
+    """Returns the first message of a stream."""
+    return pb.SpeculateRequest(
+        attach=pb.Attach(
+            worker_id=identity.worker_id,
+            model_id=identity.model_id,
+            tokenizer_sha256=identity.tokenizer_sha256 or "",
+            max_sequence_count=identity.max_sequences,
+            max_node_count=MAX_TREE_NODES,
+            algorithm=identity.algorithm,
+            max_context_token_count=identity.max_context_tokens or 0,
+        )
+    )
+
+
+def terms_from_message(attached: pb.Attached) -> LinkTerms:
+    """Returns the terms of an attachment.
+
+    Raises:
+        FailedPrecondition: a verification mode this draft does not know.
+    """
+    mode = attached.verification_mode
+    if mode not in (pb.VERIFICATION_MODE_COUPLED, pb.VERIFICATION_MODE_POINT_MASS):
+        raise FailedPrecondition(
+            f"the target verifies by mode {mode}, which this draft does not know",
+            reason="VERIFICATION_MODE_UNKNOWN",
+        )
+    return LinkTerms(
+        vocab_size=attached.vocab_size,
+        max_nodes=min(attached.max_node_count, MAX_TREE_NODES),
+        max_sequences=attached.max_sequence_count,
+        mirrors_noise=mode == pb.VERIFICATION_MODE_COUPLED,
+    )
+
+
+def event_from_response(link: int, response: pb.SpeculateResponse) -> Event | None:
+    """Returns the event of a message after `attached`; None for kinds added later.
+
+    Raises:
+        InvalidArgument: the message is malformed, or a second `attached`.
+    """
+    match response.WhichOneof("message"):
+        case "verdicts":
+            return RoundsDecided(link, tuple(map(_result, response.verdicts.verdicts)))
+        case "opened":
+            return SequencesOpened(link, tuple(map(_opening, response.opened.sequences)))
+        case "closed":
+            return SequencesClosed(link, tuple(response.closed.sequence_ids))
+        case "feature_chunk":
+            chunk = response.feature_chunk
+            rows = _feature_rows(chunk.rows, chunk.position_offset, is_last=chunk.last)
+            return FeaturesArrived(link, chunk.sequence_id, rows)
+        case "attached":
+            raise InvalidArgument.of("ATTACHED_TWICE", "attached", "a second `attached` arrived")
+    return None
+
+
+def request_from_output(output: Output) -> pb.SpeculateRequest:
+    """Returns the message of what the engine hands to a target's link."""
+    if isinstance(output, CandidatesReady):
+        return pb.SpeculateRequest(candidates=candidate_batch_message(output.candidates))
+    assert isinstance(output, SequencesReleased), "probes have no wire form"
+    return pb.SpeculateRequest(release=pb.Release(sequence_ids=output.sequence_ids))
+
+
+def _opening(message: pb.SequenceOpened) -> Opening:
+    return Opening(
+        sequence_id=message.sequence_id,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.prompt_token_count,
+        # The target always sends its seed; any will do for a draft that has none to mirror.
+        sampling=sampling_from_message(message.sampling_params, draw_seed=lambda: 0),
+        round=message.round,
+    )
+
+
+def _result(message: pb.Verdict) -> RoundResult:
+    verdict = verdict_from_message(message)
+    if not message.HasField("features"):
+        return RoundResult(verdict)
+    # The first row is the token the verified tree hung off.
+    offset = verdict.committed_token_count - len(verdict.committed_token_ids) - 1
+    return RoundResult(verdict, _feature_rows(message.features, offset, is_last=False))
+
+
+def _feature_rows(tensor: tensor_pb2.Tensor, offset: int, *, is_last: bool) -> FeatureRows:
+    if len(tensor.shape) != 2:
+        shape = list(tensor.shape)
+        raise InvalidArgument.of("FEATURES_MALFORMED", "rows", f"shape is {shape}; it must be 2-D")
+    data_type = tensor_pb2.DataType.Name(tensor.data_type).removeprefix("DATA_TYPE_").lower()
+    num_rows, width = tensor.shape
+    return FeatureRows(offset, (num_rows, width), data_type, tensor.data, is_last)

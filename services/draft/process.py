@@ -1,0 +1,151 @@
+"""The draft process: servers and links around one engine, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Mapping
+
+from grpc import aio
+
+from services.draft.attach_client import AttachClient
+from services.draft.backoff import Backoff
+from services.draft.draft_service import DraftBackend, DraftServicer
+from services.draft.drafters.drafter import Drafter
+from services.draft.engine import DraftEngine
+from services.draft.settings import DraftSettings
+from services.draft.worker import WorkerIdentity
+from shared.errors import EngineFailed
+from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
+from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
+from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
+from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import bind, create_server
+from shared.settings import shown_settings
+from shared.tokens import SamplingParams
+
+_DRAFT = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"]
+_ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+_ENGINE_WATCH_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class DraftProcess:
+    """Two servers, one engine and a link to each target.
+
+    Attributes:
+        port: port of DraftService, after `listen`.
+        admin_port: port of AdminService, after `listen`.
+    """
+
+    def __init__(self, settings: DraftSettings) -> None:
+        self._settings = settings
+        self._start_time_s = time.time()
+        self._lifecycle = Lifecycle([_DRAFT.full_name])
+        self._servicer = DraftServicer(self._lifecycle)
+        self._servers: list[aio.Server] = []
+        self._engine: DraftEngine | None = None
+        self._clients: list[AttachClient] = []
+        self._runs: list[asyncio.Task[None]] = []
+        self.port = 0
+        self.admin_port = 0
+
+    async def listen(self) -> None:
+        """Answers health and AdminService from now on, and UNAVAILABLE to everything else.
+
+        Raises:
+            SettingsError: a port is taken.
+        """
+        public = await create_server([_DRAFT], self._register, self._lifecycle)
+        admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
+        settings = self._settings
+        self.port = bind(public, f"{settings.host}:{settings.port}")
+        self.admin_port = bind(admin, f"{settings.maintenance_host}:{settings.admin_port}")
+        self._servers = [public, admin]
+        for server in self._servers:
+            await server.start()
+
+    async def serve(self, drafter: Drafter, identity: WorkerIdentity) -> None:
+        """Starts the engine, proposes once to warm it up, then dials the targets."""
+        engine = DraftEngine(
+            drafter,
+            self._settings.shape,
+            chunk_tokens=self._settings.chunked_prefill_size,
+            max_sequences=self._settings.max_running_requests,
+        )
+        engine.start()
+        self._engine = engine
+        warm_up = engine.propose_once((0,), SamplingParams(), None)
+        await asyncio.wrap_future(warm_up)
+        self._clients = [
+            AttachClient(address, identity, engine, Backoff()) for address in self._settings.target
+        ]
+        self._servicer.load(
+            DraftBackend(
+                engine, identity, drafter.limits, lambda: [c.status for c in self._clients]
+            )
+        )
+        await self._lifecycle.activate()
+        self._runs = [asyncio.create_task(client.run()) for client in self._clients]
+        log.info("serving on port %d, shape %s", self.port, engine.shape)
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Waits for `stop`.
+
+        Raises:
+            EngineFailed: the engine died; the process is of no more use.
+        """
+        while not stop.is_set():
+            if self._engine is not None and self._engine.has_failed:
+                raise EngineFailed.of()
+            for run in self._runs:
+                if run.done():
+                    run.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
+
+    async def stop(self) -> None:
+        """NOT_SERVING, refuse new work, detach from targets, stop the engine, close."""
+        await self._lifecycle.drain()
+        await self._detach()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+        for server in self._servers:
+            await server.stop(0.0)
+
+    async def _detach(self) -> None:
+        for client in self._clients:
+            client.detach()
+        await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _drain(self, grace_s: float) -> int:
+        """Detaches; a target needs no grace, because it goes on without the draft."""
+        await asyncio.wait_for(self._detach(), grace_s)
+        return 0 if self._engine is None else self._engine.num_sequences
+
+    async def _gauges(self) -> Mapping[str, float]:
+        if self._engine is None:
+            return {}
+        gauges = await asyncio.wrap_future(self._engine.gauges())
+        num_attached = sum(client.status.attachment_id is not None for client in self._clients)
+        return {**gauges, "attached_target_count": float(num_attached)}
+
+    async def _flush(self) -> int:
+        if self._engine is None:
+            return 0
+        return await asyncio.wrap_future(self._engine.flush_prefix_cache())
+
+    def _register(self, server: aio.Server) -> None:
+        draft_service_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
+
+    def _register_admin(self, server: aio.Server) -> None:
+        version = importlib.metadata.version("outrider")
+        settings = shown_settings(self._settings)
+        info = ProcessInfo("draft", version, self._start_time_s, settings)
+        hooks = AdminHooks(drain=self._drain, gauges=self._gauges, flush_prefix_cache=self._flush)
+        servicer = AdminServicer(info, self._lifecycle, hooks)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)

@@ -1,0 +1,40 @@
+"""What a draft worker says of itself, and of its links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TREE_NODES = 256
+"""Nodes of the largest shape that may be set live, the root left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Sent to every target.
+
+    Attributes:
+        worker_id: stable as long as the process lives.
+        tokenizer_sha256: None for drafters that fit any tokenizer.
+        max_context_tokens: None is unbounded.
+    """
+
+    worker_id: str
+    model_id: str
+    algorithm: str
+    tokenizer_sha256: str | None
+    max_sequences: int
+    max_context_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """State of the link to one target.
+
+    Attributes:
+        attachment_id: None when not attached.
+        last_error: why the last stream ended; None when attached or never tried.
+    """
+
+    address: str
+    attachment_id: str | None = None
+    last_error: str | None = None

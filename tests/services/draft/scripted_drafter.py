@@ -1,0 +1,82 @@
+"""A drafter whose memory, speed and trees are set by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.tokens import TokenTree, TreeShape, Verdict
+
+
+class ScriptedDrafter:
+    """Proposes `[length, length + 1, …]`; holds at most `num_slots` reserved sequences.
+
+    Attributes:
+        batches: sequence ids of each `propose`.
+        chunks: tokens taken in by each `catch_up`.
+        fails: makes `propose` raise.
+    """
+
+    def __init__(self, *, num_slots: int = 1_000, vocab_size: int | None = None) -> None:
+        self.batches: list[list[int]] = []
+        self.chunks: list[int] = []
+        self.fails = False
+        self.num_slots = num_slots
+        self.limits = DrafterLimits(vocab_size=vocab_size)
+        self.num_seen: dict[SequenceKey, int] = {}
+        self.reserved: set[SequenceKey] = set()
+
+    def open(self, sequence: DraftSequence) -> None:
+        self.num_seen[sequence.key] = 0
+
+    def commit(
+        self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
+    ) -> None:
+        assert sequence.key in self.num_seen
+
+    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
+        assert sequence.key in self.num_seen
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        return sequence.num_tokens - self.num_seen[sequence.key]
+
+    def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        if sequence.key not in self.reserved and len(self.reserved) >= self.num_slots:
+            return False
+        self.reserved.add(sequence.key)
+        return True
+
+    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
+        num_taken = 0
+        for sequence in sequences:
+            count = min(self.backlog(sequence) - 1, max_tokens - num_taken)
+            self.num_seen[sequence.key] += count
+            num_taken += count
+        self.chunks.append(num_taken)
+        return num_taken
+
+    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        if self.fails:
+            raise ZeroDivisionError("scripted failure")
+        self.batches.append([sequence.key.sequence_id for sequence in sequences])
+        for sequence in sequences:
+            self.num_seen[sequence.key] = sequence.num_tokens
+        return [Proposal(s, self._tree(s, shape)) for s in sequences]
+
+    def close(self, sequence: DraftSequence) -> None:
+        del self.num_seen[sequence.key]
+        self.reserved.discard(sequence.key)
+
+    def flush_prefix_cache(self) -> int:
+        return 7
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"slot_count": float(self.num_slots)}
+
+    def check(self) -> None:
+        assert self.reserved <= set(self.num_seen)
+
+    def _tree(self, sequence: DraftSequence, shape: TreeShape) -> TokenTree:
+        return TokenTree.chain([sequence.num_tokens + i for i in range(shape.max_node_count)])

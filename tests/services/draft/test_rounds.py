@@ -1,0 +1,305 @@
+"""What is answered, in which order, and what is given up when memory is short."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.draft.events import (
+    CandidatesReady,
+    Event,
+    LinkClosed,
+    LinkOpened,
+    LinkTerms,
+    Opening,
+    Output,
+    ProbeDone,
+    RoundResult,
+    RoundsDecided,
+    SequencesClosed,
+    SequencesOpened,
+    SequencesReleased,
+)
+from services.draft.roster import Roster
+from services.draft.rounds import Rounds, drop_unknown_tokens
+from shared.tokens import (
+    EMPTY_TREE,
+    Candidate,
+    Outcome,
+    SamplingParams,
+    TokenTree,
+    TreeShape,
+    Verdict,
+)
+from tests.services.draft.scripted_drafter import ScriptedDrafter
+
+SHAPE = TreeShape(num_steps=2, topk=1, num_draft_tokens=3)
+CHUNK = 100
+LINK = 1
+
+
+class Bench:
+    """Rounds over a scripted drafter, without a thread."""
+
+    def __init__(self, drafter: ScriptedDrafter | None = None, *, max_sequences: int = 100) -> None:
+        self.drafter = drafter or ScriptedDrafter()
+        self.outputs: list[Output] = []
+        self.now_s = 0.0
+        self.roster = Roster(self.drafter, max_sequences=max_sequences, deliver=self.outputs.append)
+        self.rounds = Rounds(
+            self.roster,
+            self.drafter,
+            SHAPE,
+            chunk_tokens=CHUNK,
+            deliver=self.outputs.append,
+            clock=self._tick,
+        )
+        self.apply(LinkOpened(LINK, LinkTerms(1_000, 64, 100, mirrors_noise=True)))
+
+    def _tick(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    def apply(self, *events: Event) -> None:
+        for event in events:
+            self.roster.apply(event)
+
+    def step(self) -> list[Output]:
+        """Steps once; returns what it delivered."""
+        self.outputs.clear()
+        self.rounds.step()
+        return list(self.outputs)
+
+
+def _opened(sequence_id: int, num_tokens: int = 5, *, link: int = LINK, round_: int = 0) -> Event:
+    opening = Opening(sequence_id, [1] * num_tokens, num_tokens, SamplingParams(), round_)
+    return SequencesOpened(link, (opening,))
+
+
+def _decided(
+    sequence_id: int,
+    round_: int,
+    tokens: tuple[int, ...],
+    count: int,
+    outcome: Outcome = Outcome.MISSED,
+) -> Event:
+    verdict = Verdict(sequence_id, round_, outcome, (), tokens, count)
+    return RoundsDecided(LINK, (RoundResult(verdict),))
+
+
+def _candidate(
+    sequence_id: int, round_: int, count: int, tree: TokenTree | None = None
+) -> Candidate:
+    return Candidate(sequence_id, round_, count, tree or TokenTree.chain([count, count + 1]))
+
+
+def test_an_opened_sequence_gets_a_candidate_for_its_round() -> None:
+    bench = Bench()
+    bench.apply(_opened(7, 5, round_=3))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 3, 5),))]
+    assert bench.step() == [], "answered once"
+
+
+def test_a_verdict_makes_the_next_round_due_with_the_new_count() -> None:
+    bench = Bench()
+    bench.apply(_opened(7, 5, round_=3))
+    bench.step()
+    bench.apply(_decided(7, 3, (9, 9), 7))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 4, 7),))]
+
+
+def test_only_the_newest_of_several_verdicts_is_answered() -> None:
+    bench = Bench()
+    bench.apply(_opened(7), _decided(7, 0, (9,), 6), _decided(7, 1, (9, 9), 8))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 2, 8),))]
+
+
+def test_one_batch_serves_all_links_and_one_message_goes_to_each() -> None:
+    bench = Bench()
+    bench.apply(
+        LinkOpened(2, LinkTerms(1_000, 64, 100, mirrors_noise=True)),
+        _opened(7),
+        _opened(7, 6, link=2),
+        _opened(8),
+    )
+    assert bench.step() == [
+        CandidatesReady(LINK, (_candidate(7, 0, 5), _candidate(8, 0, 5))),
+        CandidatesReady(2, (_candidate(7, 0, 6),)),
+    ]
+    assert bench.drafter.batches == [[7, 7, 8]]
+
+
+def test_nothing_is_owed_while_a_tree_pushed_ahead_is_verified() -> None:
+    bench = Bench()
+    bench.apply(_opened(7))
+    bench.step()
+    bench.apply(_decided(7, 0, (9,), 6, Outcome.VERIFIED_NEXT_READY))
+    assert bench.step() == []
+    bench.apply(_decided(7, 1, (9,), 7))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 2, 7),))]
+
+
+def test_a_long_prompt_is_taken_in_by_chunks_between_the_rounds_of_others() -> None:
+    bench = Bench()
+    bench.apply(_opened(1, 5), _opened(2, 350))
+    (first,) = bench.step()
+    assert first == CandidatesReady(LINK, (_candidate(2, 0, 350, EMPTY_TREE), _candidate(1, 0, 5)))
+    count = 5
+    for round_ in range(2):
+        bench.apply(_decided(1, round_, (9,), count + 1))
+        count += 1
+        assert bench.step() == [CandidatesReady(LINK, (_candidate(1, round_ + 1, count),))]
+    assert bench.drafter.chunks == [100, 100, 100]
+    bench.apply(_decided(2, 0, (9,), 351))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(2, 1, 351),))]
+
+
+def test_a_prompt_of_one_chunk_is_answered_with_a_tree_not_an_empty_one() -> None:
+    bench = Bench()
+    bench.apply(_opened(1, CHUNK))
+    assert bench.step() == []
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(1, 0, CHUNK),))]
+
+
+def test_step_says_whether_there_is_more_to_do() -> None:
+    bench = Bench()
+    bench.apply(_opened(1, 250))
+    assert [bench.rounds.step() for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_closed_sequence_is_forgotten() -> None:
+    bench = Bench()
+    bench.apply(_opened(1), SequencesClosed(LINK, (1, 99)), _decided(1, 0, (9,), 6))
+    assert bench.step() == []
+    assert len(bench.roster) == 0
+    assert bench.drafter.num_seen == {}
+
+
+def test_a_lost_link_takes_its_sequences_with_it() -> None:
+    bench = Bench()
+    bench.apply(LinkOpened(2, LinkTerms(1_000, 64, 100, mirrors_noise=True)))
+    bench.apply(_opened(1), _opened(1, link=2), LinkClosed(LINK))
+    assert bench.step() == [CandidatesReady(2, (_candidate(1, 0, 5),))]
+    bench.apply(_opened(3))
+    assert bench.step() == [], "events of a closed link are dropped"
+
+
+def test_the_least_recently_used_sequence_is_released_when_memory_is_short() -> None:
+    bench = Bench(ScriptedDrafter(num_slots=2))
+    for sequence_id in (1, 2):
+        bench.apply(_opened(sequence_id))
+        bench.step()
+    bench.apply(_decided(1, 0, (9,), 6))
+    bench.step()
+    bench.apply(_opened(3))
+    assert bench.step() == [
+        SequencesReleased(LINK, (2,)),
+        CandidatesReady(LINK, (_candidate(3, 0, 5),)),
+    ]
+    bench.apply(_decided(2, 0, (9,), 6))
+    assert bench.step() == [], "a verdict that crossed the release is dropped"
+
+
+def test_sequences_of_the_same_batch_are_not_released_for_each_other() -> None:
+    bench = Bench(ScriptedDrafter(num_slots=2))
+    bench.apply(*(_opened(sequence_id) for sequence_id in (1, 2, 3)))
+    released, answered = bench.step()
+    assert released == SequencesReleased(LINK, (3,))
+    assert answered == CandidatesReady(LINK, (_candidate(1, 0, 5), _candidate(2, 0, 5)))
+
+
+def test_a_full_roster_releases_what_is_opened_beyond_it() -> None:
+    bench = Bench(max_sequences=2)
+    bench.apply(*(_opened(sequence_id) for sequence_id in (1, 2, 3)))
+    assert bench.outputs == [SequencesReleased(LINK, (3,))]
+
+
+def test_the_limit_of_a_link_holds_beside_the_workers_own() -> None:
+    bench = Bench()
+    bench.apply(LinkOpened(2, LinkTerms(1_000, 64, 1, mirrors_noise=True)))
+    bench.apply(_opened(1), _opened(1, link=2), _opened(2, link=2))
+    assert bench.outputs == [SequencesReleased(2, (2,))]
+
+
+@pytest.mark.parametrize("tokens", [[], [1, -1], [1, 500]])
+def test_a_sequence_the_draft_cannot_embed_is_released(tokens: list[int]) -> None:
+    bench = Bench(ScriptedDrafter(vocab_size=500))
+    opening = Opening(1, tokens, len(tokens), SamplingParams(), 0)
+    bench.apply(SequencesOpened(LINK, (opening,)))
+    assert bench.outputs == [SequencesReleased(LINK, (1,))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count"), [((9,), 9), ((500,), 6)], ids=["count differs", "token unknown"]
+)
+def test_a_verdict_that_does_not_fit_releases_the_sequence(
+    tokens: tuple[int, ...], count: int
+) -> None:
+    bench = Bench(ScriptedDrafter(vocab_size=500))
+    bench.apply(_opened(1), _decided(1, 0, tokens, count))
+    assert bench.outputs == [SequencesReleased(LINK, (1,))]
+    assert bench.step() == []
+
+
+def test_an_id_used_twice_releases_it() -> None:
+    bench = Bench()
+    bench.apply(_opened(1), _opened(1))
+    assert bench.outputs == [SequencesReleased(LINK, (1,))]
+    assert len(bench.roster) == 0
+
+
+def test_trees_keep_to_the_targets_node_limit_and_vocabulary() -> None:
+    bench = Bench()
+    bench.apply(LinkOpened(2, LinkTerms(6, 2, 9, mirrors_noise=False)))
+    bench.rounds.shape = TreeShape(8, 1, 9)
+    bench.apply(_opened(1, 4, link=2), _opened(2, 5, link=2))
+    (output,) = bench.step()
+    assert isinstance(output, CandidatesReady)
+    assert [candidate.tree.token_ids for candidate in output.candidates] == [(4, 5), (5,)]
+
+
+def test_unknown_tokens_go_with_their_descendants() -> None:
+    tree = TokenTree((1, 9, 2, 3, 4), (None, None, 0, 1, 2), (-1.0, -2.0, -3.0, -4.0, -5.0))
+    kept = TokenTree((1, 2, 4), (None, 0, 1), (-1.0, -3.0, -5.0))
+    assert drop_unknown_tokens(tree, 9) == kept
+    assert drop_unknown_tokens(tree, 10) is tree
+
+
+def _probe(num_tokens: int, shape: TreeShape | None = None) -> tuple[Event, Event]:
+    opening = Opening(
+        0, [1] * num_tokens, num_tokens, SamplingParams(), 0, shape=shape, is_probe=True
+    )
+    terms = LinkTerms(1_000, 64, 1, mirrors_noise=True)
+    return LinkOpened(9, terms), SequencesOpened(9, (opening,))
+
+
+def test_a_probe_waits_for_its_prompt_and_is_gone_when_answered() -> None:
+    bench = Bench()
+    bench.apply(*_probe(250, TreeShape(1, 1, 2)))
+    outputs = [output for _ in range(4) for output in bench.step()]
+    # Three chunks and the proposal, a second each by this clock.
+    assert outputs == [ProbeDone(9, TokenTree.chain([250]), 4.0)]
+    assert len(bench.roster) == 0
+
+
+def test_a_probe_never_costs_another_sequence_its_memory() -> None:
+    bench = Bench(ScriptedDrafter(num_slots=1))
+    bench.apply(_opened(1))
+    bench.step()
+    bench.apply(*_probe(5))
+    assert bench.step() == [ProbeDone(9, None, 0.0)]
+    assert len(bench.roster) == 1
+
+
+def test_rounds_serve_a_real_drafter() -> None:
+    outputs: list[Output] = []
+    drafter = NgramDrafter(NgramOptions())
+    roster = Roster(drafter, max_sequences=4, deliver=outputs.append)
+    rounds = Rounds(roster, drafter, SHAPE, chunk_tokens=64, deliver=outputs.append)
+    roster.apply(LinkOpened(LINK, LinkTerms(100, 64, 100, mirrors_noise=True)))
+    opening = Opening(1, [1, 2, 3, 4, 1, 2], 6, SamplingParams(), 0)
+    roster.apply(SequencesOpened(LINK, (opening,)))
+    rounds.step()
+    (output,) = outputs
+    assert isinstance(output, CandidatesReady)
+    assert output.candidates[0].tree.token_ids == (3, 4)
