@@ -120,7 +120,7 @@ class Engine:
         self._verifier = verifier
         self._inbox = inbox
         self._clock = clock
-        self._on_step = on_step
+        self.on_step = on_step
         self._attachments = Attachments()
         self._ids = itertools.count(1)
         self._sequences: dict[tuple[int, int], Sequence] = {}
@@ -177,7 +177,7 @@ class Engine:
 
     def gauges(self) -> Future[EngineGauges]:
         """Returns the live figures."""
-        return self._call(self._gauges)
+        return self._call(self.gauges_now)
 
     def flush_prefix_cache(self) -> Future[int]:
         """Frees every cached page no sequence reads; returns how many."""
@@ -226,7 +226,7 @@ class Engine:
         )
         self._started(plan, now_s)
         if plan.scheduled:
-            self._on_step(self._execute(plan, now_s))
+            self.on_step(self._execute(plan, now_s))
         self._tell()
         if not plan.scheduled and not plan.preempted and wait:
             self._inbox.run_all(wait_s=self._patience_s())
@@ -368,7 +368,8 @@ class Engine:
     def _open_sequences(self) -> Iterable[Sequence]:
         return (sequence for sequence in self._sequences.values() if sequence.started)
 
-    def _gauges(self) -> EngineGauges:
+    def gauges_now(self) -> EngineGauges:
+        """Returns the live figures; on the engine thread only."""
         return EngineGauges(
             self._scheduler.num_waiting,
             self._scheduler.num_running,
@@ -381,12 +382,12 @@ class Engine:
     def _patience_s(self) -> float | None:
         """How long an engine with nothing ready may sleep; None until a command comes."""
         if not self._scheduler.num_running:
-            self._check_idle()
+            self.check_idle()
             return None
         deadlines_s = map(self._attachments.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self._clock(), 0.0)
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
         """With nothing running every page is free or cached; anything else is our bug."""
         if not self._scheduler.num_waiting:
             assert self._leases.num_held_pages == 0

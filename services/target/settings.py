@@ -8,8 +8,7 @@ from pathlib import Path
 
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
-from shared.settings import setting
-from shared.telemetry.logs import LogFormat
+from shared.settings import ProcessSettings, setting
 
 DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
 
@@ -23,8 +22,8 @@ class Dtype(enum.Enum):
     FLOAT16 = "float16"
 
 
-@dataclass(frozen=True, slots=True)
-class TargetSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSettings(ProcessSettings):
     """What `outrider-target` can be told."""
 
     model_path: Path = setting(DEMO_MODEL, "Hugging Face folder of the target model")
@@ -82,9 +81,6 @@ class TargetSettings:
     metrics_port: int | None = setting(
         None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
-    log_level: str = setting("info", "debug, info, warning or error")
-    log_format: LogFormat = setting(LogFormat.TEXT, "how log records are written")
-
     def __post_init__(self) -> None:
         problems: list[str] = []
         is_exact = (

@@ -1,0 +1,271 @@
+"""A small real target engine that is stepped by hand, and drafts that follow a script."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from services.target.attachments import Attachment, DraftIdentity, DraftMessage
+from services.target.engine import Engine
+from services.target.inbox import Inbox
+from services.target.patience import Patience
+from services.target.request import Delta, Event, Failed, Finished, GenerationRequest, ModelLimits
+from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.verifier import VerificationMode, Verifier
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.loader import load_decoder
+from shared.runtime.runner import ModelRunner
+from shared.speculation.verify import EXACT, Thresholds
+from shared.tokens import (
+    Candidate,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+    TokenTree,
+)
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+VOCAB_SIZE = 24
+
+
+def tiny_decoder(folder: Path) -> Decoder:
+    """Returns a random decoder with a small vocabulary, so that drafts hit by chance as well."""
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3)
+    return load_decoder(folder, dtype=torch.float32, device=CPU)
+
+
+@dataclass
+class Clock:
+    """Advances a second whenever it is read."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def build_engine(
+    decoder: Decoder,
+    *,
+    num_pages: int = 200,
+    max_running: int = 8,
+    max_step_rows: int = 64,
+    prefix_cache: bool = True,
+    mode: VerificationMode = VerificationMode.COUPLED,
+    thresholds: Thresholds = EXACT,
+    max_context_tokens: int = 200,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> Engine:
+    """Returns an engine over `decoder` whose thread is not started."""
+    pool = KvPool(decoder.kv_layout(PAGE_SIZE, torch.float32), num_pages, CPU)
+    leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=prefix_cache)
+    return Engine(
+        runner=ModelRunner(decoder, pool),
+        pool=pool,
+        leases=leases,
+        scheduler=Scheduler(leases, SchedulerLimits(max_running, 64, max_step_rows)),
+        verifier=Verifier(mode, generator=torch.Generator().manual_seed(0), thresholds=thresholds),
+        limits=ModelLimits(
+            VOCAB_SIZE, max_context_tokens, (num_pages - 1) * PAGE_SIZE, eos_token_ids
+        ),
+        inbox=Inbox(10_000),
+        clock=Clock(),
+    )
+
+
+@dataclass
+class Collector:
+    """An `EventSink` that keeps everything."""
+
+    events: dict[int, list[Event]] = field(default_factory=dict)
+
+    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+        for key, event in events:
+            self.events.setdefault(key, []).append(event)
+
+    def token_ids(self, key: int) -> list[int]:
+        return [t for event in self._deltas(key) for t in event.token_ids]
+
+    def logprobs(self, key: int) -> list[TokenLogprobs]:
+        return [each for event in self._deltas(key) for each in event.logprobs]
+
+    def finished(self, key: int) -> Finished:
+        [last] = [event for event in self.events[key] if isinstance(event, Finished)]
+        return last
+
+    def failure(self, key: int) -> Failed:
+        [last] = [event for event in self.events[key] if isinstance(event, Failed)]
+        return last
+
+    def _deltas(self, key: int) -> list[Delta]:
+        return [event for event in self.events[key] if isinstance(event, Delta)]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def request(
+    prompt: Sequence[int],
+    sampling: SamplingParams | None = None,
+    stop: StopParams | None = None,
+    *,
+    top_logprobs: int | None = None,
+    speculation_disabled: bool = False,
+) -> GenerationRequest:
+    """Returns a request with greedy sampling and 24 tokens unless told otherwise."""
+    return GenerationRequest(
+        "test",
+        tuple(prompt),
+        sampling or SamplingParams(temperature=0.0),
+        stop or StopParams(24),
+        arrival_s=0.0,
+        top_logprobs=top_logprobs,
+        speculation_disabled=speculation_disabled,
+    )
+
+
+def run(
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    *,
+    each_step: Callable[[int], None] = lambda step: None,
+) -> Collector:
+    """Steps the engine until every request has ended, then checks its pages."""
+    collector = Collector()
+    for key, each in enumerate(requests):
+        engine.submit(each, collector, key)
+    for step in itertools.count():
+        assert step < 5000, "the engine does not come to an end"
+        each_step(step)
+        engine.step()
+        ended = [
+            key for key, events in collector.events.items()
+            if isinstance(events[-1], Finished | Failed)
+        ]  # fmt: skip
+        if len(ended) == len(requests):
+            break
+    engine.check_idle()
+    return collector
+
+
+Proposal = Callable[[list[int]], TokenTree]
+
+
+@dataclass
+class ScriptedDraft:
+    """A draft in the engine's own thread that proposes whatever its script says.
+
+    `disturb` may drop, repeat, delay or falsify what it sends.
+    """
+
+    engine: Engine
+    propose: Proposal
+    name: str = "scripted"
+    disturb: Callable[[list[Candidate]], list[Candidate]] = lambda batch: batch
+    committed: dict[int, list[int]] = field(default_factory=dict)
+    is_closed: bool = False
+
+    def attach(self) -> None:
+        identity = DraftIdentity(self.name, self.name, "m", "SCRIPTED", 64, 0.0)
+        self.engine.attach(Attachment(identity, self, Patience(0.5)))
+
+    def detach(self) -> None:
+        self.engine.detach(self.name)
+
+    def send(self, message: DraftMessage) -> bool:
+        candidates: list[Candidate] = []
+        for opened in message.opened:
+            self.committed[opened.sequence_id] = list(opened.token_ids)
+            candidates.append(self._candidate(opened.sequence_id, opened.round))
+        for verdict in message.verdicts:
+            tokens = self.committed[verdict.sequence_id]
+            tokens.extend(verdict.committed_token_ids)
+            assert len(tokens) == verdict.committed_token_count
+            candidates.append(self._candidate(verdict.sequence_id, verdict.round + 1))
+        for sequence_id in message.closed:
+            del self.committed[sequence_id]
+        batch = self.disturb([each for each in candidates if each.sequence_id in self.committed])
+        if batch:
+            self.engine.offer(self.name, batch)
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _candidate(self, sequence_id: int, round_: int) -> Candidate:
+        tokens = self.committed[sequence_id]
+        return Candidate(sequence_id, round_, len(tokens), self.propose(tokens))
+
+
+def random_trees(seed: int, max_nodes: int = 8) -> Proposal:
+    """Returns a script of random trees over the small vocabulary; some of it hits."""
+    source = random.Random(seed)
+
+    def propose(tokens: list[int]) -> TokenTree:
+        num_nodes = source.randint(0, max_nodes)
+        parents = [source.choice([None, *range(node)]) for node in range(num_nodes)]
+        ids = [source.randrange(VOCAB_SIZE) for _ in range(num_nodes)]
+        return TokenTree(tuple(ids), tuple(parents))
+
+    return propose
+
+
+def oracle_trees(answers: Sequence[Sequence[int]], seed: int, quality: float) -> Proposal:
+    """Returns a script that knows the right continuations and follows them `quality` of the time.
+
+    Args:
+        answers: whole sequences, prompt and output.
+    """
+    source = random.Random(seed)
+
+    def propose(tokens: list[int]) -> TokenTree:
+        known = next((a for a in answers if list(a[: len(tokens)]) == tokens), None)
+        ids: list[int] = []
+        parents: list[int | None] = []
+        parent: int | None = None
+        for right in (known or [])[len(tokens) : len(tokens) + 4]:
+            wrong = source.randrange(VOCAB_SIZE)
+            ids += [wrong, right if source.random() < quality else wrong]
+            parents += [parent, parent]
+            parent = len(ids) - 1
+        return TokenTree(tuple(ids), tuple(parents))
+
+    return propose
+
+
+def shuffled_drops(seed: int) -> Callable[[list[Candidate]], list[Candidate]]:
+    """Returns a disturbance that drops, repeats, reorders, delays and falsifies fences."""
+    source = random.Random(seed)
+    held: list[Candidate] = []
+
+    def disturb(batch: list[Candidate]) -> list[Candidate]:
+        out: list[Candidate] = []
+        for candidate in batch + held:
+            fate = source.random()
+            if fate < 0.2:
+                continue
+            if fate < 0.4:
+                out += [candidate, candidate]
+            elif fate < 0.5:
+                out.append(replace(candidate, round=candidate.round + 1))
+            elif fate < 0.6:
+                out.append(
+                    replace(candidate, committed_token_count=candidate.committed_token_count - 1)
+                )
+            else:
+                out.append(candidate)
+        held[:] = [candidate for candidate in batch if source.random() < 0.3]
+        source.shuffle(out)
+        return out
+
+    return disturb
