@@ -45,7 +45,7 @@ class ChatResult:
     Attributes:
         chunk_times: arrival of every chunk that carried text; one chunk may hold several tokens.
         num_tokens: generated tokens, from the usage chunk.
-        rounds: decode steps of the target, from the speculation figures; None where not reported.
+        rounds: target steps that drew a token; None where the server does not report it.
     """
 
     text: str
@@ -83,7 +83,7 @@ async def stream_chat(http: httpx.AsyncClient, model: str, request: ChatRequest)
     started = time.perf_counter()
     text: list[str] = []
     times: list[float] = []
-    last: Mapping[str, Any] = {}
+    usage: Mapping[str, Any] = {}
     async with http.stream("POST", "/chat/completions", json=request.body(model)) as response:
         if response.status_code != httpx.codes.OK:
             raise ChatFailed(f"HTTP {response.status_code}: {(await response.aread()).decode()}")
@@ -94,16 +94,15 @@ async def stream_chat(http: httpx.AsyncClient, model: str, request: ChatRequest)
             if piece:
                 text.append(piece)
                 times.append(time.perf_counter() - started)
-            if event.get("usage"):
-                last = event
-    if not last or not times:
+            usage = event.get("usage") or usage
+    if not usage or not times:
         raise ChatFailed("the stream ended without text or usage")
     return ChatResult(
         text="".join(text),
         duration_s=time.perf_counter() - started,
         chunk_times=tuple(times),
-        num_tokens=last["usage"]["completion_tokens"],
-        rounds=_rounds(last),
+        num_tokens=usage["completion_tokens"],
+        rounds=_rounds(usage),
     )
 
 
@@ -121,10 +120,9 @@ def _text(event: Mapping[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
-def _rounds(event: Mapping[str, Any]) -> int | None:
-    """Returns how many target steps made the tokens: every step commits accepted ones plus one."""
-    speculation = event.get("metrics", {}).get("speculative_decoding")
-    if not speculation:
+def _rounds(usage: Mapping[str, Any]) -> int | None:
+    """Returns how many target steps made the tokens: each commits accepted ones and one more."""
+    num_accepted = usage.get("completion_tokens_details", {}).get("accepted_prediction_tokens")
+    if num_accepted is None:
         return None
-    num_tokens: int = event["usage"]["completion_tokens"]
-    return max(1, num_tokens - int(speculation["num_accepted_draft_tokens"]))
+    return max(1, int(usage["completion_tokens"]) - int(num_accepted))

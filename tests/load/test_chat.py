@@ -20,8 +20,8 @@ async def test_text_tokens_and_rounds_are_read_from_the_stream() -> None:
         'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
         'data: {"choices": [{"delta": {"content": "Good "}}]}\n\n'
         'data: {"choices": [{"delta": {"content": "day"}}]}\n\n'
-        'data: {"choices": [], "usage": {"completion_tokens": 7},'
-        ' "metrics": {"speculative_decoding": {"num_accepted_draft_tokens": 4}}}\n\n'
+        'data: {"choices": [], "usage": {"completion_tokens": 7,'
+        ' "completion_tokens_details": {"accepted_prediction_tokens": 4}}}\n\n'
         "data: [DONE]\n\n"
     )
     async with _http(200, body) as http:
