@@ -34,7 +34,7 @@ class ServeSettings:
         algorithm: drafter, as `--speculative-algorithm` spells it; `NONE` decodes plainly.
         placement: `remote` (the draft is a process) or `embedded` (it lives in the target's).
         dtype: of weights and activations; None is the services' default.
-        gateway_port, target_port, draft_port: gRPC services take the next port for maintenance.
+        gateway_port, target_port, draft_port: each service takes the next port for maintenance.
         log_dir: one file per process.
     """
 
@@ -55,8 +55,11 @@ class ServeSettings:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        grpc_ports = [self.target_port, *([self.draft_port] if self.has_draft_process else [])]
-        return (self.gateway_port, *(p for port in grpc_ports for p in (port, port + 1)))
+        """Every port of the stack; maintenance is one above each service."""
+        services = [self.gateway_port, self.target_port]
+        if self.has_draft_process:
+            services.append(self.draft_port)
+        return tuple(port for service in services for port in (service, service + 1))
 
 
 def parse(arguments: Sequence[str]) -> ServeSettings:
@@ -101,10 +104,10 @@ def _default_algorithm(model: Path | None, draft_model: Path | None) -> str:
 
 
 def _target(settings: ServeSettings) -> ChildSpec:
-    arguments = ["--port", str(settings.target_port), "--placement", settings.placement]
+    arguments = ["--port", str(settings.target_port)]
     arguments += _flag("--model-path", settings.model) + _flag("--dtype", settings.dtype)
     if settings.placement == "embedded":
-        arguments += _drafter(settings)
+        arguments += ["--placement", settings.placement, *_drafter(settings)]
     return _spec(settings, "target", "services.target", arguments)
 
 
@@ -118,8 +121,8 @@ def _draft(settings: ServeSettings) -> ChildSpec:
 
 def _gateway(settings: ServeSettings) -> ChildSpec:
     arguments = ["--port", str(settings.gateway_port)]
-    arguments += ["--targets", f"{_HOST}:{settings.target_port}"]
-    arguments += _flag("--model-path", settings.model)
+    arguments += ["--target", f"{_HOST}:{settings.target_port}"]
+    arguments += _flag("--tokenizer", settings.model)
     return _spec(settings, "gateway", "gateway", arguments)
 
 

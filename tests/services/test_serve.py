@@ -28,7 +28,7 @@ def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_demo_model_is_served_with_the_demo_draft() -> None:
     settings = parse([])
     assert settings.algorithm == "STANDALONE"
-    assert settings.ports == (8000, 50051, 50052, 50061, 50062)
+    assert settings.ports == (8000, 8001, 50051, 50052, 50061, 50062)
 
 
 def test_another_model_drafts_from_its_own_text_unless_told_otherwise(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_another_model_drafts_from_its_own_text_unless_told_otherwise(tmp_path: 
 def test_no_draft_process_means_no_draft_ports(flags: list[str]) -> None:
     settings = parse(flags)
     assert not settings.has_draft_process
-    assert settings.ports == (8000, 50051, 50052)
+    assert settings.ports == (8000, 8001, 50051, 50052)
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
