@@ -62,6 +62,7 @@ class ModelConfig:
         config = ConfigFile.read(folder / CONFIG_FILE)
         architecture = _architecture(config)
         family = FAMILIES[architecture]
+        _check_supported(config)
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -104,9 +105,24 @@ def _architecture(config: ConfigFile) -> str:
     )
 
 
+def _check_supported(config: ConfigFile) -> None:
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"{config.path}: hidden_act is {activation!r}; it must be 'silu'")
+    if "quantization_config" in config:
+        raise CheckpointError(
+            f"{config.path} has a quantization_config; only unquantised weights are supported"
+        )
+
+
 def _head_dim(config: ConfigFile, family: Family, num_heads: int) -> int:
     default = family.default_head_dim or config.integer("hidden_size") // num_heads
-    return config.integer("head_dim", default)
+    if config.is_null("head_dim"):
+        default = config.integer("hidden_size") // num_heads
+    head_dim = config.integer("head_dim", default)
+    if head_dim % 2:
+        raise CheckpointError(f"{config.path}: head_dim is {head_dim}; it must be even")
+    return head_dim
 
 
 def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ...]:

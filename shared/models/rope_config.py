@@ -21,8 +21,9 @@ def read_rope(config: ConfigFile, *, max_position_embeddings: int) -> RopeConfig
     rope = config.nested(spelling)
     theta = rope.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
     scaling = _scaling(config, rope)
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"{config.path}: partial_rotary_factor must be 1")
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise CheckpointError(f"{config.path}: partial_rotary_factor is {partial:g}; it must be 1")
     if scaling is RopeScaling.NONE:
         return RopeConfig(theta)
     original_length = max_position_embeddings
