@@ -1,0 +1,105 @@
+"""`outrider-gateway`: OpenAI's HTTP interface in front of one or more targets."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+
+import uvloop
+
+from gateway.app import Gateway, create_app
+from gateway.http_server import HttpServer
+from gateway.maintenance_service import maintenance_server
+from gateway.metrics import GatewayMetrics
+from gateway.open_answers import OpenAnswers
+from gateway.pool import PoolSettings, TargetPool
+from gateway.settings import GatewaySettings
+from gateway.text.model_text import ModelText
+from shared.errors import OutriderError
+from shared.rpc.admin_service import AdminHooks, ProcessInfo
+from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import bind
+from shared.settings import load_settings, shown_settings
+from shared.telemetry.logs import configure_logs
+from shared.tokenizer_files import tokenizer_sha256
+
+_FLUSH_GRACE_S = 2  # for responses whose generation is over but whose bytes are not out
+
+
+def main() -> None:
+    """Runs the gateway until SIGINT or SIGTERM."""
+    try:
+        settings = load_settings(
+            GatewaySettings, service="gateway", arguments=sys.argv[1:], env=os.environ
+        )
+        configure_logs("gateway", level=settings.log_level, log_format=settings.log_format)
+        uvloop.run(_serve(settings))
+    except OutriderError as error:
+        sys.exit(f"outrider-gateway: {error.message}")
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    gateway = _compose(settings)
+    hooks = AdminHooks(drain=gateway.open_answers.wait_idle, gauges=lambda: _gauges(gateway))
+    info = ProcessInfo("gateway", gateway.version, gateway.start_time_s, shown_settings(settings))
+    maintenance = await maintenance_server(info, gateway.lifecycle, hooks)
+    bind(maintenance, f"{settings.maintenance_host}:{settings.admin_port}")
+    http = HttpServer(create_app(gateway), settings.host, settings.port)
+    await maintenance.start()
+    gateway.pool.start()
+    http.start()
+    await gateway.lifecycle.activate()
+    try:
+        await http.run_until(stop)
+    finally:
+        await gateway.lifecycle.drain()
+        await gateway.open_answers.wait_idle(settings.drain_grace_s)
+        await http.stop(_FLUSH_GRACE_S)
+        await gateway.pool.close()
+        await maintenance.stop(0.0)
+
+
+def _compose(settings: GatewaySettings) -> Gateway:
+    """Raises:
+    CheckpointError: the tokenizer's folder cannot be used.
+    """
+    pool = TargetPool(
+        PoolSettings(
+            addresses=settings.target,
+            tokenizer_sha256=tokenizer_sha256(settings.tokenizer),
+            model_name=settings.model_name,
+            retry_window_s=settings.retry_window_s,
+        )
+    )
+    return Gateway(
+        pool=pool,
+        text=ModelText.read(settings.tokenizer),
+        limits=settings.limits,
+        metrics=GatewayMetrics(pool),
+        lifecycle=Lifecycle([]),
+        open_answers=OpenAnswers(),
+        version=importlib.metadata.version("outrider"),
+        start_time_s=time.time(),
+        api_key=settings.api_key,
+    )
+
+
+async def _gauges(gateway: Gateway) -> Mapping[str, float]:
+    return {
+        "open_request_count": gateway.open_answers.num_open,
+        "live_generation_count": gateway.pool.num_live,
+        "waiting_generation_count": gateway.pool.num_waiting,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The answer to one HTTP request: its choices, generated side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from gateway.choice import Choice
+from gateway.generation import Delta, Event, Failed, Finished, Started
+from gateway.inbox import ClientGone, Inbox
+from gateway.limits import RequestLimits
+from gateway.metrics import RequestTimer
+from gateway.open_answers import OpenAnswers
+from gateway.plan import Plan
+from gateway.pool import Flight, TargetPool
+from gateway.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What answers share."""
+
+    pool: TargetPool
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    open_answers: OpenAnswers
+
+
+class Answer:
+    """Submits the generations of a plan and follows their events.
+
+    Leaving the context cancels what still runs, whatever the reason: an error, a client that
+    went away, or choices that a stop string ended.
+    """
+
+    def __init__(self, plan: Plan, setting: Setting, timer: RequestTimer) -> None:
+        self.plan = plan
+        self.choices = tuple(
+            Choice(index, setting.tokenizer, plan.text) for index in range(len(plan.generations))
+        )
+        self._setting = setting
+        self._timer = timer
+        self._inbox = Inbox(setting.limits.max_unread_tokens, self.cancel)
+        self._flights: list[Flight] = []
+        self._num_open = len(self.choices)
+
+    def __enter__(self) -> Self:
+        self._setting.open_answers.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+        self._setting.open_answers.close()
+        self._timer.end(self.plan, self.choices, error)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_open == 0
+
+    async def begin(self) -> None:
+        """Submits everything and waits until the target starts on the first choice.
+
+        Raises:
+            OutriderError: no target took the request. Nothing has been sent to the client yet.
+        """
+        for index, generation in enumerate(self.plan.generations):
+            deliver = partial(self._inbox.put, index)
+            self._flights.append(self._setting.pool.submit(generation, self.plan.model, deliver))
+        await self.step()
+
+    async def step(self) -> Collection[Choice]:
+        """Waits for news and applies it; returns the choices it is about, each once.
+
+        Raises:
+            OutriderError: a generation failed; the others are of no use without it.
+            ClientGone, ClientTooSlow: nobody reads.
+        """
+        touched: dict[int, Choice] = {}
+        for index, event in await self._inbox.take():
+            choice = self.choices[index]
+            if choice.is_finished:  # a step that was under way when a stop string ended it
+                continue
+            self._apply(choice, event)
+            touched[index] = choice
+        return touched.values()
+
+    def abandon(self) -> None:
+        """The client went away: cancels everything and makes `step` raise `ClientGone`."""
+        self.cancel()
+        self._inbox.close(ClientGone())
+
+    def cancel(self) -> None:
+        """Cancels every generation that still runs, each once."""
+        for flight in self._flights:
+            flight.cancel()
+
+    def _apply(self, choice: Choice, event: Event) -> None:
+        if isinstance(event, Delta):
+            self._timer.tokens(event)
+            choice.push(event)
+            if choice.is_finished:  # by a stop string, which the target knows nothing of
+                self._flights[choice.index].cancel()
+        elif isinstance(event, Started):
+            choice.start(event)
+        elif isinstance(event, Finished):
+            choice.finish(event)
+        elif isinstance(event, Failed):
+            raise event.error
+        self._num_open -= choice.is_finished

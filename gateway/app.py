@@ -1,0 +1,165 @@
+"""The gateway's routes. One request walks: here → `plan.py` → `answer.py` → `pool.py` →
+`targets.py`, and back through `choice.py` into `chunks.py` (streams) or `bodies.py` (whole)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from gateway import bodies, failures
+from gateway.answer import Answer, Setting
+from gateway.chunks import ChatChunks, CompletionChunks
+from gateway.event_stream import EventStream, whole_answer
+from gateway.inbox import ClientGone
+from gateway.limits import RequestLimits
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import ApiKey, BodyLimit, RequestId
+from gateway.open_answers import OpenAnswers
+from gateway.plan import Plan, Planner
+from gateway.pool import TargetPool
+from gateway.schema import ChatCompletionRequest, CompletionRequest
+from gateway.text.model_text import ModelText
+from shared.errors import OutriderError, Unavailable
+from shared.rpc.lifecycle import Lifecycle, State
+from shared.telemetry.request_id import current_request_id
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it but the log
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What the routes work with.
+
+    Attributes:
+        start_time_s: seconds since the epoch.
+        api_key: None lets everybody in.
+    """
+
+    pool: TargetPool
+    text: ModelText
+    limits: RequestLimits
+    metrics: GatewayMetrics
+    lifecycle: Lifecycle
+    open_answers: OpenAnswers
+    version: str
+    start_time_s: float
+    api_key: str | None = None
+
+    @property
+    def planner(self) -> Planner:
+        return Planner(self.text, self.limits)
+
+    def answer(self, plan: Plan, endpoint: str) -> Answer:
+        """Returns the answer to a plan, not begun.
+
+        Raises:
+            Unavailable: the gateway is stopping.
+        """
+        if self.lifecycle.state is State.DRAINING:
+            raise Unavailable.draining()
+        timer = self.metrics.timer(endpoint)
+        setting = Setting(self.pool, self.text.tokenizer, self.limits, self.open_answers)
+        return Answer(plan, setting, timer)
+
+    def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Returns 200 when requests would be answered, else 503, with the reasons."""
+        serving = self.pool.is_serving and self.lifecycle.state is not State.DRAINING
+        detail = {
+            "status": "serving" if serving else "not_serving",
+            "lifecycle": self.lifecycle.state.value,
+            "targets": [
+                {"address": link.address, "state": link.state.value, "detail": link.detail}
+                for link in self.pool.links
+            ],
+        }
+        return HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE, detail
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """Returns the ASGI application."""
+    app = FastAPI(title="Outrider", version=gateway.version)
+    app.add_exception_handler(OutriderError, failures.on_outrider_error)
+    app.add_exception_handler(RequestValidationError, failures.on_validation_error)
+    app.add_exception_handler(HTTPException, failures.on_http_exception)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, failures.on_bug)
+    _add_openai_routes(app, gateway)
+    _add_operations_routes(app, gateway)
+    # The last one added runs first.
+    app.add_middleware(BodyLimit, max_body_bytes=gateway.limits.max_body_bytes)
+    if gateway.api_key is not None:
+        app.add_middleware(ApiKey, api_key=gateway.api_key)
+    app.add_middleware(RequestId)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
+    tokenizer = gateway.text.tokenizer
+
+    @app.post("/v1/chat/completions", tags=["openai"])
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        name, model = gateway.pool.model(body.model)
+        plan = await gateway.planner.chat(body, name, model, current_request_id.get())
+        answer = gateway.answer(plan, "chat_completions")
+        if plan.is_stream:
+            return EventStream(answer, ChatChunks(plan, tokenizer))
+        finales = await whole_answer(answer, request.receive)
+        completion = bodies.chat_completion(plan, finales, tokenizer)
+        return Response(completion.model_dump_json(exclude_unset=True), media_type=_JSON)
+
+    @app.post("/v1/completions", tags=["openai"])
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        name, model = gateway.pool.model(body.model)
+        plan = await gateway.planner.completion(body, name, model, current_request_id.get())
+        answer = gateway.answer(plan, "completions")
+        if plan.is_stream:
+            return EventStream(answer, CompletionChunks(plan, tokenizer))
+        finales = await whole_answer(answer, request.receive)
+        completion = bodies.completion(plan, finales, tokenizer)
+        return Response(completion.model_dump_json(exclude_unset=True), media_type=_JSON)
+
+    @app.get("/v1/models", tags=["openai"])
+    async def models() -> dict[str, Any]:
+        created = int(gateway.start_time_s)
+        data = [
+            bodies.model(name, created, model.max_context_tokens)
+            for name, model in sorted(gateway.pool.models().items())
+        ]
+        return {"object": "list", "data": data}
+
+    @app.get("/v1/models/{name:path}", tags=["openai"])
+    async def model(name: str) -> dict[str, Any]:
+        name, found = gateway.pool.model(name)
+        return bodies.model(name, int(gateway.start_time_s), found.max_context_tokens)
+
+
+def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health", tags=["operations"])
+    async def health() -> Response:
+        status, detail = gateway.health()
+        return JSONResponse(detail, status)
+
+    @app.get("/ready", tags=["operations"])
+    async def ready() -> Response:
+        status, detail = gateway.health()
+        return JSONResponse(detail, status)
+
+    @app.get("/version", tags=["operations"])
+    async def version() -> dict[str, str]:
+        return {"version": gateway.version}
+
+    @app.get("/metrics", tags=["operations"])
+    async def metrics() -> Response:
+        content = gateway.metrics.exposition()
+        return Response(content, media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,125 @@
+"""One choice while it is generated: events in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.generation import Delta, Finished, SpeculationStats, Started
+from gateway.plan import TextOptions
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.stop_strings import StopStrings
+from gateway.text.tokenizer import Tokenizer
+from shared.tokens import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log probabilities of one token of the output.
+
+    Attributes:
+        offset: characters of output text before the token.
+    """
+
+    token_id: int
+    offset: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Output that has not been sent yet. `text` may be shorter than what the tokens spell: the
+    rest may still become a stop string or be half a character."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    scores: Sequence[TokenScore] = ()
+
+
+class Choice:
+    """Turns the tokens of one generation into text and counts them.
+
+    Attributes:
+        finish_reason: None while it runs.
+        num_output_tokens: tokens of the output; when a stop string ends it, up to the token that
+            completed the string, even where a step brought more.
+        num_accepted: how many of them are accepted draft tokens.
+        stats: None until the target's counters are known. They never are after a stop string: the
+            gateway ends the generation then, and a cancelled one sends no last event.
+    """
+
+    def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.num_output_tokens = 0
+        self.num_accepted = 0
+        self.num_cached_tokens = 0
+        self.stats: SpeculationStats | None = None
+        self._options = options
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopStrings(options.stop_strings, include_in_output=options.include_stop)
+        self._is_token_wise = bool(options.stop_strings) or options.with_logprobs
+        self._num_characters = 0
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._scores: list[TokenScore] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def start(self, event: Started) -> None:
+        self.num_cached_tokens = event.num_cached_tokens
+
+    def push(self, delta: Delta) -> None:
+        """Adds the tokens of one engine step."""
+        token_ids = delta.token_ids
+        if self._is_token_wise:
+            num_taken = self._push_each(delta)
+        else:
+            num_taken = len(token_ids)
+            self._texts.append(self._detokenizer.push(self._shown(token_ids)))
+        self._token_ids.extend(token_ids[:num_taken])
+        self.num_output_tokens += num_taken
+        self.num_accepted += min(delta.num_accepted, num_taken)
+
+    def finish(self, event: Finished) -> None:
+        """Ends the choice; text that was held back becomes output."""
+        tail = self._detokenizer.flush()
+        if tail:
+            self._texts.append(self._stops.push(tail))
+        if self._stops.matched is None:
+            self._texts.append(self._stops.flush())
+        stopped = self._stops.matched is not None
+        self.finish_reason = FinishReason.STOP if stopped else event.reason
+        self.num_cached_tokens = event.num_cached_tokens
+        self.stats = event.stats
+
+    def take(self) -> Piece | None:
+        """Returns what is new. None while there is no text: scores and token ids go with text."""
+        text = "".join(self._texts)
+        if not text and not (self.is_finished and self._token_ids):
+            return None
+        piece = Piece(text, self._token_ids, self._scores)
+        self._texts, self._token_ids, self._scores = [], [], []
+        return piece
+
+    def _push_each(self, delta: Delta) -> int:
+        """Adds tokens one at a time; returns how many there are up to a stop string's end."""
+        for number, token_id in enumerate(delta.token_ids):
+            text = self._detokenizer.push(self._shown((token_id,)))
+            if delta.logprobs:
+                score = TokenScore(token_id, self._num_characters, delta.logprobs[number])
+                self._scores.append(score)
+            self._num_characters += len(text)
+            self._texts.append(self._stops.push(text))
+            if self._stops.matched is not None:
+                self.finish_reason = FinishReason.STOP
+                return number + 1
+        return len(delta.token_ids)
+
+    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Leaves out the token that ended generation; it can only be the last one."""
+        if token_ids and token_ids[-1] in self._options.hidden_token_ids:
+            return token_ids[:-1]
+        return token_ids

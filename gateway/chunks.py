@@ -1,0 +1,173 @@
+"""Server-sent events of both streaming interfaces, put together from bytes.
+
+A chunk is built once per choice and engine step, so it must cost microseconds: what does not
+change within a stream is encoded once, and only the text goes through the JSON encoder.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import orjson
+
+from gateway.choice import Choice, Piece
+from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.plan import Plan
+from gateway.text.tokenizer import Tokenizer
+from gateway.usage import metrics, usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Chunks(Protocol):
+    """The chunks of one stream, in the order their interface wants."""
+
+    def opening(self, choice: Choice) -> bytes:
+        """Returns what comes before the first text of a choice; may be empty."""
+
+    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        """Returns what a choice has to say after a step; may be empty."""
+
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        """Returns the last events of a stream that ended well."""
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Returns one event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class _Envelope:
+    """What every chunk of a stream has around its choice."""
+
+    def __init__(self, plan: Plan, kind: str) -> None:
+        self.plan = plan
+        self.head = {
+            "id": plan.request_id,
+            "object": kind,
+            "created": plan.created,
+            "model": plan.model,
+        }
+        self.before = b"data: " + orjson.dumps(self.head)[:-1] + b',"choices":[{"index":'
+
+    def after(self, usage_so_far: bytes) -> bytes:
+        """Returns the end of a chunk. With usage asked for, chunks before the last carry null."""
+        if usage_so_far:
+            return b'}],"usage":' + usage_so_far + b"}\n\n"
+        return b'}],"usage":null}\n\n' if self.plan.include_usage else b"}]}\n\n"
+
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        if not self.plan.include_usage:
+            return DONE
+        last = {
+            **self.head,
+            "choices": [],
+            "usage": usage(self.plan, choices),
+            "metrics": metrics(choices),
+        }
+        return event(last) + DONE
+
+
+class ChatChunks:
+    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._envelope = _Envelope(plan, "chat.completion.chunk")
+
+    def opening(self, choice: Choice) -> bytes:
+        delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        chunk = self._envelope.before + b"%d" % choice.index + delta + self._envelope.after(b"")
+        if not self._plan.return_token_ids:
+            return chunk
+        prompt = self._plan.generations[choice.index].prompt_token_ids
+        return chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
+
+    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        before, after = self._envelope.before, self._envelope.after(usage_so_far)
+        parts = []
+        piece = choice.take()
+        if piece is not None:
+            parts += [before, b"%d" % choice.index, b',"delta":{"content":']
+            parts += [orjson.dumps(piece.text), b"}", self._scores(piece)]
+            parts += [b',"finish_reason":null', self._token_ids(piece), after]
+        if choice.finish_reason is not None:
+            reason = choice.finish_reason.value.encode()
+            parts += [before, b"%d" % choice.index, b',"delta":{},"logprobs":null']
+            parts += [b',"finish_reason":"', reason, b'"', after]
+        return b"".join(parts)
+
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        return self._envelope.closing(choices)
+
+    def _scores(self, piece: Piece) -> bytes:
+        if not piece.scores:
+            return b',"logprobs":null'
+        return b',"logprobs":' + orjson.dumps(chat_logprobs(piece.scores, self._tokenizer))
+
+    def _token_ids(self, piece: Piece) -> bytes:
+        return token_ids_field(piece) if self._plan.return_token_ids else b""
+
+
+class CompletionChunks:
+    """`/v1/completions`: text chunks, the last of each choice with its finish reason."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._envelope = _Envelope(plan, "text_completion")
+
+    def opening(self, choice: Choice) -> bytes:
+        """Echoes the prompt, and names its token ids, before any output."""
+        prompt = choice.index // self._plan.num_choices
+        echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
+        if not echoed and not self._plan.return_token_ids:
+            return b""
+        extra = b""
+        if self._plan.return_token_ids:
+            token_ids = self._plan.generations[choice.index].prompt_token_ids
+            extra = b',"prompt_token_ids":' + orjson.dumps(token_ids) + b',"token_ids":[]'
+        return self._chunk(choice, echoed, b',"logprobs":null', b"null" + extra, b"")
+
+    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        piece = choice.take()
+        if piece is None and choice.finish_reason is None:
+            return b""
+        piece = piece or Piece("")
+        reason = choice.finish_reason
+        last = b"null" if reason is None else b'"' + reason.value.encode() + b'"'
+        if self._plan.return_token_ids:
+            last += token_ids_field(piece)
+        return self._chunk(choice, piece.text, self._scores(choice, piece), last, usage_so_far)
+
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        return self._envelope.closing(choices)
+
+    def _chunk(
+        self, choice: Choice, text: str, scores: bytes, last: bytes, usage_so_far: bytes
+    ) -> bytes:
+        return b"".join(
+            (
+                self._envelope.before,
+                b'%d,"text":' % choice.index,
+                orjson.dumps(text),
+                scores,
+                b',"finish_reason":',
+                last,
+                self._envelope.after(usage_so_far),
+            )
+        )
+
+    def _scores(self, choice: Choice, piece: Piece) -> bytes:
+        if not piece.scores:
+            return b',"logprobs":null'
+        prompt = choice.index // self._plan.num_choices
+        echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
+        scores = completion_logprobs(piece.scores, self._tokenizer, echo_length=len(echoed))
+        return b',"logprobs":' + orjson.dumps(scores)
+
+
+def token_ids_field(piece: Piece) -> bytes:
+    """Returns the extra field of a choice that asked for its token ids."""
+    return b',"token_ids":' + orjson.dumps(list(piece.token_ids))

@@ -1,0 +1,110 @@
+"""Answers over HTTP: as server-sent events, or whole. Both end when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.answer import Answer
+from gateway.bodies import Finale
+from gateway.choice import Choice, Piece
+from gateway.chunks import Chunks, event
+from gateway.failures import error_body
+from gateway.inbox import ClientGone
+from gateway.usage import usage
+from shared.errors import OutriderError
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect chunks otherwise
+]
+_START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+
+
+class _Reported(Exception):
+    """The failure of an answer, already told to the client."""
+
+
+class EventStream(Response):
+    """Sends chunks as the target's steps arrive.
+
+    A raw ASGI response: Starlette's own costs half as much again per chunk. Headers go out when
+    the target starts on the request, so that a refusal can still be a status. `send` waits while
+    the client does not read; what arrives meanwhile is merged into one chunk per choice.
+    """
+
+    def __init__(self, answer: Answer, chunks: Chunks) -> None:
+        super().__init__()
+        self._answer = answer
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._answer as answer:
+                async with _abandon_on_disconnect(answer, receive):
+                    await answer.begin()
+                    await send(_START)
+                    await self._send_choices(answer, send)
+        except (ClientGone, _Reported):
+            return
+
+    async def _send_choices(self, answer: Answer, send: Send) -> None:
+        chunks = self._chunks
+        try:
+            body = b"".join([chunks.opening(choice) for choice in answer.choices])
+            body += self._news(answer.choices)
+            while not answer.is_complete:
+                if body:
+                    await _send_body(send, body)
+                body = self._news(await answer.step())
+            await _send_body(send, body + chunks.closing(answer.choices), is_last=True)
+        except OutriderError as error:
+            # Without [DONE]: the answer is not complete, and nobody should take it for that.
+            await _send_body(send, event(error_body(error)), is_last=True)
+            raise _Reported from error
+
+    def _news(self, choices: Collection[Choice]) -> bytes:
+        usage_so_far = b""
+        if self._answer.plan.continuous_usage:
+            usage_so_far = orjson.dumps(usage(self._answer.plan, self._answer.choices))
+        return b"".join([self._chunks.news(choice, usage_so_far) for choice in choices])
+
+
+async def whole_answer(answer: Answer, receive: Receive) -> list[Finale]:
+    """Waits for the end and returns every choice with all of its output.
+
+    Raises:
+        OutriderError: a generation failed.
+        ClientGone: nobody is left to answer.
+    """
+    with answer:
+        async with _abandon_on_disconnect(answer, receive):
+            await answer.begin()
+            while not answer.is_complete:
+                await answer.step()
+    return [Finale(choice, choice.take() or Piece("")) for choice in answer.choices]
+
+
+@asynccontextmanager
+async def _abandon_on_disconnect(answer: Answer, receive: Receive) -> AsyncIterator[None]:
+    watch = asyncio.create_task(_watch_disconnect(answer, receive))
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+async def _watch_disconnect(answer: Answer, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answer.abandon()
+
+
+async def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})

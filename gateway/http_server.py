@@ -1,0 +1,76 @@
+"""uvicorn, run by us: our signal handling, our drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from shared.errors import SettingsError
+
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone; a drain comes before uvicorn's own shutdown."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an ASGI application.
+
+    Attributes:
+        port: the port it listens on.
+    """
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        """Raises:
+        SettingsError: the address is taken or not this host's.
+        """
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        config = uvicorn.Config(
+            app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Returns when `stop` is set; raises what ended the server before that."""
+        assert self._task is not None, "started first"
+        waiter = asyncio.create_task(stop.wait())
+        await asyncio.wait((waiter, self._task), return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def stop(self, grace_s: int) -> None:
+        """Closes the listener; open responses get `grace_s` seconds."""
+        assert self._task is not None, "started first"
+        self._server.config.timeout_graceful_shutdown = grace_s
+        self._server.should_exit = True
+        await self._task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise SettingsError((f"cannot listen on {host}:{port}: {error.strerror}",)) from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,83 @@
+"""Where the events of one HTTP request wait until its task reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+from gateway.generation import Delta, Event
+from shared.errors import OutriderError, StatusCode
+
+IndexedEvent = tuple[int, Event]
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+class ClientTooSlow(OutriderError):
+    """The client did not read for so long that its backlog reached the bound."""
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+
+    @classmethod
+    def of(cls, limit: int) -> Self:
+        message = f"the client left more than {limit:,} tokens unread"
+        return cls(message, reason="CLIENT_TOO_SLOW")
+
+
+class Inbox:
+    """Events by choice index, in the order they happened.
+
+    The session's reader puts and never waits: one slow client must not hold up the others that
+    share the stream. What a client leaves unread is bounded by tokens; at the bound the backlog is
+    dropped and `on_overflow` called once.
+    """
+
+    def __init__(self, max_unread_tokens: int, on_overflow: Callable[[], None]) -> None:
+        self._max_unread_tokens = max_unread_tokens
+        self._on_overflow = on_overflow
+        self._events: list[IndexedEvent] = []
+        self._num_unread_tokens = 0
+        self._closed: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, index: int, event: Event) -> None:
+        """Adds an event; ignored after `close`."""
+        if self._closed is not None:
+            return
+        self._events.append((index, event))
+        if isinstance(event, Delta):
+            self._num_unread_tokens += len(event.token_ids)
+            if self._num_unread_tokens > self._max_unread_tokens:
+                self.close(ClientTooSlow.of(self._max_unread_tokens))
+                self._on_overflow()
+                return
+        self._wake()
+
+    def close(self, reason: Exception) -> None:
+        """Drops what is unread and makes `take` raise `reason`."""
+        if self._closed is None:
+            self._closed = reason
+            self._events.clear()
+            self._wake()
+
+    async def take(self) -> list[IndexedEvent]:
+        """Returns all unread events, at least one.
+
+        Raises:
+            ClientGone, ClientTooSlow: what `close` was given.
+        """
+        while not self._events:
+            if self._closed is not None:
+                raise self._closed
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        self._num_unread_tokens = 0
+        return events
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

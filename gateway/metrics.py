@@ -1,0 +1,145 @@
+"""The gateway's metrics: every counter, gauge and histogram with its unit and meaning.
+
+Names are without the `_total` that Prometheus adds to counters. Nothing here is touched per token:
+requests are observed when they begin, at their first token and when they end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.choice import Choice
+from gateway.generation import Delta, TargetState
+from gateway.inbox import ClientGone, ClientTooSlow
+from gateway.plan import Plan
+from gateway.pool import TargetPool
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class GatewayMetrics:
+    """Owns the registry behind `/metrics`."""
+
+    def __init__(self, pool: TargetPool) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_PoolCollector(pool))
+        self._requests = Counter(
+            "outrider_gateway_requests",
+            "Generation requests by endpoint and how they ended: finished, failed, "
+            "client_gone, client_too_slow",
+            ("endpoint", "outcome"),
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "outrider_gateway_tokens",
+            "Tokens of ended requests by kind: prompt, cached_prompt, output, accepted_draft",
+            ("kind",),
+            registry=self.registry,
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token", "From the parsed request to its first token", _SECONDS
+        )
+        self._duration = self._histogram(
+            "request_duration", "From the parsed request to its last token", _SECONDS
+        )
+        self._per_token = self._histogram(
+            "time_per_output_token", "Of one request, averaged after its first step", _LATENCIES
+        )
+
+    def timer(self, endpoint: str) -> RequestTimer:
+        """Returns the timer of a request that begins now."""
+        return RequestTimer(self, endpoint)
+
+    def exposition(self) -> bytes:
+        """Returns the text Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def end(self, timer: RequestTimer, plan: Plan, choices: Sequence[Choice], outcome: str) -> None:
+        """Counts a request that ended."""
+        self._requests.labels(timer.endpoint, outcome).inc()
+        num_output = sum(choice.num_output_tokens for choice in choices)
+        self._tokens.labels("prompt").inc(plan.num_prompt_tokens)
+        self._tokens.labels("cached_prompt").inc(sum(c.num_cached_tokens for c in choices))
+        self._tokens.labels("output").inc(num_output)
+        self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
+        if outcome != "finished" or timer.first_token_s is None:
+            return
+        now = time.perf_counter()
+        self._first_token.observe(timer.first_token_s - timer.begin_s)
+        self._duration.observe(now - timer.begin_s)
+        num_later = num_output - timer.num_first_tokens
+        if num_later > 0:
+            self._per_token.observe((now - timer.first_token_s) * len(choices) / num_later)
+
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            f"outrider_gateway_{name}_seconds", meaning, buckets=buckets, registry=self.registry
+        )
+
+
+class RequestTimer:
+    """Times one HTTP request.
+
+    Attributes:
+        begin_s, first_token_s: of the monotonic clock.
+        num_first_tokens: tokens of the first step.
+    """
+
+    def __init__(self, owner: GatewayMetrics, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.begin_s = time.perf_counter()
+        self.first_token_s: float | None = None
+        self.num_first_tokens = 0
+        self._owner = owner
+
+    def tokens(self, delta: Delta) -> None:
+        """Notes a step; only the first one costs anything."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter()
+            self.num_first_tokens = len(delta.token_ids)
+
+    def end(self, plan: Plan, choices: Sequence[Choice], error: BaseException | None) -> None:
+        """Counts the request."""
+        self._owner.end(self, plan, choices, _outcome(error))
+
+
+def _outcome(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    names = {ClientGone: "client_gone", ClientTooSlow: "client_too_slow"}
+    return names.get(type(error), "failed")
+
+
+class _PoolCollector(Collector):
+    """Reads the pool when it is scraped, so that steps need not report."""
+
+    def __init__(self, pool: TargetPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        prefix = "outrider_gateway_target"
+        serving = GaugeMetricFamily(
+            f"{prefix}_serving", "1 while the target takes requests", labels=("target",)
+        )
+        live = GaugeMetricFamily(
+            f"{prefix}_requests", "Generations submitted and not ended", labels=("target",)
+        )
+        tokens = CounterMetricFamily(
+            f"{prefix}_tokens", "Tokens received from the target", labels=("target",)
+        )
+        for link in self._pool.links:
+            serving.add_metric((link.address,), float(link.state is TargetState.SERVING))
+            live.add_metric((link.address,), link.num_live)
+            tokens.add_metric((link.address,), link.num_tokens)
+        waiting = GaugeMetricFamily(
+            "outrider_gateway_requests_waiting",
+            "Generations that lost their target and wait for another",
+            value=self._pool.num_waiting,
+        )
+        yield from (serving, live, tokens, waiting)

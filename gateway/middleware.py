@@ -1,0 +1,96 @@
+"""Pure ASGI middleware. Starlette's function style would cost every chunk a task switch."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.failures import plain_response
+from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id, new_request_id
+
+_SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+class RequestId:
+    """Takes the client's `x-request-id` when it is harmless, else makes one; sends it back."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_KEY, "")
+        request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
+        current_request_id.set(request_id)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": list(message.get("headers", ()))}
+                MutableHeaders(scope=message)[REQUEST_ID_KEY] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ApiKey:
+    """Asks for the key on everything below `/v1`; health and metrics stay open."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+                response = plain_response(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a request body above the bound, whether it says its length or not."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise _BodyTooLarge
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        except _BodyTooLarge:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the body is larger than {self._max_body_bytes:,} bytes"
+        status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        await plain_response(status, message, "body_too_large")(scope, receive, send)
+
+
+class _BodyTooLarge(Exception):
+    """Raised into the app while it reads, caught outside of it."""

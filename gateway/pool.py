@@ -1,0 +1,228 @@
+"""The targets together: which one takes a generation, and where it goes when that one cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gateway.generation import Event, Failed, Finished, Generation, TargetModel, TargetState
+from gateway.targets import LinkTiming, TargetLink
+from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
+
+Deliver = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """Attributes:
+    addresses: of the targets, `host:port`.
+    model_name: what clients call the model; None takes each target's own id.
+    tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
+    retry_window_s: how long a request that lost its target before its first event waits for one.
+    """
+
+    addresses: tuple[str, ...]
+    tokenizer_sha256: str
+    model_name: str | None = None
+    retry_window_s: float = 5.0
+    timing: LinkTiming = field(default_factory=LinkTiming)
+
+
+class Flight:
+    """One generation on its way: on a target, waiting for one, or over.
+
+    Until the first event arrives it may move to another target; after that its tokens may have
+    been sent on, and a failure is final.
+
+    Attributes:
+        tried: targets that refused or lost it, each with its `epoch` at that time.
+        wait_until_s: event loop time at which waiting ends; None before it first waited.
+    """
+
+    def __init__(
+        self, pool: TargetPool, generation: Generation, name: str, deliver: Deliver
+    ) -> None:
+        self.generation = generation
+        self.name = name
+        self.tried: set[tuple[str, int]] = set()
+        self.wait_until_s: float | None = None
+        self._pool = pool
+        self._deliver = deliver
+        self._placed: tuple[TargetLink, int] | None = None
+        self._has_started = False
+        self._is_over = False
+
+    def place(self, link: TargetLink) -> None:
+        """Raises:
+        OutriderError: the link does not take it.
+        """
+        self.tried.add((link.address, link.epoch))
+        self._placed = (link, link.submit(self.generation, self.receive))
+
+    def receive(self, event: Event) -> None:
+        """Takes an event from the link, or from the pool that gave up."""
+        if isinstance(event, Failed) and event.may_retry and not self._has_started:
+            self._placed = None
+            self._pool.place_again(self, event.error)
+            return
+        self._has_started = True
+        self._is_over = isinstance(event, Finished | Failed)
+        self._deliver(event)
+
+    def cancel(self) -> None:
+        """Ends interest in the generation; does nothing when it is over."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._placed is not None:
+            link, request_id = self._placed
+            link.cancel(request_id)
+        self._pool.forget(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    error: OutriderError
+    timer: asyncio.TimerHandle
+
+
+class TargetPool:
+    """Picks the target with the fewest reserved tokens; keeps those that wait for one."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._waiting: dict[Flight, _Waiting] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.links: Sequence[TargetLink] = tuple(
+            TargetLink(address, settings.tokenizer_sha256, self._on_change, settings.timing)
+            for address in dict.fromkeys(settings.addresses)
+        )
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._tasks = [asyncio.create_task(link.run()) for link in self.links]
+
+    async def close(self) -> None:
+        """Closes every link; what is live fails."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether at least one target takes requests."""
+        return any(link.state is TargetState.SERVING for link in self.links)
+
+    @property
+    def num_live(self) -> int:
+        """Generations submitted and not over."""
+        return sum(link.num_live for link in self.links) + len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Generations that lost their target and wait for another."""
+        return len(self._waiting)
+
+    def models(self) -> dict[str, TargetModel]:
+        """Returns the models of all targets seen so far by the name clients use.
+
+        Of targets that serve the same model, one that takes requests speaks for it.
+        """
+        by_name: dict[str, TargetModel] = {}
+        for link in sorted(self.links, key=lambda link: link.state is TargetState.SERVING):
+            if link.model is not None and link.state is not TargetState.MISMATCHED:
+                by_name[self._name(link.model)] = link.model
+        return by_name
+
+    def model(self, name: str | None) -> tuple[str, TargetModel]:
+        """Returns a model with its name; the only one when `name` is None.
+
+        Raises:
+            NotFound: no target serves it.
+            Unavailable: no target has been reached yet.
+        """
+        models = self.models()
+        if not models:
+            raise self._no_target()
+        if not name and len(models) == 1:
+            return next(iter(models.items()))
+        if name not in models:
+            known = ", ".join(sorted(models))
+            message = f"model {name!r} is not served here; there is {known}"
+            raise NotFound(message, reason="MODEL_NOT_FOUND")
+        return name, models[name]
+
+    def submit(self, generation: Generation, name: str, deliver: Deliver) -> Flight:
+        """Starts a generation of model `name`. Its last event is Finished or Failed.
+
+        Raises:
+            Unavailable: no target takes requests.
+            QueueFull: the one that would does not read.
+        """
+        flight = Flight(self, generation, name, deliver)
+        link = self._pick(flight)
+        if link is None:
+            raise self._no_target()
+        flight.place(link)
+        return flight
+
+    def place_again(self, flight: Flight, error: OutriderError) -> None:
+        """Moves a flight whose target refused or lost it; tells it when there is nowhere to go."""
+        link = self._pick(flight)
+        if link is not None:
+            try:
+                flight.place(link)
+            except OutriderError as next_error:
+                flight.receive(Failed(next_error, may_retry=True))
+            return
+        # A full target will be full for a while, and the client can decide better whether to wait.
+        if error.code is StatusCode.RESOURCE_EXHAUSTED:
+            flight.receive(Failed(error))
+            return
+        self._wait(flight, error)
+
+    def forget(self, flight: Flight) -> None:
+        """Drops a flight that was cancelled."""
+        waiting = self._waiting.pop(flight, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+
+    def _wait(self, flight: Flight, error: OutriderError) -> None:
+        """Keeps the flight until a target appears; the window counts from its first wait."""
+        loop = asyncio.get_running_loop()
+        if flight.wait_until_s is None:
+            flight.wait_until_s = loop.time() + self._settings.retry_window_s
+        timer = loop.call_at(flight.wait_until_s, self._give_up, flight)
+        self._waiting[flight] = _Waiting(error, timer)
+
+    def _pick(self, flight: Flight) -> TargetLink | None:
+        usable = (link for link in self.links if self._takes(link, flight))
+        return min(usable, key=lambda link: link.num_reserved_tokens, default=None)
+
+    def _takes(self, link: TargetLink, flight: Flight) -> bool:
+        return (
+            link.state is TargetState.SERVING
+            and link.model is not None
+            and self._name(link.model) == flight.name
+            and (link.address, link.epoch) not in flight.tried
+        )
+
+    def _name(self, model: TargetModel) -> str:
+        return self._settings.model_name or model.model_id
+
+    def _on_change(self) -> None:
+        if not any(link.state is TargetState.SERVING for link in self.links):
+            return
+        waiting, self._waiting = self._waiting, {}
+        for flight, each in waiting.items():
+            each.timer.cancel()
+            self.place_again(flight, each.error)
+
+    def _give_up(self, flight: Flight) -> None:
+        flight.receive(Failed(self._waiting.pop(flight).error))
+
+    def _no_target(self) -> Unavailable:
+        reasons = "; ".join(f"{link.address} is {link.state.value}" for link in self.links)
+        message = f"no target takes requests: {reasons}"
+        return Unavailable(message, reason="NO_TARGET", retry_after_s=1.0)

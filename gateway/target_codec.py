@@ -1,0 +1,130 @@
+"""Messages of `outrider.target.v1` to and from the gateway's plain data."""
+
+from __future__ import annotations
+
+from gateway.generation import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Generation,
+    SpeculationStats,
+    Started,
+    TargetModel,
+)
+from shared.errors import (
+    EngineFailed,
+    FailedPrecondition,
+    FieldViolation,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    QueueFull,
+    StatusCode,
+    Unavailable,
+)
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.rpc.sampling import sampling_message, stop_message
+from shared.tokens import FinishReason, TokenLogprobs
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+_CLASSES: dict[int, type[OutriderError]] = {
+    StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    StatusCode.NOT_FOUND: NotFound,
+    StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    StatusCode.UNAVAILABLE: Unavailable,
+}
+_RETRYABLE = frozenset({StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE})
+
+
+def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest:
+    """Returns the message that starts a generation."""
+    sampling = sampling_message(generation.sampling)
+    if not generation.has_seed:
+        sampling.ClearField("seed")
+    request = pb.GenerateRequest(
+        prompt_token_ids=generation.prompt_token_ids,
+        sampling_params=sampling,
+        stop_params=stop_message(generation.stop),
+        top_logprob_count=generation.top_logprobs,
+        speculation_params=pb.SpeculationParams(disabled=generation.is_speculation_disabled),
+    )
+    submit = pb.Submit(request_id=request_id, request=request, trace_request_id=generation.trace_id)
+    return pb.SessionRequest(submit=submit)
+
+
+def cancel_message(request_id: int) -> pb.SessionRequest:
+    """Returns the message that aborts a generation."""
+    return pb.SessionRequest(cancel=pb.Cancel(request_id=request_id))
+
+
+def model_from_message(message: pb.GetModelResponse) -> TargetModel:
+    """Returns what a target says it serves."""
+    return TargetModel(
+        model_id=message.model_id,
+        tokenizer_sha256=message.tokenizer_sha256,
+        max_context_tokens=message.max_context_token_count,
+        vocab_size=message.vocab_size,
+        eos_token_ids=frozenset(message.eos_token_ids),
+    )
+
+
+def event_from_message(message: pb.SessionEvent) -> Event | None:
+    """Returns the event; None for a kind that a newer target may send."""
+    if message.HasField("failure"):
+        return _failed(message.failure)
+    response = message.response
+    kind = response.WhichOneof("event")
+    if kind == "delta":
+        return _delta(response.delta)
+    if kind == "started":
+        return Started(response.started.cached_token_count)
+    if kind == "finished":
+        return _finished(response.finished)
+    return None
+
+
+def _delta(message: pb.TokenDelta) -> Delta:
+    # Most requests ask for no log probabilities.
+    logprobs = tuple(map(_logprobs, message.logprobs)) if message.logprobs else ()
+    return Delta(list(message.token_ids), message.accepted_token_count, logprobs)
+
+
+def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(message.top_token_ids, message.top_log_probs, strict=True))
+    return TokenLogprobs(message.log_prob, message.rank, top)
+
+
+def _finished(message: pb.GenerationFinished) -> Finished | Failed:
+    reason = _FINISH_REASONS.get(message.finish_reason)
+    if reason is None:  # cancelled, but not by us: we forget a request when we cancel it
+        name = pb.FinishReason.Name(message.finish_reason)
+        return Failed(Unavailable(f"the target ended the request: {name}", reason=name))
+    stats = message.speculation
+    return Finished(
+        reason=reason,
+        num_output_tokens=message.output_token_count,
+        num_cached_tokens=message.cached_token_count,
+        stats=SpeculationStats(
+            num_verified_rounds=stats.verified_round_count,
+            num_drafted=stats.drafted_token_count,
+            num_accepted=stats.accepted_token_count,
+            histogram=tuple(stats.acceptance_histogram),
+        ),
+    )
+
+
+def _failed(message: pb.RequestFailure) -> Failed:
+    violations = (FieldViolation(message.field, message.message),) if message.field else ()
+    has_delay = message.HasField("retry_delay")
+    error = _CLASSES.get(message.code, EngineFailed)(
+        message.message,
+        reason=message.reason,
+        violations=violations,
+        retry_after_s=message.retry_delay.ToNanoseconds() / 1e9 if has_delay else None,
+    )
+    return Failed(error, may_retry=message.code in _RETRYABLE)

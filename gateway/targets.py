@@ -1,0 +1,265 @@
+"""The gateway's side of `TargetService.Session`: one stream carries all requests of a target."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from grpc import StatusCode, aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.generation import (
+    Event,
+    Failed,
+    Finished,
+    Generation,
+    TargetModel,
+    TargetState,
+)
+from gateway.target_codec import (
+    cancel_message,
+    event_from_message,
+    model_from_message,
+    submit_message,
+)
+from shared.errors import FailedPrecondition, QueueFull, Unavailable
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.rpc.channel import open_channel
+
+Receive = Callable[[Event], None]
+
+_MAX_UNSENT_MESSAGES = 4096
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """Waits of a link, in seconds.
+
+    Attributes:
+        call_timeout_s: of `GetModel`.
+        first_backoff_s: before connecting again; doubles with every failure in a row.
+        longest_backoff_s: upper bound of that doubling, and the wait after a mismatch.
+    """
+
+    call_timeout_s: float = 5.0
+    first_backoff_s: float = 0.1
+    longest_backoff_s: float = 5.0
+
+    def backoff_s(self, num_failures: int) -> float:
+        """Returns a wait between half and all of the bound, so that gateways do not march in step.
+
+        Args:
+            num_failures: failures in a row, at least 1.
+        """
+        doublings = min(num_failures - 1, 16)
+        bound_s = min(self.first_backoff_s * 2**doublings, self.longest_backoff_s)
+        return random.uniform(bound_s / 2, bound_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    receive: Receive
+    num_reserved_tokens: int
+
+
+class _StreamEnded(Exception):
+    """The target closed the session without an error."""
+
+
+class TargetLink:
+    """Connection to one target: kept up for ever, its requests failed when it breaks.
+
+    Attributes:
+        state: only `SERVING` takes requests.
+        detail: why it does not serve; empty when it does.
+        model: what the target serves; None until it said so.
+        epoch: times it began to serve; what failed in one epoch may work in the next.
+        num_reserved_tokens: most tokens the live requests can grow to.
+        num_tokens: tokens received since the start.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        tokenizer_sha256: str,
+        on_change: Callable[[], None],
+        timing: LinkTiming,
+    ) -> None:
+        self.address = address
+        self.state = TargetState.CONNECTING
+        self.detail = "not connected yet"
+        self.model: TargetModel | None = None
+        self.epoch = 0
+        self.num_reserved_tokens = 0
+        self.num_tokens = 0
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._on_change = on_change
+        self._timing = timing
+        self._request_ids = itertools.count(1)
+        self._live: dict[int, _Live] = {}
+        self._unsent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted and not ended."""
+        return len(self._live)
+
+    def submit(self, generation: Generation, receive: Receive) -> int:
+        """Sends a generation; its events go to `receive`, the last one is Finished or Failed.
+
+        Returns:
+            The id to cancel it by.
+
+        Raises:
+            Unavailable: the target does not serve.
+            QueueFull: the target does not read what it is sent.
+        """
+        if self.state is not TargetState.SERVING:
+            message = f"target {self.address} is {self.state.value}: {self.detail}"
+            raise Unavailable(message, reason="TARGET_UNAVAILABLE", retry_after_s=1.0)
+        if self._unsent.qsize() >= _MAX_UNSENT_MESSAGES:
+            raise QueueFull.of(self._unsent.qsize(), _MAX_UNSENT_MESSAGES)
+        request_id = next(self._request_ids)
+        live = _Live(receive, generation.num_reserved_tokens)
+        self._live[request_id] = live
+        self.num_reserved_tokens += live.num_reserved_tokens
+        self._unsent.put_nowait(submit_message(request_id, generation))
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Ends interest in a request; does nothing when it has ended."""
+        if self._end(request_id) is not None:
+            self._unsent.put_nowait(cancel_message(request_id))
+
+    async def run(self) -> None:
+        """Connects, and connects again, until cancelled."""
+        num_failures = 0
+        try:
+            while True:
+                epoch = self.epoch
+                state, detail = await self._serve()
+                num_failures = 1 if self.epoch > epoch else num_failures + 1
+                self._lose(state, detail)
+                mismatched = state is TargetState.MISMATCHED
+                backoff_s = self._timing.backoff_s(num_failures)
+                await asyncio.sleep(self._timing.longest_backoff_s if mismatched else backoff_s)
+        finally:
+            self._lose(TargetState.CLOSED, "the gateway is stopping")
+
+    async def _serve(self) -> tuple[TargetState, str]:
+        """Serves one connection until it breaks; returns the state it leaves and why."""
+        try:
+            async with open_channel(self.address) as channel:
+                await self._greet(channel)
+                await self._carry(channel)
+        except aio.AioRpcError as error:
+            return TargetState.CONNECTING, f"{error.code().name}: {error.details()}"
+        except FailedPrecondition as error:
+            return TargetState.MISMATCHED, error.message
+        except _StreamEnded:
+            return TargetState.CONNECTING, "the target closed the session"
+        raise AssertionError("a session ends by raising only")
+
+    async def _greet(self, channel: aio.Channel) -> None:
+        """Raises:
+        FailedPrecondition: the target's token ids do not mean what the gateway's do.
+        """
+        stub = pb_grpc.TargetServiceStub(channel)
+        timeout_s = self._timing.call_timeout_s
+        message = await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s)
+        self.model = model_from_message(message)
+        if self.model.tokenizer_sha256 != self._tokenizer_sha256:
+            raise FailedPrecondition(
+                f"target {self.address} has tokenizer {self.model.tokenizer_sha256}; "
+                f"the gateway's is {self._tokenizer_sha256}",
+                reason="TOKENIZER_MISMATCH",
+            )
+
+    async def _carry(self, channel: aio.Channel) -> None:
+        """Runs the session and the health watch; returns by raising, when either ends."""
+        self._unsent = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._read(channel)),
+            asyncio.create_task(self._watch_health(channel)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, channel: aio.Channel) -> None:
+        stub = pb_grpc.TargetServiceStub(channel)
+        async for response in stub.Session(_messages(self._unsent)):
+            for event in response.events:
+                self._dispatch(event)
+        raise _StreamEnded
+
+    def _dispatch(self, message: pb.SessionEvent) -> None:
+        live = self._live.get(message.request_id)
+        if live is None:  # cancelled while the event travelled
+            return
+        event = event_from_message(message)
+        if event is None:
+            return
+        if isinstance(event, Finished | Failed):
+            self._end(message.request_id)
+        else:
+            self.num_tokens += len(message.response.delta.token_ids)
+        live.receive(event)
+
+    def _end(self, request_id: int) -> _Live | None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self.num_reserved_tokens -= live.num_reserved_tokens
+        return live
+
+    async def _watch_health(self, channel: aio.Channel) -> None:
+        """Follows the target's own word on whether it serves."""
+        stub = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        try:
+            async for response in stub.Watch(health_pb2.HealthCheckRequest()):
+                if response.status == serving:
+                    self._enter(TargetState.SERVING, "")
+                else:
+                    name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+                    self._enter(TargetState.NOT_SERVING, f"health is {name}")
+        except aio.AioRpcError as error:
+            if error.code() is not StatusCode.UNIMPLEMENTED:
+                raise
+            self._enter(TargetState.SERVING, "")
+            await asyncio.Event().wait()  # the session tells when the target is gone
+        raise _StreamEnded
+
+    def _lose(self, state: TargetState, detail: str) -> None:
+        """Leaves the state of service and fails what is live."""
+        self._enter(state, detail)
+        lost, self._live, self.num_reserved_tokens = self._live, {}, 0
+        message = f"target {self.address} was lost: {detail}"
+        for live in lost.values():
+            error = Unavailable(message, reason="TARGET_LOST", retry_after_s=1.0)
+            live.receive(Failed(error, may_retry=True))
+
+    def _enter(self, state: TargetState, detail: str) -> None:
+        if (state, detail) == (self.state, self.detail):
+            return
+        level = logging.ERROR if state is TargetState.MISMATCHED else logging.INFO
+        _log.log(level, "target %s is %s%s", self.address, state.value, detail and f": {detail}")
+        self.epoch += state is TargetState.SERVING
+        self.state, self.detail = state, detail
+        self._on_change()
+
+
+async def _messages(unsent: asyncio.Queue[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
+    while True:
+        yield await unsent.get()

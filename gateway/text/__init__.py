@@ -1,0 +1,1 @@
+"""Text in, token ids out, and back: tokenizer, chat template, detokenizer, stop strings."""

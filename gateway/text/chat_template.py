@@ -1,0 +1,159 @@
+"""Chat messages to prompt text, by the model's own Jinja template.
+
+Templates come with checkpoints, so they are untrusted code: they run in Jinja's immutable sandbox
+and see plain JSON values only. The environment is the one templates are written for: block
+trimming, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML,
+and `{% generation %}` blocks, which mark text for training and print as they are.
+
+Source: transformers, "Writing a chat template".
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2.ext
+from jinja2 import TemplateError, nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import CheckpointError, InvalidArgument
+
+Message = Mapping[str, Any]
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises:
+        jinja2.TemplateSyntaxError: `source` is no template.
+        """
+        self._template = _environment().from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTemplate | None:
+        """Returns the template of a model folder; None when the model has none.
+
+        `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`.
+
+        Raises:
+            CheckpointError: the template cannot be compiled.
+        """
+        config = _read_json(folder / "tokenizer_config.json")
+        path = folder / "chat_template.jinja"
+        source = path.read_text("utf-8") if path.is_file() else _source(config)
+        if source is None:
+            return None
+        try:
+            return cls(source, _special_tokens(config))
+        except TemplateError as error:
+            raise CheckpointError(f"the chat template of {folder} is wrong: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the prompt.
+
+        Args:
+            variables: what else the template may read (`chat_template_kwargs`).
+
+        Raises:
+            InvalidArgument: the template refuses the messages.
+        """
+        context = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        context.setdefault("tools", None)
+        context.setdefault("documents", None)
+        try:
+            return self._template.render(context)
+        # A template is foreign code; whatever it trips over is in what the client sent.
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            message = f"the model's chat template refuses the messages: {error}"
+            raise InvalidArgument.of("MESSAGES_REFUSED", "messages", message) from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the type jinja declares
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)  # local time, as templates expect
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def _source(config: Mapping[str, Any]) -> str | None:
+    """Returns the template of a tokenizer configuration; of several, the one named `default`."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default")
+    return template
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {name: config[name] for name in _TOKEN_NAMES if config.get(name) is not None}
+    return {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in tokens.items()
+    }

@@ -1,0 +1,33 @@
+"""Token ids to text, a few tokens at a time, never cutting a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from gateway.text.tokenizer import Tokenizer
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Decodes the output of one generation.
+
+    The bytes of an unfinished character are kept until the character is whole; bytes that can
+    never become one turn into U+FFFD. The joined text is that of decoding all tokens at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = _Utf8Decoder(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Returns the text that these tokens complete."""
+        table, skipped = self._token_bytes, self._skipped_ids
+        pieces = [table.get(i, b"") for i in token_ids if i not in skipped]
+        return self._decoder.decode(b"".join(pieces))
+
+    def flush(self) -> str:
+        """Returns what is left at the end: U+FFFD for an unfinished character."""
+        return self._decoder.decode(b"", final=True)

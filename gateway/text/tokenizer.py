@@ -1,0 +1,65 @@
+"""The model's tokenizer, read from `tokenizer.json` without transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as FastTokenizer
+
+from gateway.text.token_bytes import read_token_bytes
+from shared.errors import CheckpointError
+
+_INLINE_CHARACTERS = 16_384
+"""Encoding this much costs about 2 ms; longer texts go to a thread (the library drops the GIL)."""
+
+
+class Tokenizer:
+    """Text to token ids, and each token id to the bytes it stands for.
+
+    Attributes:
+        token_bytes: bytes of each token id; special tokens as they are spelled. A model may draw
+            ids its tokenizer does not have (rows that pad the vocabulary): they have no bytes.
+        special_ids: tokens that carry structure rather than text.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.token_bytes = read_token_bytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def read(cls, folder: Path) -> Tokenizer:
+        """Raises:
+        CheckpointError: the folder has no readable `tokenizer.json`.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            return cls(FastTokenizer.from_str(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the token ids of `text`. Special tokens spelled out in it become their ids."""
+        if len(text) <= _INLINE_CHARACTERS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding = await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return list(encoding.ids)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        pieces = (self.token_bytes.get(i, b"") for i in token_ids if i not in skipped)
+        return b"".join(pieces).decode("utf-8", "replace")

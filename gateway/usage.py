@@ -1,0 +1,65 @@
+"""Token counts and speculation figures, in the shapes that clients and load tools read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.choice import Choice
+from gateway.plan import Plan
+
+
+def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Returns OpenAI's `usage`.
+
+    A prompt counts once, whatever `n`; its cached tokens are those of its first choice. Rejected
+    draft tokens are left out when a choice was ended by a stop string: see `Choice.stats`.
+    """
+    num_prompt_tokens = plan.num_prompt_tokens
+    num_output_tokens = sum(choice.num_output_tokens for choice in choices)
+    num_cached = sum(choice.num_cached_tokens for choice in choices[:: plan.num_choices])
+    details = {"accepted_prediction_tokens": sum(choice.num_accepted for choice in choices)}
+    stats = [choice.stats for choice in choices if choice.stats is not None]
+    if len(stats) == len(choices):
+        rejected = sum(each.num_drafted - each.num_accepted for each in stats)
+        details["rejected_prediction_tokens"] = rejected
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": details,
+    }
+
+
+def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Returns the root `metrics` object, summed over the choices.
+
+    Its fields are the ones vLLM reports and AIPerf reads. `speculative_decoding` is null when no
+    tree was verified, and when a stop string ended a choice: see `Choice.stats`.
+    """
+    return {"speculative_decoding": _speculative_decoding(choices)}
+
+
+def _speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    stats = [choice.stats for choice in choices if choice.stats is not None]
+    num_rounds = sum(each.num_verified_rounds for each in stats)
+    if len(stats) < len(choices) or num_rounds == 0:
+        return None
+    num_accepted = sum(each.num_accepted for each in stats)
+    num_drafted = sum(each.num_drafted for each in stats)
+    histogram: Counter[int] = Counter()
+    for each in stats:
+        histogram.update(dict(enumerate(each.histogram)))
+    return {
+        # Tokens a verified round commits, the bonus token included.
+        "mean_acceptance_length": 1 + num_accepted / num_rounds,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
+        "acceptance_histogram": {str(n): c for n, c in sorted(histogram.items()) if c},
+        "num_spec_steps": num_rounds,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
+        # The wire carries no tree depth; the deepest path that was accepted is its lower bound.
+        "num_spec_tokens": max((n for n, count in histogram.items() if count), default=0),
+    }

@@ -1,0 +1,190 @@
+"""A tiny model folder, fake targets, and the gateway in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from gateway.app import Gateway, create_app
+from gateway.http_server import HttpServer
+from gateway.limits import RequestLimits
+from gateway.metrics import GatewayMetrics
+from gateway.open_answers import OpenAnswers
+from gateway.pool import PoolSettings, TargetPool
+from gateway.targets import LinkTiming
+from gateway.text.model_text import ModelText
+from gateway.text.tokenizer import Tokenizer
+from shared.rpc.lifecycle import Lifecycle
+from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.fake_target import FakeTarget
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIALS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CORPUS = ["the quick brown fox jumps over the lazy dog", "there and then the other thing"] * 20
+
+
+async def eventually(predicate: Callable[[], bool]) -> None:
+    """Waits until `predicate` holds; fails after ten seconds."""
+    deadline_s = time.monotonic() + 10.0
+    while not predicate():
+        assert time.monotonic() < deadline_s, "it never happened"
+        await asyncio.sleep(0.002)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a byte-level BPE: `<|end|>` is token 0, characters outside ASCII are many tokens."""
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sha256(model_folder: Path) -> str:
+    return tokenizer_sha256(model_folder)
+
+
+@pytest.fixture(scope="session")
+def text(model_folder: Path) -> ModelText:
+    return ModelText.read(model_folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(text: ModelText) -> Tokenizer:
+    return text.tokenizer
+
+
+@pytest_asyncio.fixture
+async def target(sha256: str) -> AsyncIterator[FakeTarget]:
+    async with FakeTarget(sha256) as fake:
+        yield fake
+
+
+@pytest_asyncio.fixture
+async def second_target(sha256: str) -> AsyncIterator[FakeTarget]:
+    async with FakeTarget(sha256) as fake:
+        yield fake
+
+
+MakeGateway = Callable[..., Awaitable[Gateway]]
+
+
+@pytest_asyncio.fixture
+async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGateway]:
+    """Makes gateways in front of targets, and closes them. Waits until all targets serve."""
+    made: list[Gateway] = []
+
+    async def make(
+        *targets: FakeTarget,
+        num_serving: int | None = None,
+        limits: RequestLimits | None = None,
+        retry_window_s: float = 5.0,
+        model_name: str | None = None,
+        api_key: str | None = None,
+    ) -> Gateway:
+        pool = TargetPool(
+            PoolSettings(
+                addresses=tuple(target.address for target in targets),
+                tokenizer_sha256=sha256,
+                model_name=model_name,
+                retry_window_s=retry_window_s,
+                timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
+            )
+        )
+        gateway = Gateway(
+            pool=pool,
+            text=text,
+            limits=limits or RequestLimits(),
+            metrics=GatewayMetrics(pool),
+            lifecycle=Lifecycle([]),
+            open_answers=OpenAnswers(),
+            version="0",
+            start_time_s=1.0,
+            api_key=api_key,
+        )
+        made.append(gateway)
+        pool.start()
+        wanted = len(targets) if num_serving is None else num_serving
+        await eventually(lambda: sum(link.epoch > 0 for link in pool.links) == wanted)
+        await gateway.lifecycle.activate()
+        return gateway
+
+    yield make
+    for gateway in made:
+        await gateway.pool.close()
+
+
+@pytest_asyncio.fixture
+async def gateway(make_gateway: MakeGateway, target: FakeTarget) -> Gateway:
+    return await make_gateway(target)
+
+
+def http_client(gateway: Gateway) -> httpx.AsyncClient:
+    """Returns a client that calls the app without a socket; it cannot stream."""
+    transport = httpx.ASGITransport(create_app(gateway), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+@pytest_asyncio.fixture
+async def client(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(gateway) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def serve() -> AsyncIterator[Callable[[Gateway], str]]:
+    """Serves gateways over real sockets; returns their URLs."""
+    servers: list[HttpServer] = []
+
+    def start(gateway: Gateway) -> str:
+        server = HttpServer(create_app(gateway), "127.0.0.1", 0)
+        server.start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.port}"
+
+    yield start
+    for server in servers:
+        await server.stop(1)
+
+
+@pytest_asyncio.fixture
+async def openai_client(
+    gateway: Gateway, serve: Callable[[Gateway], str]
+) -> AsyncIterator[AsyncOpenAI]:
+    """The real client over a real socket."""
+    async with AsyncOpenAI(
+        base_url=f"{serve(gateway)}/v1", api_key="unused", max_retries=0
+    ) as client:
+        yield client
