@@ -90,7 +90,9 @@ def _decided(
 def _candidate(
     sequence_id: int, round_: int, count: int, tree: TokenTree | None = None
 ) -> Candidate:
-    return Candidate(sequence_id, round_, count, tree or TokenTree.chain([count, count + 1]))
+    """The scripted drafter's candidate for a sequence of `count` tokens, or one with `tree`."""
+    expected = TokenTree.chain([count, count + 1]) if tree is None else tree
+    return Candidate(sequence_id, round_, count, expected)
 
 
 def test_an_opened_sequence_gets_a_candidate_for_its_round() -> None:
@@ -164,7 +166,8 @@ def test_a_prompt_of_one_chunk_is_answered_with_a_tree_not_an_empty_one() -> Non
 def test_step_says_whether_there_is_more_to_do() -> None:
     bench = Bench()
     bench.apply(_opened(1, 250))
-    assert [bench.rounds.step() for _ in range(4)] == [True, True, True, False]
+    # 250, 150 and then 50 left, which its next proposal takes in.
+    assert [bench.rounds.step() for _ in range(3)] == [True, True, False]
 
 
 def test_a_closed_sequence_is_forgotten() -> None:
@@ -277,8 +280,8 @@ def test_a_probe_waits_for_its_prompt_and_is_gone_when_answered() -> None:
     bench = Bench()
     bench.apply(*_probe(250, TreeShape(1, 1, 2)))
     outputs = [output for _ in range(4) for output in bench.step()]
-    # Three chunks and the proposal, a second each by this clock.
-    assert outputs == [ProbeDone(9, TokenTree.chain([250]), 4.0)]
+    # Two chunks and the proposal, a second each by this clock.
+    assert outputs == [ProbeDone(9, TokenTree.chain([250]), 3.0)]
     assert len(bench.roster) == 0
 
 
