@@ -122,6 +122,7 @@ class _Assignment:
     candidate: Candidate | None = None
     conditional: dict[Condition, Candidate] = field(default_factory=dict)
     stale_in_round: bool = False
+    num_heard: int = 0
 
     def fences(self, candidate: Candidate) -> bool:
         return candidate.round == self.sequence.round and candidate.committed_token_count == len(
@@ -217,8 +218,7 @@ class Attachments:
                 assignment.stale_in_round = True
             elif candidate.condition is None:
                 assignment.candidate = candidate
-                asked_s = assignment.asked_s
-                attachment.patience.heard(None if asked_s is None else now_s - asked_s)
+                attachment.patience.heard(self._response_s(assignment, now_s))
             elif len(assignment.conditional) < MAX_CONDITIONAL_CANDIDATES:
                 assignment.conditional[candidate.condition] = candidate
 
@@ -241,6 +241,22 @@ class Attachments:
             return EMPTY_TREE
         return assignment.candidate.tree
 
+    def count_round(
+        self, sequence: Sequence, num_accepted: int, *, was_verified: bool, now_s: float
+    ) -> None:
+        """Counts a round of a sequence, its last one included, before `decided` or `close`."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None:
+            return
+        counters = assignment.attachment.counters
+        if was_verified:
+            counters.num_verified_rounds += 1
+            counters.num_accepted += num_accepted
+        elif assignment.candidate is None and assignment.asked_s is not None:
+            counters.num_missed_rounds += 1
+            assignment.attachment.patience.missed(now_s)
+            sequence.stats.num_missed_rounds += 1
+
     def decided(
         self,
         sequence: Sequence,
@@ -250,7 +266,7 @@ class Attachments:
         was_verified: bool,
         now_s: float,
     ) -> None:
-        """Records the verdict on a round after it was committed, and selects what was pushed ahead.
+        """Hands out the verdict on a committed round, and selects what was pushed ahead for it.
 
         `sequence.round` is the next round already.
         """
@@ -258,14 +274,6 @@ class Attachments:
         if assignment is None:
             return
         attachment = assignment.attachment
-        is_first = sequence.num_output_tokens == len(committed_token_ids)
-        if was_verified:
-            attachment.counters.num_verified_rounds += 1
-            attachment.counters.num_accepted += len(accepted_node_indices)
-        elif assignment.candidate is None and not is_first:
-            attachment.counters.num_missed_rounds += 1
-            attachment.patience.missed(now_s)
-            sequence.stats.num_missed_rounds += 1
         selected = self._select(assignment, accepted_node_indices, committed_token_ids[-1])
         attachment.outbox_verdicts.append(
             Verdict(
@@ -280,7 +288,7 @@ class Attachments:
         assignment.candidate = selected
         assignment.conditional.clear()
         assignment.stale_in_round = False
-        assignment.asked_s = None if is_first else now_s
+        assignment.asked_s = now_s
         assignment.deadline_s = attachment.patience.deadline_s(now_s)
 
     def take_messages(self) -> list[tuple[Attachment, DraftMessage]]:
@@ -291,6 +299,14 @@ class Attachments:
             if message is not None:
                 messages.append((attachment, message))
         return messages
+
+    @staticmethod
+    def _response_s(assignment: _Assignment, now_s: float) -> float | None:
+        """Time since the verdict; None for a first tree, which waits for the prompt as well."""
+        assignment.num_heard += 1
+        if assignment.asked_s is None or assignment.num_heard == 1:
+            return None
+        return now_s - assignment.asked_s
 
     @staticmethod
     def _select(

@@ -274,10 +274,14 @@ class Engine:
         committed = sequence.commit(decision.token_ids)
         accepted = decision.accepted_nodes[: len(committed)]
         sequence.stats.num_rounds += 1
-        if entry.tree.token_ids:
+        was_verified = bool(entry.tree.token_ids)
+        if was_verified:
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         # The last committed token is always left to compute.
         sequence.num_computed += min(len(accepted), len(committed) - 1)
+        self._attachments.count_round(
+            sequence, len(accepted), was_verified=was_verified, now_s=now_s
+        )
         self._emit(sequence, Delta(committed, decision.logprobs[: len(committed)], len(accepted)))
         if sequence.finish_reason is not None:
             self._finish(sequence)
@@ -288,7 +292,7 @@ class Engine:
             sequence,
             committed,
             tuple(entry.node_indices[node] for node in accepted),
-            was_verified=bool(entry.tree.token_ids),
+            was_verified=was_verified,
             now_s=now_s,
         )
         return len(committed)

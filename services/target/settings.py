@@ -81,6 +81,7 @@ class TargetSettings(ProcessSettings):
     metrics_port: int | None = setting(
         None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
+
     def __post_init__(self) -> None:
         problems: list[str] = []
         is_exact = (

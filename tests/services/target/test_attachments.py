@@ -66,6 +66,7 @@ def _commit(
     now_s: float = 0.0,
 ) -> None:
     sequence.commit(tokens)
+    attachments.count_round(sequence, len(accepted), was_verified=was_verified, now_s=now_s)
     attachments.decided(sequence, tokens, accepted, was_verified=was_verified, now_s=now_s)
 
 

@@ -1,0 +1,395 @@
+"""The target as its clients meet it: real servers on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from services.target.settings import TargetSettings
+from shared.errors import OutriderError, SettingsError
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
+from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as speculation_pb
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as speculation_grpc
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
+from shared.rpc.channel import open_channel
+from shared.rpc.status import error_from_rpc
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+
+HASH = "ab" * 32
+VOCAB = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB), seed=3)
+    return folder
+
+
+Served = tuple[TargetProcess, aio.Channel, aio.Channel]
+Serve = Callable[..., "asynccontextmanager[Served]"]
+
+
+@asynccontextmanager
+async def _serve(folder: Path, **changes: object) -> AsyncIterator[Served]:
+    settings = replace(
+        TargetSettings(
+            model_path=folder, port=0, max_total_tokens=256, context_length=64, device="cpu"
+        ),
+        **changes,  # type: ignore[arg-type]
+    )
+    process = TargetProcess(build_engine(settings, lambda report: None), settings, HASH)
+    await process.start()
+    async with (
+        open_channel(f"127.0.0.1:{process.port}") as channel,
+        open_channel(f"127.0.0.1:{process.admin_port}") as admin,
+    ):
+        try:
+            yield process, channel, admin
+        finally:
+            await process.stop(grace_s=0.0)
+
+
+def _generate(prompt: list[int], max_tokens: int = 8, **fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt_token_ids=prompt,
+        sampling_params=sampling_pb2.SamplingParams(temperature=0.0),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=max_tokens, ignore_eos=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def _tokens(channel: aio.Channel, request: pb.GenerateRequest) -> list[int]:
+    stub = pb_grpc.TargetServiceStub(channel)
+    return [
+        token async for response in stub.Generate(request) for token in response.delta.token_ids
+    ]
+
+
+async def _gauges(admin: aio.Channel) -> dict[str, float]:
+    stub = admin_grpc.AdminServiceStub(admin)
+    return dict((await stub.GetServerInfo(admin_pb.GetServerInfoRequest())).gauges)
+
+
+async def _until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
+    """Waits for what another thread is about to do, yielding to the loop."""
+    async with asyncio.timeout(deadline_s):
+        while True:
+            result = condition()
+            if asyncio.iscoroutine(result):
+                result = await result
+            if result:
+                return
+            await asyncio.sleep(0)
+
+
+async def test_generate_starts_streams_and_finishes(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        stub = pb_grpc.TargetServiceStub(channel)
+        events = [response async for response in stub.Generate(_generate([1, 2, 3]))]
+    assert events[0].WhichOneof("event") == "started"
+    assert {each.WhichOneof("event") for each in events[1:-1]} == {"delta"}
+    finished = events[-1].finished
+    assert finished.finish_reason == pb.FINISH_REASON_LENGTH
+    assert (finished.prompt_token_count, finished.output_token_count) == (3, 8)
+
+
+async def test_health_is_serving_until_drained(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, admin):
+        health = health_pb2_grpc.HealthStub(channel)
+        name = "outrider.target.v1.TargetService"
+        request = health_pb2.HealthCheckRequest(service=name)
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        drain = admin_grpc.AdminServiceStub(admin).DrainServer(admin_pb.DrainServerRequest())
+        assert (await drain).running_request_count == 0
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(aio.AioRpcError) as failure:
+            await _tokens(channel, _generate([1]))
+        assert error_from_rpc(failure.value).reason == "SERVER_DRAINING"
+        assert error_from_rpc(failure.value).retry_after_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "text"),
+    [
+        (_generate([]), "PROMPT_EMPTY", "at least 1"),
+        (_generate([1] * 64), "PROMPT_TOO_LONG", "64 tokens; the model accepts 63"),
+        (_generate([VOCAB]), "TOKEN_OUT_OF_RANGE", f"token {VOCAB}"),
+        (
+            pb.GenerateRequest(
+                prompt_token_ids=[1],
+                sampling_params=sampling_pb2.SamplingParams(temperature=-1.0),
+            ),
+            "SAMPLING_PARAM_OUT_OF_RANGE",
+            "temperature is -1.0",
+        ),
+        (
+            pb.GenerateRequest(
+                prompt_token_ids=[1],
+                sampling_params=sampling_pb2.SamplingParams(temperature=float("nan")),
+            ),
+            "SAMPLING_PARAM_OUT_OF_RANGE",
+            "temperature is nan",
+        ),
+        (_generate([1], max_tokens=0), "SAMPLING_PARAM_OUT_OF_RANGE", "max_tokens is 0"),
+        (_generate([1], top_logprob_count=21), "SAMPLING_PARAM_OUT_OF_RANGE", "21"),
+    ],
+)
+async def test_bad_request_gets_its_named_error(
+    folder: Path, request_: pb.GenerateRequest, reason: str, text: str
+) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        with pytest.raises(aio.AioRpcError) as failure:
+            await _tokens(channel, request_)
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_from_rpc(failure.value)
+    assert error.reason == reason
+    assert text in error.message
+
+
+async def test_session_carries_many_requests_and_fails_one_alone(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        call = pb_grpc.TargetServiceStub(channel).Session()
+        for key, prompt in ((1, [1, 2, 3]), (2, []), (3, [4])):
+            submit = pb.Submit(request_id=key, request=_generate(prompt))
+            await call.write(pb.SessionRequest(submit=submit))
+        await call.done_writing()
+        events = [event async for message in call for event in message.events]
+        expected = await _tokens(channel, _generate([1, 2, 3]))
+    tokens = [t for e in events if e.request_id == 1 for t in e.response.delta.token_ids]
+    assert tokens == expected
+    [failed] = [event for event in events if event.request_id == 2]
+    assert failed.failure.reason == "PROMPT_EMPTY"
+    assert failed.failure.field == "prompt"
+    assert [e for e in events if e.request_id == 3][-1].response.HasField("finished")
+
+
+async def test_duplicate_request_id_ends_the_session(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        call = pb_grpc.TargetServiceStub(channel).Session()
+        submit = pb.SessionRequest(submit=pb.Submit(request_id=1, request=_generate([1], 50)))
+        await call.write(submit)
+        await call.write(submit)
+        with pytest.raises(aio.AioRpcError) as failure:
+            async for _ in call:
+                pass
+    assert error_from_rpc(failure.value).reason == "REQUEST_ID_DUPLICATE"
+
+
+async def test_session_cancel_and_hang_up_free_pages(folder: Path) -> None:
+    async with _serve(folder, disable_radix_cache=True) as (_, channel, admin):
+
+        async def is_idle() -> bool:
+            return (await _gauges(admin))["held_page_count"] == 0
+
+        for end in ("cancel", "hang up"):
+            call = pb_grpc.TargetServiceStub(channel).Session()
+            submit = pb.Submit(request_id=1, request=_generate([1], 60))
+            await call.write(pb.SessionRequest(submit=submit))
+            await call.read()
+            if end == "cancel":
+                await call.write(pb.SessionRequest(cancel=pb.Cancel(request_id=1)))
+                await call.done_writing()
+            else:
+                call.cancel()
+            await _until(is_idle)
+
+
+async def test_rpc_cancel_frees_pages(folder: Path) -> None:
+    async with _serve(folder, disable_radix_cache=True) as (_, channel, admin):
+        call = pb_grpc.TargetServiceStub(channel).Generate(_generate([1], 60))
+        await call.read()
+        call.cancel()
+
+        async def is_idle() -> bool:
+            return (await _gauges(admin))["held_page_count"] == 0
+
+        await _until(is_idle)
+
+
+class _Draft:
+    """A draft that speaks the protocol by hand."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self.call = speculation_grpc.SpeculationServiceStub(channel).Speculate()
+
+    async def attach(self, **changes: object) -> speculation_pb.Attached:
+        fields: dict[str, object] = {
+            "worker_id": "w",
+            "model_id": "m",
+            "tokenizer_sha256": HASH,
+            "max_sequence_count": 4,
+            "max_node_count": 8,
+            "algorithm": "TEST",
+        }
+        attach = speculation_pb.Attach(**(fields | changes))  # type: ignore[arg-type]
+        await self.call.write(speculation_pb.SpeculateRequest(attach=attach))
+        try:
+            return (await self.call.read()).attached
+        except aio.AioRpcError as failure:
+            raise error_from_rpc(failure) from failure
+
+    async def propose(
+        self, sequence_id: int, round_: int, committed: int, tokens: list[int], parents: list[int]
+    ) -> None:
+        tree = token_tree_pb2.TokenTree(token_ids=tokens, parent_indices=parents)
+        candidate = speculation_pb.Candidate(
+            sequence_id=sequence_id, round=round_, committed_token_count=committed, tree=tree
+        )
+        batch = speculation_pb.CandidateBatch(candidates=[candidate])
+        await self.call.write(speculation_pb.SpeculateRequest(candidates=batch))
+
+    async def serve(self, answer: list[int]) -> None:
+        """Proposes chains of the known answer until the stream ends."""
+        while (message := await self.call.read()) is not aio.EOF:
+            for verdict in message.verdicts.verdicts:
+                committed = verdict.committed_token_count
+                chain = answer[committed : committed + 3]
+                await self.propose(
+                    verdict.sequence_id,
+                    verdict.round + 1,
+                    committed,
+                    chain,
+                    list(range(-1, len(chain) - 1)),
+                )
+
+
+async def _failure(call: aio.StreamStreamCall) -> aio.AioRpcError:  # type: ignore[type-arg]
+    try:
+        while await call.read() is not aio.EOF:
+            pass
+    except aio.AioRpcError as failure:
+        return failure
+    raise AssertionError("the stream ended without an error")
+
+
+async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
+    async with _serve(folder, candidate_wait_ms=5000.0) as (_, channel, admin):
+        expected = await _tokens(channel, _generate([1, 2, 3], 20))
+        draft = _Draft(channel)
+        attached = await draft.attach()
+        assert attached.verification_mode == speculation_pb.VERIFICATION_MODE_COUPLED
+        serving = asyncio.create_task(draft.serve([1, 2, 3, *expected]))
+        stub = pb_grpc.TargetServiceStub(channel)
+        events = [response async for response in stub.Generate(_generate([1, 2, 3], 20))]
+        tokens = [token for event in events for token in event.delta.token_ids]
+        assert tokens == expected
+        stats = events[-1].finished.speculation
+        assert stats.verified_round_count == 5
+        assert stats.accepted_token_count == 14
+        listed = await admin_grpc.AdminServiceStub(admin).ListAttachments(
+            admin_pb.ListAttachmentsRequest()
+        )
+        assert [each.worker_id for each in listed.attachments] == ["w"]
+        assert listed.attachments[0].accepted_token_count == 14
+        draft.call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+
+async def test_draft_that_dies_mid_stream_changes_nothing(folder: Path) -> None:
+    async with _serve(folder, candidate_wait_ms=5.0) as (_, channel, _admin):
+        request = _generate([1, 2, 3], 40)
+        expected = await _tokens(channel, request)
+        draft = _Draft(channel)
+        await draft.attach()
+        call = pb_grpc.TargetServiceStub(channel).Generate(request)
+        found: list[int] = []
+        async for response in call:
+            found.extend(response.delta.token_ids)
+            if len(found) == 5:
+                draft.call.cancel()
+            elif len(found) < 5 and response.HasField("delta"):
+                await draft.propose(1, 10_000, 5, [1], [-1])
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokenizer_sha256": "cd" * 32}, "TOKENIZER_MISMATCH"),
+        ({"max_sequence_count": 0}, "ATTACH_OUT_OF_RANGE"),
+        (
+            {"feature_spec": speculation_pb.FeatureSpec(layer_indices=[1])},
+            "FEATURE_SPEC_UNSUPPORTED",
+        ),
+    ],
+)
+async def test_attach_that_cannot_work_is_refused(
+    folder: Path, changes: dict[str, object], reason: str
+) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        with pytest.raises(OutriderError) as failure:
+            await _Draft(channel).attach(**changes)
+    assert failure.value.reason == reason
+
+
+async def test_message_before_attach_ends_the_stream(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        draft = _Draft(channel)
+        await draft.propose(1, 0, 1, [1], [-1])
+        assert error_from_rpc(await _failure(draft.call)).reason == "ATTACH_REQUIRED"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "text"),
+    [
+        ([1, 2], [-1, 1], "node 1 has parent 1"),
+        ([1, 2], [1, 0], "node 0 has parent 1"),
+        ([1], [-1, 0], "2 parent indices"),
+        ([VOCAB], [-1], f"token {VOCAB}"),
+        ([1] * 9, [-1] * 9, "9 nodes; the target accepts 8"),
+        ([1], [-2], "below -1"),
+    ],
+)
+async def test_malformed_tree_ends_the_stream_and_not_the_target(
+    folder: Path, tokens: list[int], parents: list[int], text: str
+) -> None:
+    async with _serve(folder, max_tree_nodes=8) as (_, channel, _admin):
+        draft = _Draft(channel)
+        await draft.attach()
+        await draft.propose(1, 0, 1, tokens, parents)
+        error = error_from_rpc(await _failure(draft.call))
+        assert error.reason == "TREE_MALFORMED"
+        assert text in error.message
+        assert len(await _tokens(channel, _generate([1]))) == 8
+
+
+async def test_drain_asks_drafts_to_leave(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, admin):
+        draft = _Draft(channel)
+        await draft.attach()
+        await admin_grpc.AdminServiceStub(admin).DrainServer(admin_pb.DrainServerRequest())
+        response = await draft.call.read()
+        assert response.WhichOneof("message") == "drain"
+        draft.call.cancel()
+
+
+async def test_taken_port_is_named(folder: Path) -> None:
+    async with _serve(folder) as (process, _, _admin):
+        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{process.port}"):
+            async with _serve(folder, port=process.port):
+                pass
+
+
+async def test_flush_frees_cached_pages(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, admin):
+        await _tokens(channel, _generate(list(range(20)), 20))
+        stub = admin_grpc.AdminServiceStub(admin)
+        response = await stub.FlushPrefixCache(admin_pb.FlushPrefixCacheRequest())
+        assert response.freed_page_count == 2
+        gauges = await _gauges(admin)
+        assert gauges["free_page_count"] == gauges["page_count"]
