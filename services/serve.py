@@ -195,7 +195,7 @@ def main() -> int:
     settings = parse(sys.argv[1:])
     busy = _busy_ports(settings.ports)
     if busy:
-        _to_stderr(f"already in use on {_HOST}: port {', '.join(map(str, busy))}")
+        _to_stderr(f"ports in use on {_HOST}: {', '.join(map(str, busy))}")
         return 1
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_serve(settings))

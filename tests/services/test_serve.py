@@ -56,5 +56,5 @@ def test_busy_ports_are_named_before_anything_starts(tmp_path: Path) -> None:
         port = busy.getsockname()[1]
         result = _serve("--gateway-port", str(port), "--log-dir", str(tmp_path / "logs"))
     assert result.returncode == 1
-    assert f"already in use on 127.0.0.1: port {port}" in result.stderr
+    assert f"ports in use on 127.0.0.1: {port}" in result.stderr
     assert not (tmp_path / "logs").exists()
