@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import grpc
 from grpc import aio
 
+from shared.errors import InvalidArgument
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle, State
@@ -92,9 +93,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def DrainServer(
         self, request: pb.DrainServerRequest, context: Context
     ) -> pb.DrainServerResponse:
-        grace_s = DEFAULT_GRACE_S
-        if request.HasField("grace_duration"):
-            grace_s = request.grace_duration.ToNanoseconds() / 1e9
+        grace_s = _grace_s(request)
         await self._lifecycle.drain()
         # A caller who hangs up must not leave the process half drained.
         num_running = await asyncio.shield(asyncio.ensure_future(self._hooks.drain(grace_s)))
@@ -107,6 +106,17 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             await _refuse(context, f"{self._info.service} has no prefix cache")
         freed = await self._hooks.flush_prefix_cache()
         return pb.FlushPrefixCacheResponse(freed_page_count=freed)
+
+
+def _grace_s(request: pb.DrainServerRequest) -> float:
+    if not request.HasField("grace_duration"):
+        return DEFAULT_GRACE_S
+    grace_s = request.grace_duration.ToNanoseconds() / 1e9
+    if grace_s < 0:
+        raise InvalidArgument.of(
+            "GRACE_OUT_OF_RANGE", "grace_duration", f"the grace is {grace_s:g} s; at least 0 s"
+        )
+    return grace_s
 
 
 async def _refuse(context: Context, message: str) -> NoReturn:

@@ -1,0 +1,219 @@
+"""Errors become statuses once; ids reach the logs; aborts and cancellations pass."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc import aio
+from grpc_status import rpc_status
+
+from shared.errors import InvalidArgument, QueueFull
+from shared.rpc.metadata import onward_metadata
+from shared.rpc.status import error_from_rpc
+from shared.telemetry.request_id import current_request_id
+from tests.helpers.scripted_server import KINDS, ScriptedServer, scripted_server
+
+
+def behaviour(kind: str, act: Any) -> Any:
+    """Returns a handler that awaits `act(context)`; a stream yields one response before it."""
+
+    async def unary(request: Any, context: Any) -> bytes:
+        return await act(context) or b"!"
+
+    async def stream(request: Any, context: Any) -> Any:
+        yield b"first"
+        await act(context)
+
+    return stream if kind.endswith("stream") else unary
+
+
+def our_errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Without what grpcio logs of the event loops of earlier tests."""
+    records = (each for each in caplog.records if each.name.startswith("shared."))
+    return [each for each in records if each.levelno >= logging.ERROR]
+
+
+async def failure_of(serving: ScriptedServer, kind: str, **options: Any) -> aio.AioRpcError:
+    call = serving.call(kind, **options)
+    is_stream = kind.endswith("stream")
+    if is_stream:
+        assert await call.read() == b"first"
+    with pytest.raises(aio.AioRpcError) as caught:
+        await (call.read() if is_stream else call)
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_error_arrives_as_rich_status_from_every_kind_of_call(kind: str) -> None:
+    async def act(context: Any) -> None:
+        raise QueueFull.of(7, 4, retry_after_s=2.5)
+
+    async with scripted_server(**{kind: behaviour(kind, act)}) as serving:
+        failure = await failure_of(serving, kind, metadata=[("x-request-id", "r-1")])
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = error_from_rpc(failure)
+    assert isinstance(error, QueueFull)
+    assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 2.5)
+    assert error.message == "7 requests are waiting; the queue holds 4"
+    assert ("x-request-id", "r-1") in list(failure.trailing_metadata())
+
+
+async def test_details_are_what_the_official_reader_reads() -> None:
+    async def act(context: Any) -> None:
+        raise InvalidArgument.prompt_too_long(9000, 8192)
+
+    async with scripted_server(unary_unary=behaviour("unary_unary", act)) as serving:
+        failure = await failure_of(serving, "unary_unary", metadata=[("x-request-id", "r-1")])
+    status = rpc_status.from_call(failure)  # refuses a code or message unlike the call's
+    info, request, bad = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.RequestInfo(),
+        error_details_pb2.BadRequest(),
+    )
+    for detail, message in zip(status.details, (info, request, bad), strict=True):
+        assert detail.Unpack(message)
+    assert (info.reason, info.domain) == ("PROMPT_TOO_LONG", "outrider")
+    assert request.request_id == "r-1"
+    assert [each.field for each in bad.field_violations] == ["prompt"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_unknown_exception_tells_the_caller_the_request_id_only(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(context: Any) -> None:
+        raise ZeroDivisionError("a secret of ours")
+
+    async with scripted_server(**{kind: behaviour(kind, act)}) as serving:
+        failure = await failure_of(serving, kind, metadata=[("x-request-id", "r-2")])
+    assert failure.code() is grpc.StatusCode.INTERNAL
+    assert error_from_rpc(failure).reason == "ENGINE_FAILED"
+    assert "r-2" in (failure.details() or "")
+    assert "secret" not in str(failure)
+    [record] = our_errors(caplog)
+    assert record.exc_info is not None
+    assert "a secret of ours" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_abort_of_the_handler_passes_unchanged(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
+
+    async with scripted_server(**{kind: behaviour(kind, act)}) as serving:
+        failure = await failure_of(serving, kind)
+    assert (failure.code(), failure.details()) == (grpc.StatusCode.UNIMPLEMENTED, "not here")
+    assert our_errors(caplog) == []
+
+
+@pytest.mark.parametrize("kind", ["unary_stream", "stream_stream"])
+async def test_stream_may_be_written_by_a_coroutine(kind: str) -> None:
+    async def write(request: Any, context: Any) -> None:
+        await context.write(b"first")
+        raise QueueFull.of(1, 1)
+
+    async with scripted_server(**{kind: write}) as serving:
+        failure = await failure_of(serving, kind)
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("kind", ["unary_stream", "stream_stream"])
+async def test_generator_yields_all_its_responses(kind: str) -> None:
+    async def count(request: Any, context: Any) -> Any:
+        for number in range(100):
+            yield bytes([number])
+
+    async with scripted_server(**{kind: count}) as serving:
+        received = [response async for response in serving.call(kind)]
+    assert received == [bytes([number]) for number in range(100)]
+
+
+async def test_requests_of_a_stream_reach_the_handler() -> None:
+    async def echo(requests: Any, context: Any) -> Any:
+        async for request in requests:
+            yield request + request
+
+    async with scripted_server(stream_stream=echo) as serving:
+        assert [response async for response in serving.call("stream_stream")] == [b"??"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cancelled_call_cancels_the_handler_and_is_no_error(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, ended = asyncio.Event(), asyncio.Event()
+
+    async def act(context: Any) -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with scripted_server(**{kind: behaviour(kind, act)}) as serving:
+        call = serving.call(kind)
+        if kind.endswith("stream"):
+            assert await call.read() == b"first"
+        await entered.wait()
+        call.cancel()
+        await asyncio.wait_for(ended.wait(), 10)
+    assert our_errors(caplog) == []
+
+
+async def test_generator_is_closed_when_its_caller_leaves_between_responses() -> None:
+    closed = asyncio.Event()
+
+    async def endless(request: Any, context: Any) -> Any:
+        try:
+            while True:
+                yield bytes(4096)
+        finally:
+            closed.set()
+
+    async with scripted_server(unary_stream=endless) as serving:
+        call = serving.call("unary_stream")
+        await call.read()
+        call.cancel()
+        await asyncio.wait_for(closed.wait(), 10)
+
+
+async def test_handler_sees_the_callers_request_id_and_hands_it_onwards() -> None:
+    seen: list[Any] = []
+
+    async def act(context: Any) -> None:
+        seen.append((current_request_id.get(), onward_metadata()))
+
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    metadata = [("x-request-id", "r-3"), ("traceparent", trace)]
+    async with scripted_server(unary_unary=behaviour("unary_unary", act)) as serving:
+        await serving.call("unary_unary", metadata=metadata)
+    assert seen == [("r-3", (("x-request-id", "r-3"), ("traceparent", trace)))]
+    assert onward_metadata() == ()
+
+
+@pytest.mark.parametrize("metadata", [(), (("x-request-id", "x" * 129),)])
+async def test_request_without_a_fit_id_gets_one_of_its_own(metadata: Any) -> None:
+    seen: list[str] = []
+
+    async def act(context: Any) -> None:
+        seen.append(current_request_id.get())
+
+    async with scripted_server(unary_unary=behaviour("unary_unary", act)) as serving:
+        await serving.call("unary_unary", metadata=metadata)
+        await serving.call("unary_unary", metadata=metadata)
+    assert len(set(seen)) == 2
+    assert all(len(each) == 32 for each in seen)
+
+
+async def test_unknown_method_is_unimplemented() -> None:
+    async with scripted_server() as serving:
+        failure = await failure_of(serving, "unary_unary")
+    assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert error_from_rpc(failure).reason == "UNIMPLEMENTED"
