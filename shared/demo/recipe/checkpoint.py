@@ -1,0 +1,102 @@
+"""Writes and reads checkpoints in the Hugging Face layout, in bfloat16.
+
+``python -m shared.demo.recipe.checkpoint split MODEL.safetensors --out DIR`` cuts a file into
+parts (for transports with a size limit); ``join PART... --out FILE`` puts them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.demo.recipe.model import Llama, Shape
+from shared.demo.recipe.tokenizer import SPECIALS, TURN_END
+
+PART_BYTES = 15_000_000
+END_OF_TEXT_ID, TURN_END_ID = 0, SPECIALS.index(TURN_END)
+
+
+def config(s: Shape) -> dict[str, object]:
+    """``config.json`` of a ``LlamaForCausalLM`` of this shape."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": s.hidden,
+        "intermediate_size": s.intermediate,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "vocab_size": s.vocabulary,
+        "max_position_embeddings": s.positions,
+        "rope_theta": s.theta,
+        "rms_norm_eps": s.eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
+        "pad_token_id": END_OF_TEXT_ID,
+        "initializer_range": 0.02,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
+def save(model: Llama, folder: Path) -> None:
+    """Weights in bfloat16, ``config.json`` and ``generation_config.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous()
+               for k, v in model.state_dict().items()}  # fmt: skip
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    ends = {"eos_token_id": [TURN_END_ID, END_OF_TEXT_ID], "pad_token_id": END_OF_TEXT_ID}
+    (folder / "config.json").write_text(json.dumps(config(model.s), indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+
+
+def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
+    """The model of a folder written by ``save``."""
+    c = json.loads((folder / "config.json").read_text())
+    shape = Shape(
+        hidden=c["hidden_size"], layers=c["num_hidden_layers"], heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"], head_dim=c["head_dim"],
+        intermediate=c["intermediate_size"], vocabulary=c["vocab_size"],
+        positions=c["max_position_embeddings"], theta=c["rope_theta"], eps=c["rms_norm_eps"],
+    )  # fmt: skip
+    model = Llama(shape)
+    model.load_state_dict(load_file(str(folder / "model.safetensors")))
+    model = model.to(device=device, dtype=dtype).eval()
+    model.cos, model.sin = (table.to(device) for table in model.tables())
+    return model
+
+
+def split(source: Path, folder: Path) -> None:
+    """Writes ``NAME.00``, ``NAME.01``, ... of at most ``PART_BYTES`` each."""
+    data = source.read_bytes()
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(0, len(data), PART_BYTES):
+        name = f"{source.parent.name}.{i // PART_BYTES:02d}"
+        (folder / name).write_bytes(data[i : i + PART_BYTES])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Split or join checkpoint files.")
+    parser.add_argument("action", choices=("split", "join"))
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.action == "split":
+        for file in args.files:
+            split(file, args.out)
+    else:
+        args.out.write_bytes(b"".join(file.read_bytes() for file in sorted(args.files)))
+
+
+if __name__ == "__main__":
+    main()
