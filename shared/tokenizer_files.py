@@ -21,7 +21,7 @@ def tokenizer_sha256(folder: Path) -> str:
     them; folders without that file are told apart by their vocabulary files.
 
     Raises:
-        CheckpointError: the folder holds no tokenizer, or one that is not JSON.
+        CheckpointError: the folder holds no tokenizer, or one that cannot be read.
     """
     path = folder / _TOKENIZER_JSON
     if path.is_file():
@@ -41,5 +41,7 @@ def _decisive_json(path: Path) -> bytes:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a tokenizer: it holds no JSON object")
     decisive = {key: content.get(key) for key in _DECISIVE_KEYS}
     return json.dumps(decisive, sort_keys=True, ensure_ascii=False).encode()

@@ -1,4 +1,9 @@
-"""Logs of one process: a line a record, for people or for machines."""
+"""Logs of one process: a line a record, for people or for machines.
+
+Both forms carry the id of the request being served, and what a call gives as `extra`:
+
+    logger.info("attached", extra={"worker_id": "draft-0", "num_sequences": 4})
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,11 @@ import json
 import logging
 import sys
 import time
+from typing import TextIO
 
-from shared.telemetry.request_id import current_request_id
+from shared.telemetry.request_id import NO_REQUEST, current_request_id, current_traceparent
+
+_OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class LogFormat(enum.Enum):
@@ -18,42 +26,66 @@ class LogFormat(enum.Enum):
     JSON = "json"
 
 
-def configure_logs(service: str, *, level: str, log_format: LogFormat) -> None:
-    """Sends every record to standard error. Called once, by `__main__`."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _JsonFormatter(service) if log_format is LogFormat.JSON else _TextFormatter(service)
-    )
+def configure_logs(
+    service: str, *, level: str, log_format: LogFormat, stream: TextIO = sys.stderr
+) -> None:
+    """Sends every record of the process to one stream. Called once, by `__main__`."""
+    handler = logging.StreamHandler(stream)
+    is_json = log_format is LogFormat.JSON
+    handler.setFormatter(JsonFormatter(service) if is_json else TextFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
-class _TextFormatter(logging.Formatter):
-    def __init__(self, service: str) -> None:
-        super().__init__(f"%(asctime)s {service} %(levelname)s %(message)s", "%H:%M:%S")
+class TextFormatter(logging.Formatter):
+    """`2026-11-21T02:53:33.120Z target INFO attached worker_id=draft-0 request=5f0c…`, and a
+    traceback on lines of its own."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        request_id = current_request_id.get()
-        return line if request_id == "-" else f"{line} request={request_id}"
-
-
-class _JsonFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        fields = {
-            "time": f"{seconds}.{int(record.msecs):03d}Z",
+        # A line break in a message could pass for a record of its own.
+        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        words = [_utc(record.created), self._service, record.levelname, message]
+        words += [f"{name}={value}" for name, value in _extra(record).items()]
+        if (request_id := current_request_id.get()) != NO_REQUEST:
+            words.append(f"request={request_id}")
+        line = " ".join(words)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a record; absent facts have no key."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": _utc(record.created),
             "level": record.levelname,
             "service": self._service,
             "logger": record.name,
             "message": record.getMessage(),
-            "request_id": current_request_id.get(),
         }
+        if (request_id := current_request_id.get()) != NO_REQUEST:
+            fields["request_id"] = request_id
+        if (traceparent := current_traceparent.get()) is not None:
+            fields["traceparent"] = traceparent
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False)
+        # An extra never replaces a fact of the record.
+        return json.dumps(_extra(record) | fields, ensure_ascii=False, default=str)
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _OWN_ATTRIBUTES}
+
+
+def _utc(seconds: float) -> str:
+    whole, milliseconds = divmod(round(seconds * 1e3), 1000)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{milliseconds:03d}Z"
