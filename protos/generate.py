@@ -1,7 +1,7 @@
 """Writes the checked-in Python stubs of the contracts to `shared/pb/`.
 
     python -m protos.generate           # write
-    python -m protos.generate --check   # fail when the checked-in stubs are not what would be written
+    python -m protos.generate --check   # fail when the checked-in stubs differ from the contracts
 
 Two changes are made to what protoc writes. Imports are moved below `shared.pb`, so that the stubs
 own no top-level name. The version guards are dropped: a stub holds a serialized descriptor and

@@ -22,6 +22,7 @@ from services.stack import Part, Patience, Stack
 
 _HOST = "127.0.0.1"
 _NO_DRAFT = "NONE"
+_DEMO_NAME = "demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,11 @@ def _default_algorithm(model: Path | None, draft_model: Path | None) -> str:
 
 
 def _target(settings: ServeSettings) -> ChildSpec:
-    arguments = ["--port", str(settings.target_port)]
-    arguments += _flag("--model-path", settings.model) + _flag("--dtype", settings.dtype)
+    arguments = ["--port", str(settings.target_port), *_flag("--dtype", settings.dtype)]
+    if settings.model is None:
+        arguments += ["--served-model-name", _DEMO_NAME]
+    else:
+        arguments += ["--model-path", str(settings.model)]
     if settings.placement == "embedded":
         arguments += ["--placement", settings.placement, *_drafter(settings)]
     return _spec(settings, "target", "services.target", arguments)
