@@ -8,6 +8,7 @@ sequences are one padded tile, because reading their lengths would wait for the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def plan_attention(
     """
     bias = _bias(batch, sliding_window)
     key_slots = _key_slots(batch, bias.shape[1])
-    row_multiple = max(1, _ROW_MULTIPLE // num_query_groups)
+    row_multiple = _ROW_MULTIPLE // math.gcd(_ROW_MULTIPLE, num_query_groups)
     if batch.positions.device.type == "cpu":
         return _plan_by_sequence(batch, bias, key_slots, row_multiple)
     return _plan_as_one_tile(batch, bias, key_slots, row_multiple)
@@ -148,10 +149,10 @@ def _weighted_mean(scores: Tensor, values: Tensor) -> Tensor:
 
     Sums over keys run in float64 and are rounded once, so that neither the number of hidden keys
     nor their place between visible ones moves a bit: a token of an accepted path gets the logits
-    it would have had without a tree around it. Costs 60 us a layer for 8 rows and 320 keys.
+    it would have had without a tree around it. Costs about 40 us a layer for 8 rows and 320 keys.
     """
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_().double()
-    return torch.bmm(weights, values.double()).div_(weights.sum(-1, keepdim=True)).float()
+    weights = torch.softmax(scores, -1, dtype=torch.float64)
+    return torch.bmm(weights, values.double()).float()
 
 
 def _gather(cache: Tensor, slots: Tensor, num_sequences: int) -> Tensor:
@@ -181,9 +182,20 @@ def _bias(batch: PagedRows, sliding_window: int | None) -> Tensor:
         visible &= indices > batch.positions.unsqueeze(1) - sliding_window
     if batch.tail_mask is not None:
         causal_rows = batch.is_causal[sequence].unsqueeze(1)
+        assert sliding_window is None or _trees_fit(batch, sequence, sliding_window), (
+            f"a tree is deeper than the sliding window of {sliding_window} positions"
+        )
         in_window = in_prefix & visible
         visible = torch.where(causal_rows, visible, in_window | _tail(batch, indices, prefix))
     return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
+
+
+def _trees_fit(batch: PagedRows, sequence: Tensor, sliding_window: int) -> bool:
+    """Whether no tree reaches past the window; looked at where looking costs no wait."""
+    if batch.positions.device.type != "cpu":
+        return True
+    depths = batch.positions - batch.prefix_lengths[sequence]
+    return not bool(((depths >= sliding_window) & ~batch.is_causal[sequence]).any())
 
 
 def _tail(batch: PagedRows, indices: Tensor, prefix: Tensor) -> Tensor:

@@ -232,6 +232,13 @@ def test_prefix_above_the_first_row_is_visible_to_causal_rows() -> None:
     )
 
 
+def test_tree_deeper_than_the_sliding_window_is_refused() -> None:
+    rows = tree_rows(random.Random(0), prefix=2, num_nodes=1, first_row=0, pages=[1, 2])
+    batch = build_batch([replace(rows, positions=[2 + 7])], page_size=4, device=CPU)
+    with pytest.raises(AssertionError, match="deeper than the sliding window of 7"):
+        plan_attention(paged_rows(batch), sliding_window=7, num_query_groups=1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_sums_in_float32(dtype: torch.dtype) -> None:
     batch = build_batch(batch_of("mixed", seed=9, page_size=4), page_size=4, device=CPU)
