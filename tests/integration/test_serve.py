@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -17,25 +19,29 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def _free_ports(num_ports: int) -> list[int]:
-    """Returns ports whose successor is free as well, for maintenance."""
-    ports: list[int] = []
-    while len(ports) < num_ports:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = int(first.getsockname()[1])
-        try:
-            socket.create_server(("127.0.0.1", port + 1)).close()
-        except OSError:
-            continue
-        if not {port, port + 1} & {p + i for p in ports for i in (0, 1)}:
-            ports.append(port)
-    return ports
+def _free_ports() -> Iterator[int]:
+    """Yields ports that are free together with their successor, which is for maintenance.
+
+    They lie below the range that the kernel takes ephemeral ports from: a connection of another
+    process must not take one before the service binds it.
+    """
+    for port in range(20_000 + os.getpid() % 5_000 * 2, 32_000, 2):
+        if _is_free(port) and _is_free(port + 1):
+            yield port
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
 def _serving(log_dir: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Yields the launcher, its ready line and the base URL."""
-    gateway, target, draft = _free_ports(3)
+    gateway, target, draft = itertools.islice(_free_ports(), 3)
     command = [sys.executable, "-m", "services.serve", "--log-dir", str(log_dir)]
     command += ["--gateway-port", str(gateway), "--target-port", str(target)]
     command += ["--draft-port", str(draft), *flags]
@@ -70,7 +76,7 @@ def _completion(base_url: str) -> dict[str, object]:
 @pytest.mark.parametrize("flags", [(), ("--algorithm", "NONE")])
 def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: Path) -> None:
     with _serving(tmp_path, *flags) as (process, ready_line, base_url):
-        assert ready_line.startswith(f"ready: {base_url}/v1")
+        assert ready_line.startswith(f"ready: {base_url}/v1"), process.communicate()[1]
         answer = _completion(base_url)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
