@@ -27,6 +27,7 @@ _TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
 }
+_HTTP_CODES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large"}
 _OPENAI_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
 
 
@@ -69,11 +70,9 @@ async def on_validation_error(_request: Request, error: Exception) -> Response:
 async def on_http_exception(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
-    return _response(
-        status,
-        _body(status, str(error.detail), None, status.name.lower()),
-        dict(error.headers or {}),
-    )
+    code = _HTTP_CODES.get(status, status.name.lower())
+    body = _body(status, str(error.detail), None, code)
+    return _response(status, body, dict(error.headers or {}))
 
 
 async def on_bug(_request: Request, _error: Exception) -> Response:

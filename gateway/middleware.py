@@ -7,11 +7,13 @@ import re
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.failures import plain_response
 from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id, new_request_id
 
+_TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
@@ -62,6 +64,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._message = f"the body is larger than {max_body_bytes:,} bytes"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,19 +81,12 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
-                raise _BodyTooLarge
+                # The one kind of exception that FastAPI passes on while it reads a body.
+                raise HTTPException(_TOO_LARGE, self._message)
             return message
 
-        try:
-            await self._app(scope, receive_counted, send)
-        except _BodyTooLarge:
-            await self._refuse(scope, receive, send)
+        await self._app(scope, receive_counted, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the body is larger than {self._max_body_bytes:,} bytes"
-        status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        await plain_response(status, message, "body_too_large")(scope, receive, send)
-
-
-class _BodyTooLarge(Exception):
-    """Raised into the app while it reads, caught outside of it."""
+        response = plain_response(_TOO_LARGE, self._message, "body_too_large")
+        await response(scope, receive, send)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from gateway.text.model_text import ModelText
 from gateway.text.tokenizer import Tokenizer
 from shared.rpc.lifecycle import Lifecycle
 from shared.tokenizer_files import tokenizer_sha256
+from tests.gateway.driving import eventually, http_client
 from tests.helpers.fake_target import FakeTarget
 
 CHAT_TEMPLATE = (
@@ -36,14 +35,6 @@ CHAT_TEMPLATE = (
 )
 SPECIALS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CORPUS = ["the quick brown fox jumps over the lazy dog", "there and then the other thing"] * 20
-
-
-async def eventually(predicate: Callable[[], bool]) -> None:
-    """Waits until `predicate` holds; fails after ten seconds."""
-    deadline_s = time.monotonic() + 10.0
-    while not predicate():
-        assert time.monotonic() < deadline_s, "it never happened"
-        await asyncio.sleep(0.002)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -151,12 +142,6 @@ async def gateway(make_gateway: MakeGateway, target: FakeTarget) -> Gateway:
     return await make_gateway(target)
 
 
-def http_client(gateway: Gateway) -> httpx.AsyncClient:
-    """Returns a client that calls the app without a socket; it cannot stream."""
-    transport = httpx.ASGITransport(create_app(gateway), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
-
-
 @pytest_asyncio.fixture
 async def client(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
     async with http_client(gateway) as client:
@@ -184,7 +169,9 @@ async def openai_client(
     gateway: Gateway, serve: Callable[[Gateway], str]
 ) -> AsyncIterator[AsyncOpenAI]:
     """The real client over a real socket."""
+    # Without TLS certificates, whose loading takes longer than a test.
+    plain = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(verify=False))
     async with AsyncOpenAI(
-        base_url=f"{serve(gateway)}/v1", api_key="unused", max_retries=0
+        base_url=f"{serve(gateway)}/v1", api_key="unused", max_retries=0, http_client=plain
     ) as client:
         yield client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ from shared.rpc.server import bind, create_server
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TargetService"]
 
-Steps = Sequence[Sequence[int]]
+Steps = Iterable[Sequence[int]]
 """Token ids of each engine step. All but the last token of a step count as accepted drafts."""
 
 Reply = Callable[[pb.GenerateRequest], Steps]
@@ -38,6 +38,7 @@ class FakeTarget:
 
     Attributes:
         reply: the tokens of a request; cut to its limits and at its stop tokens.
+        is_mute: requests get no event at all.
         refusals: failures given to the next submits, first come first served, before any event.
         hold_after: a request stops after so many steps until `release` is set.
         submits: every request that arrived, in order.
@@ -53,6 +54,7 @@ class FakeTarget:
     eos_token_ids: tuple[int, ...] = (0,)
     num_cached_tokens: int = 0
     hold_after: int | None = None
+    is_mute: bool = False
     refusals: list[pb.RequestFailure] = field(default_factory=list)
     submits: list[pb.Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -186,11 +188,9 @@ class _Session:
     def _submit(self, submit: pb.Submit) -> None:
         self._target.submits.append(submit)
         if self._target.refusals:
-            failure = self._target.refusals.pop(0)
-            self._put(submit, failure=failure)
-            return
-        task = asyncio.create_task(self._generate(submit))
-        self._tasks[submit.request_id] = task
+            self._put(submit, failure=self._target.refusals.pop(0))
+        elif not self._target.is_mute:
+            self._tasks[submit.request_id] = asyncio.create_task(self._generate(submit))
 
     def _put(self, submit: pb.Submit, **outcome: Any) -> None:
         self.outgoing.put_nowait(pb.SessionEvent(request_id=submit.request_id, **outcome))
