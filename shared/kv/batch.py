@@ -53,7 +53,7 @@ class ForwardBatch:
         token_ids: `[T]` int64.
         positions: `[T]` int64.
         slots: `[T]` int64, where each row's key and value are written.
-        query_starts: `[B + 1]` int32, rows of sequence b are `[query_starts[b], query_starts[b+1])`.
+        query_starts: `[B + 1]` int32; the rows of sequence b start at `query_starts[b]`.
         kv_lengths: `[B]` int32, logical KV length including this forward's rows.
         prefix_lengths: `[B]` int32, see the module's text.
         page_table: `[B, P]` int32, padded with page 0, which is never a live page.

@@ -70,9 +70,7 @@ class PrefixCache:
         assert len(pages) == len(chunks)
         node, cached = self.match(token_ids)
         num_cached = len(cached)
-        duplicates = [
-            page for page, kept in zip(pages, cached, strict=False) if page != kept
-        ]
+        duplicates = [page for page, kept in zip(pages, cached, strict=False) if page != kept]
         if num_cached < len(chunks):
             leaf = PrefixNode(node, chunks[num_cached:], list(pages[num_cached:]))
             leaf.last_used = self._clock
@@ -158,9 +156,7 @@ class PrefixCache:
             stack.extend(node.children.values())
 
 
-def _num_common(
-    node_chunks: Sequence[PageTokens], chunks: Sequence[PageTokens], start: int
-) -> int:
+def _num_common(node_chunks: Sequence[PageTokens], chunks: Sequence[PageTokens], start: int) -> int:
     count = 0
     for mine, theirs in zip(node_chunks, chunks[start:], strict=False):
         if mine != theirs:
