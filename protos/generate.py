@@ -45,7 +45,14 @@ def generate(folder: Path) -> None:
     well_known = str(resources.files("grpc_tools") / "_proto")
     outputs = [f"--{plugin}_out={folder}" for plugin in ("python", "grpc_python", "mypy")]
     outputs.append(f"--mypy_grpc_out=only_async:{folder}")
-    code = protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *outputs, *sources])
+    # Beside the interpreter, which need not be on the PATH.
+    scripts = Path(sys.executable).parent
+    plugins = [
+        f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}"
+        for name in ("mypy", "mypy_grpc")
+    ]
+    paths = [f"-I{PROTOS}", f"-I{well_known}"]
+    code = protoc.main(["protoc", *paths, *plugins, *outputs, *sources])
     if code != 0:
         sys.exit(code)
     for stub in (*folder.rglob("*.py"), *folder.rglob("*.pyi")):
