@@ -70,7 +70,7 @@ class AttachClient:
         try:
             async with open_channel(self.status.address) as channel:
                 await self._converse(_open_stream(channel))
-            return self._note_end(Unavailable("the target ended the stream", reason="DETACHED"))
+            return self._note_end(Unavailable("the target ended the stream", reason="STREAM_ENDED"))
         except aio.AioRpcError as failure:
             return self._note_end(error_from_rpc(failure))
         except OutriderError as refusal:
@@ -78,6 +78,9 @@ class AttachClient:
 
     def _note_end(self, error: OutriderError) -> float:
         """Records why the stream ended; returns the delay that calls for."""
+        if self._detaching.is_set():
+            log.info("target %s: detached", self.status.address)
+            return 0.0
         self.status = LinkStatus(self.status.address, None, f"{error.reason}: {error.message}")
         if isinstance(error, FailedPrecondition | InvalidArgument):
             log.error("target %s refused: %s", self.status.address, self.status.last_error)

@@ -124,7 +124,8 @@ class DraftProcess:
 
     async def _drain(self, grace_s: float) -> int:
         """Detaches; a target needs no grace, because it goes on without the draft."""
-        await asyncio.wait_for(self._detach(), grace_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._detach(), grace_s)
         return 0 if self._engine is None else self._engine.num_sequences
 
     async def _gauges(self) -> Mapping[str, float]:

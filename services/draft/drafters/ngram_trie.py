@@ -84,9 +84,10 @@ class NgramTrie:
             self._touch(node)
             child = self._insert(node, token)
         else:
-            self._unlink_sibling(child)
-            self._unlink_age(child)
-            self._link(child)
+            if self._first_child[node] != child:
+                self._unlink_sibling(child)
+                self._link_sibling(child)
+            self._touch(child)
         self._count[child] += 1
         return child
 
@@ -97,7 +98,8 @@ class NgramTrie:
         self._token[node], self._count[node] = token, 0
         self._parent[node], self._first_child[node] = parent, _NONE
         self._index[parent << 32 | token] = node
-        self._link(node)
+        self._link_sibling(node)
+        self._link_age(node)
         return node
 
     def _append(self) -> int:
@@ -114,17 +116,17 @@ class NgramTrie:
             column.append(0)
         return len(self._token) - 1
 
-    def _link(self, node: int) -> None:
-        """Makes the node its parent's first child and the newest of all."""
+    def _link_sibling(self, node: int) -> None:
+        """Makes the node its parent's first child."""
         parent = self._parent[node]
         first = self._first_child[parent]
         self._previous_sibling[node], self._next_sibling[node] = _NONE, first
         if first != _NONE:
             self._previous_sibling[first] = node
         self._first_child[parent] = node
-        self._link_age(node)
 
     def _link_age(self, node: int) -> None:
+        """Makes the node the newest of all."""
         newest = self._older[ROOT]
         self._newer[node], self._older[node] = ROOT, newest
         self._newer[newest] = node

@@ -147,6 +147,7 @@ class StandaloneDrafter:
         self, sequence: DraftSequence, count: int, *, with_logits: bool
     ) -> SequenceRows:
         """Lays out the next `count` committed tokens and counts them as computed."""
+        assert count > 0, "a sequence is proposed for once a round, and a round commits tokens"
         state = self._states[sequence.key]
         start = state.num_computed
         state.num_computed += count
