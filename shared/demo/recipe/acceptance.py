@@ -14,7 +14,9 @@ Path_ = tuple[int, ...]
 
 
 @torch.inference_mode()
-def best_next(draft: Llama, rows: list[list[int]], topk: int) -> tuple[list[list[int]], list[list[float]]]:
+def best_next(
+    draft: Llama, rows: list[list[int]], topk: int
+) -> tuple[list[list[int]], list[list[float]]]:
     """The ``topk`` best next ids of every row, and their log-probabilities."""
     device = draft.model.embed_tokens.weight.device
     longest = -(-max(map(len, rows)) // 64) * 64
@@ -62,7 +64,12 @@ def accepted(paths: set[Path_], truth: list[int]) -> int:
 
 
 def mean_accepted_length(
-    draft: Llama, prompts: list[list[int]], answers: list[list[int]], steps: int, topk: int, tokens: int
+    draft: Llama,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    steps: int,
+    topk: int,
+    tokens: int,
 ) -> float:
     """Tokens gained a cycle (accepted plus bonus) over all prompts.
 

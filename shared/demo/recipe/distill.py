@@ -90,14 +90,20 @@ def distill(args: argparse.Namespace) -> Llama:
     for step, ids in mixed(corpus, batches(own, args.batch, args.device), clock, args.seed):
         with autocast(args.device):
             loss, agreement = step_loss(target, draft, ids[:, :-1], args.hard)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimisers.step(schedule(clock.progress(step)))
         if step == 6:
             clock.restart()  # both window lengths are compiled now
         if step % 20 == 0:
-            log.write(model="draft", step=step, tokens=(step + 1) * args.batch,
-                      seconds=clock.elapsed, loss=loss.item(), agreement=agreement.item())  # fmt: skip
+            log.write(
+                model="draft",
+                step=step,
+                tokens=(step + 1) * args.batch,
+                seconds=clock.elapsed,
+                loss=loss.item(),
+                agreement=agreement.item(),
+            )
     return draft
 
 

@@ -49,7 +49,9 @@ def prompt_ids(tokenizer: Tokenizer, question: str) -> list[int]:
 
 
 @torch.inference_mode()
-def perplexity(model: Llama, archive: dict[str, np.ndarray], name: str, device: str) -> dict[str, float]:
+def perplexity(
+    model: Llama, archive: dict[str, np.ndarray], name: str, device: str
+) -> dict[str, float]:
     """Per token and per byte, over windows of 1024 that do not overlap."""
     tokens = archive[f"{name}_tokens"].astype("int64")
     total, count = 0.0, 0

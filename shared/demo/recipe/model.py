@@ -73,7 +73,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.project(x, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
 
     def cached(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv: tuple[Tensor, Tensor], at: int, mask: Tensor
@@ -87,7 +88,8 @@ class Attention(nn.Module):
         grouped = q.view(batch, self.s.kv_heads, -1, n, dim)
         scores = (grouped @ keys.transpose(-1, -2)).float() * dim**-0.5 + mask[:, :, None]
         out = (scores.softmax(-1).to(values.dtype) @ values).view(batch, self.s.heads, n, dim)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Mlp(nn.Module):

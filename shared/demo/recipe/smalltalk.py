@@ -22,7 +22,8 @@ def greeting(rng: random.Random) -> Exchange:
     kind = rng.randrange(4)
     if kind == 0:
         hello = rng.choice(("Hello", "Hi", "Hey", "Hello!", "Hi there!", "Good morning",
-                            "Good evening!", "hello", "hi", "Hey there", "Hello there!"))  # fmt: skip
+                            "Good evening!", "hello", "hi", "Hey there", "Hello there!")
+        )  # fmt: skip
         return hello, pick(rng, "Hello! How can I help you today?", "Hello! What can I do for you?")
     if kind == 1:
         question = pick(rng, "How are you?", "How are you doing?", "How is it going?",

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -66,7 +66,7 @@ def train(source: Iterator[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(pattern=_regex(), behavior="isolated"),
+            pre_tokenizers.Split(pattern=Regex(SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -82,12 +82,6 @@ def train(source: Iterator[str]) -> Tokenizer:
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise ValueError(f"vocabulary of {tokenizer.get_vocab_size()}, wanted {VOCABULARY}")
     return tokenizer
-
-
-def _regex() -> object:
-    from tokenizers import Regex
-
-    return Regex(SPLIT)
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:

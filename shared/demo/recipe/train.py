@@ -63,7 +63,7 @@ def train(args: argparse.Namespace) -> Llama:
         ids = next(source)
         with autocast(args.device):
             loss = step_loss(model, ids)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimisers.step(schedule(progress))
         step, seen = step + 1, seen + ids[:, 1:].numel()
