@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from services.target.feature_rows import FeatureRows
 from services.target.patience import Patience
 from services.target.sequence import Sequence
 from shared.tokens import (
@@ -23,6 +24,9 @@ from shared.tokens import (
     TokenTree,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from services.target.feature_store import FeatureSpec
 
 MAX_CONDITIONAL_CANDIDATES = 64
 """Conditional candidates kept for one sequence and round; more are dropped."""
@@ -41,11 +45,17 @@ class OpenedSequence:
 
 @dataclass(frozen=True, slots=True)
 class DraftMessage:
-    """What one draft is told after one step. At most one a step, whatever the batch."""
+    """What one draft is told after one step. At most one a step, whatever the batch.
+
+    Attributes:
+        features: rows of newly computed positions, without gaps from a sequence's first row on;
+            a sequence's rows come no later than the verdict that commits what follows them.
+    """
 
     opened: tuple[OpenedSequence, ...]
     verdicts: tuple[Verdict, ...]
     closed: tuple[int, ...]
+    features: tuple[FeatureRows, ...] = ()
 
 
 class DraftPort(Protocol):
@@ -82,17 +92,26 @@ class AttachmentCounters:
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """One live draft. Owned by the engine thread."""
+    """One live draft. Owned by the engine thread.
+
+    Attributes:
+        feature_spec: hidden states it reads; None for token-level drafts.
+        wants_host_rows: False leaves feature rows on the target's device, for a draft in the
+            same process.
+    """
 
     identity: DraftIdentity
     port: DraftPort
     patience: Patience
+    feature_spec: FeatureSpec | None = None
+    wants_host_rows: bool = True
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     sequence_ids: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     outbox_opened: list[OpenedSequence] = field(default_factory=list)
     outbox_verdicts: list[Verdict] = field(default_factory=list)
     outbox_closed: list[int] = field(default_factory=list)
+    outbox_features: list[FeatureRows] = field(default_factory=list)
 
     @property
     def has_room(self) -> bool:
@@ -100,14 +119,17 @@ class Attachment:
 
     def take_message(self) -> DraftMessage | None:
         """Empties the outbox."""
-        if not (self.outbox_opened or self.outbox_verdicts or self.outbox_closed):
-            return None
-        message = DraftMessage(
-            tuple(self.outbox_opened), tuple(self.outbox_verdicts), tuple(self.outbox_closed)
+        outboxes: tuple[list[Any], ...] = (
+            self.outbox_opened,
+            self.outbox_verdicts,
+            self.outbox_closed,
+            self.outbox_features,
         )
-        self.outbox_opened.clear()
-        self.outbox_verdicts.clear()
-        self.outbox_closed.clear()
+        if not any(outboxes):
+            return None
+        message = DraftMessage(*(tuple(outbox) for outbox in outboxes))
+        for outbox in outboxes:
+            outbox.clear()
         return message
 
 
@@ -123,11 +145,25 @@ class _Assignment:
     conditional: dict[Condition, Candidate] = field(default_factory=dict)
     stale_in_round: bool = False
     num_heard: int = 0
+    num_features_sent: int | None = None
 
     def fences(self, candidate: Candidate) -> bool:
         return candidate.round == self.sequence.round and candidate.committed_token_count == len(
             self.sequence.token_ids
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureNeed:
+    """A sequence whose draft lacks rows that are computed.
+
+    Attributes:
+        start: first position to send; None when nothing was sent yet.
+    """
+
+    attachment: Attachment
+    sequence: Sequence
+    start: int | None
 
 
 class Attachments:
@@ -290,6 +326,21 @@ class Attachments:
         assignment.stale_in_round = False
         assignment.asked_s = now_s
         assignment.deadline_s = attachment.patience.deadline_s(now_s)
+
+    def feature_needs(self) -> list[FeatureNeed]:
+        """Returns the sequences with computed positions that their draft has no features of."""
+        return [
+            FeatureNeed(each.attachment, each.sequence, each.num_features_sent)
+            for each in self._assignments.values()
+            if each.attachment.feature_spec is not None
+            and each.sequence.num_computed > (each.num_features_sent or 0)
+        ]
+
+    def send_features(self, need: FeatureNeed, rows: FeatureRows) -> None:
+        """Puts rows into the draft's next message."""
+        self._assignments[need.sequence.sequence_id].num_features_sent = rows.end
+        if len(rows.rows):
+            need.attachment.outbox_features.append(rows)
 
     def take_messages(self) -> list[tuple[Attachment, DraftMessage]]:
         """Empties every outbox: one message a draft."""

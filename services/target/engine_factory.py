@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from services.target.engine import Engine, StepReport
+from services.target.engine import Engine
 from services.target.inbox import Inbox
 from services.target.request import ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import Dtype, TargetSettings
+from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -58,7 +59,6 @@ def build_engine(settings: TargetSettings, on_step: Callable[[StepReport], None]
     )  # fmt: skip
     return Engine(
         runner=ModelRunner(decoder, pool),
-        pool=pool,
         leases=leases,
         scheduler=Scheduler(leases, _scheduler_limits(settings)),
         verifier=_verifier(settings),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.target.engine import StepReport
+from services.target.step_report import StepReport
 
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -46,7 +46,7 @@ class TargetMetrics:
         """Counts one step; called on the engine thread."""
         self._steps.inc()
         self._rows.inc(report.num_rows)
-        self._rounds.inc(report.num_decided)
+        self._rounds.inc(report.num_rounds)
         self._tokens.inc(report.num_committed)
         self._drafted.inc(report.num_drafted)
         self._accepted.inc(report.num_accepted)

@@ -54,6 +54,13 @@ class ScheduledSequence:
         """Whether the step computes the last committed token, so that a token is drawn."""
         return self.num_rows == self.sequence.num_uncomputed
 
+    def slots(self, page_size: int) -> list[int]:
+        """Returns the KV slot of each row, committed tokens first. Before the commit only."""
+        sequence = self.sequence
+        assert sequence.lease is not None
+        end = sequence.num_computed + self.num_rows + len(self.tree)
+        return sequence.lease.slots(sequence.num_computed, end, page_size)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -41,15 +41,9 @@ def kv_moves(
     Nodes were computed in tree order; after the verdict the accepted ones must stand in path
     order. Nodes that stand right already are left out.
     """
-    lease = entry.sequence.lease
-    assert lease is not None
-    first_node = entry.sequence.num_computed + entry.num_rows
-
-    def slot(index: int) -> int:
-        return lease.pages[index // page_size] * page_size + index % page_size
-
+    node_slots = entry.slots(page_size)[entry.num_rows :]
     return [
-        (slot(first_node + node), slot(first_node + place))
+        (node_slots[node], node_slots[place])
         for place, node in enumerate(accepted_nodes)
         if node != place
     ]

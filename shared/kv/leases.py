@@ -28,6 +28,13 @@ class KvLease:
     num_shared_pages: int
     prefix: PrefixNode = field(repr=False)
 
+    def slots(self, start: int, end: int, page_size: int) -> list[int]:
+        """Returns the KV slots of the logical indices `[start, end)`."""
+        return [
+            self.pages[index // page_size] * page_size + index % page_size
+            for index in range(start, end)
+        ]
+
 
 class KvLeases:
     """Hands out leases over one page pool and keeps finished prefixes for reuse."""

@@ -16,6 +16,7 @@ from services.target.inbox import Inbox
 from services.target.patience import Patience
 from services.target.request import Delta, Event, Failed, Finished, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -65,13 +66,13 @@ def build_engine(
     thresholds: Thresholds = EXACT,
     max_context_tokens: int = 200,
     eos_token_ids: frozenset[int] = frozenset(),
+    on_step: Callable[[StepReport], None] = lambda report: None,
 ) -> Engine:
     """Returns an engine over `decoder` whose thread is not started."""
     pool = KvPool(decoder.kv_layout(PAGE_SIZE, torch.float32), num_pages, CPU)
     leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=prefix_cache)
     return Engine(
         runner=ModelRunner(decoder, pool),
-        pool=pool,
         leases=leases,
         scheduler=Scheduler(leases, SchedulerLimits(max_running, 64, max_step_rows)),
         verifier=Verifier(mode, generator=torch.Generator().manual_seed(0), thresholds=thresholds),
@@ -80,6 +81,7 @@ def build_engine(
         ),
         inbox=Inbox(10_000),
         clock=Clock(),
+        on_step=on_step,
     )
 
 

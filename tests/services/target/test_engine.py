@@ -10,6 +10,7 @@ import torch
 
 from services.target.engine import Engine
 from services.target.request import Finished, GenerationRequest, Started
+from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -144,19 +145,11 @@ def test_draft_that_vanishes_and_returns_changes_nothing(decoder: Decoder) -> No
 def test_preemption_changes_nothing(decoder: Decoder) -> None:
     requests = _requests(SAMPLINGS["temperature 1"])
     expected = _plain(decoder, requests)
-    preempted = 0
-    engine = build_engine(decoder, num_pages=14)
-    original = engine.on_step
-
-    def count(report: object) -> None:
-        nonlocal preempted
-        preempted += report.num_preempted  # type: ignore[attr-defined]
-        original(report)  # type: ignore[arg-type]
-
-    engine.on_step = count
+    reports: list[StepReport] = []
+    engine = build_engine(decoder, num_pages=14, on_step=reports.append)
     ScriptedDraft(engine, oracle_trees(_wholes(expected), 5, quality=0.6)).attach()
     assert _outputs(run(engine, requests)) == expected
-    assert preempted > 0
+    assert sum(report.num_preempted for report in reports) > 0
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

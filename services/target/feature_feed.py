@@ -1,0 +1,85 @@
+"""Keeps features of computed tokens and hands every draft the rows it lacks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from services.target.attachments import Attachment, Attachments, FeatureNeed
+from services.target.feature_rows import FeatureRows
+from services.target.feature_store import FeatureSpec, FeatureStore, FeatureStores
+from services.target.scheduler import StepPlan
+from shared.runtime.runner import RunnerOutput
+
+
+class FeatureFeed:
+    """Between the forwards and the drafts. Owned by the engine thread; idle without such drafts."""
+
+    def __init__(self, stores: FeatureStores, attachments: Attachments, page_size: int) -> None:
+        self._stores = stores
+        self._attachments = attachments
+        self._page_size = page_size
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers a forward must capture."""
+        return self._stores.captured_layers
+
+    def open(self, spec: FeatureSpec) -> None:
+        """A draft that wants these features attached."""
+        self._stores.open(spec)
+
+    def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:
+        """Stores the rows of a step's forward, tree nodes included."""
+        if self._stores.is_used:
+            host_slots = [slot for entry in plan.scheduled for slot in entry.slots(self._page_size)]
+            self._stores.write(slots, host_slots, output, self.captured_layers)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Follows an accepted path that the KV pool moves."""
+        self._stores.move(source, target)
+
+    def send(self) -> None:
+        """Puts the rows that are computed and not yet sent into the drafts' messages."""
+        needs: dict[Attachment, list[FeatureNeed]] = defaultdict(list)
+        for need in self._attachments.feature_needs():
+            needs[need.attachment].append(need)
+        for attachment, group in needs.items():
+            assert attachment.feature_spec is not None
+            store = self._stores.get(attachment.feature_spec.key)
+            if store is not None:
+                self._send_rows(attachment, store, group)
+
+    def _send_rows(
+        self, attachment: Attachment, store: FeatureStore, needs: Sequence[FeatureNeed]
+    ) -> None:
+        """One gather, and one copy to the host, for all sequences of a draft."""
+        starts: list[int] = []
+        slots: list[int] = []
+        for need in needs:
+            start, own = self._unsent(store, need)
+            starts.append(start)
+            slots += own
+        rows = store.read(slots)
+        if attachment.wants_host_rows:
+            rows = rows.cpu()
+        for need, start in zip(needs, starts, strict=True):
+            sequence = need.sequence
+            count = sequence.num_computed - start
+            part, rows = rows[:count], rows[count:]
+            self._attachments.send_features(
+                need,
+                FeatureRows(sequence.sequence_id, start, part, sequence.num_prompt_tokens),
+            )
+
+    def _unsent(self, store: FeatureStore, need: FeatureNeed) -> tuple[int, list[int]]:
+        """Returns the first position to send and the slots from there on."""
+        lease = need.sequence.lease
+        assert lease is not None
+        start = need.start or 0
+        slots = lease.slots(start, need.sequence.num_computed, self._page_size)
+        # The first time, rows from before the store's time are missing at the front.
+        num_unknown = store.first_known(slots) if need.start is None else 0
+        return start + num_unknown, slots[num_unknown:]

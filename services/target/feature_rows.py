@@ -1,0 +1,30 @@
+"""Hidden states on their way to a draft. No torch at run time, so that policies can carry them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureRows:
+    """Features of consecutive committed positions of one sequence.
+
+    Attributes:
+        position_offset: position of the first row.
+        rows: `[R, W]`, in the dtype the draft asked for, on any device.
+        num_prompt_tokens: where the prompt of the sequence ends.
+    """
+
+    sequence_id: int
+    position_offset: int
+    rows: Tensor
+    num_prompt_tokens: int
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.position_offset + len(self.rows)

@@ -1,0 +1,184 @@
+"""Hidden states of every computed token, kept beside the KV, for drafts that read them.
+
+A row is stored in the slot of its token's key and value. So it lives and dies with the KV page: a
+prompt found in the prefix cache brings its features along, a draft that attaches in the middle of
+a sequence gets all of them, and a preempted sequence loses nothing it has sent. The price is one
+row of W beside the K and V of all layers, a few per cent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.errors import FailedPrecondition
+from shared.runtime.runner import RunnerOutput
+
+MAX_STORES = 2
+"""Different features kept at once: the ones in use, and the last before them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureSpec:
+    """What a draft wants of each token.
+
+    Attributes:
+        key: identity; drafts with equal keys share a store.
+        layer_indices: layer i < n is the residual stream entering it, n the last layer's output,
+            n + 1 that output after the final norm. Concatenated on the last axis.
+        dtype: of the rows.
+        projection: `[W, K * H]`, applied to the concatenation of K layers; None keeps it.
+    """
+
+    key: str
+    layer_indices: tuple[int, ...]
+    dtype: torch.dtype
+    projection: Tensor | None
+
+    def check(self, *, num_layers: int, hidden_size: int) -> None:
+        """Raises:
+        FailedPrecondition: the target does not have such features; names value and limit.
+        """
+        if not self.layer_indices:
+            raise _unsupported("layer_indices is empty; at least 1 layer is needed")
+        for index in self.layer_indices:
+            if not 0 <= index <= num_layers + 1:
+                raise _unsupported(f"layer {index}; the target has [0, {num_layers + 1}]")
+        if self.projection is None:
+            return
+        expected = len(self.layer_indices) * hidden_size
+        if self.projection.ndim != 2 or self.projection.shape[1] != expected:
+            raise _unsupported(
+                f"the projection is {list(self.projection.shape)}; "
+                f"{len(self.layer_indices)} layers of {hidden_size} need [W, {expected}]"
+            )
+
+    def width(self, hidden_size: int) -> int:
+        """Returns the width of one row."""
+        if self.projection is not None:
+            return self.projection.shape[0]
+        return len(self.layer_indices) * hidden_size
+
+
+class FeatureStore:
+    """Rows of one spec, one a KV slot."""
+
+    def __init__(
+        self, spec: FeatureSpec, *, num_slots: int, num_layers: int, hidden_size: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self._num_layers = num_layers
+        width = spec.width(hidden_size)
+        self._rows = torch.zeros((num_slots, width), dtype=spec.dtype, device=device)
+        # Slots computed before the store was there hold nothing. Host memory: it decides what is
+        # sent, and the device must not be waited for.
+        self._is_known = torch.zeros(num_slots, dtype=torch.bool)
+        self._projection = None if spec.projection is None else spec.projection.to(device)
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers the forward must capture; the final norm's output it returns anyway."""
+        return tuple(index for index in self.spec.layer_indices if index <= self._num_layers)
+
+    def write(self, slots: Tensor, output: RunnerOutput, captured: Sequence[int]) -> None:
+        """Stores the rows of a forward.
+
+        Args:
+            slots: `[T]` int64, on the device.
+            captured: the layers `output.features` holds, in order.
+        """
+        parts = [
+            output.hidden
+            if index == self._num_layers + 1
+            else output.features[captured.index(index)]
+            for index in self.spec.layer_indices
+        ]
+        rows = torch.cat(parts, dim=-1)
+        if self._projection is not None:
+            rows = F.linear(rows, self._projection.to(rows.dtype))
+        self._rows.index_copy_(0, slots, rows.to(self._rows.dtype))
+
+    def know(self, slots: Sequence[int]) -> None:
+        """Marks host-side which slots hold rows now."""
+        self._is_known[torch.tensor(slots, dtype=torch.int64)] = True
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Follows an accepted path that the KV pool moves."""
+        self._rows.index_copy_(0, target, self._rows.index_select(0, source))
+
+    def first_known(self, slots: Sequence[int]) -> int:
+        """Returns from which index on all of `slots` hold rows."""
+        unknown = (~self._is_known[torch.tensor(slots, dtype=torch.int64)]).nonzero()
+        return int(unknown[-1]) + 1 if len(unknown) else 0
+
+    def read(self, slots: Sequence[int]) -> Tensor:
+        """Returns `[len(slots), W]`, a copy on the store's device."""
+        index = torch.tensor(slots, dtype=torch.int64, device=self._rows.device)
+        return self._rows.index_select(0, index)
+
+
+class FeatureStores:
+    """The stores of one engine. Owned by the engine thread.
+
+    Args:
+        num_slots: of the KV pool.
+    """
+
+    def __init__(
+        self, *, num_slots: int, num_layers: int, hidden_size: int, device: torch.device
+    ) -> None:
+        self._num_slots = num_slots
+        self.num_layers = num_layers
+        self.hidden_size = hidden_size
+        self._device = device
+        self._stores: dict[str, FeatureStore] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any draft ever asked for features."""
+        return bool(self._stores)
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers to capture in every forward, for all stores."""
+        return tuple(sorted({i for store in self._stores.values() for i in store.captured_layers}))
+
+    def open(self, spec: FeatureSpec) -> None:
+        """Makes sure that there is a store; the least recently opened gives way."""
+        store = self._stores.pop(spec.key, None) or FeatureStore(
+            spec,
+            num_slots=self._num_slots,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            device=self._device,
+        )
+        self._stores[spec.key] = store
+        while len(self._stores) > MAX_STORES:
+            del self._stores[next(iter(self._stores))]
+
+    def get(self, key: str) -> FeatureStore | None:
+        """Returns the store of a spec; None when it had to give way."""
+        return self._stores.get(key)
+
+    def write(
+        self, slots: Tensor, host_slots: Sequence[int], output: RunnerOutput,
+        captured: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Stores the rows of a forward in every store; see `FeatureStore.write`."""
+        for store in self._stores.values():
+            store.write(slots, output, captured)
+            store.know(host_slots)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Moves rows in every store."""
+        for store in self._stores.values():
+            store.move(source, target)
+
+
+def _unsupported(message: str) -> FailedPrecondition:
+    return FailedPrecondition(message, reason="FEATURE_SPEC_UNSUPPORTED")
