@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode as GrpcCode
 from grpc import aio
 
-from shared.errors import FieldViolation, OutriderError, error_class
+from shared.errors import FieldViolation, OutriderError, Unavailable, error_class
 from shared.rpc.metadata import Metadata
 from shared.telemetry.request_id import REQUEST_ID_KEY
 
@@ -22,6 +22,9 @@ DETAILS_KEY = "grpc-status-details-bin"
 # Metadata above 8 KiB is refused by peers, and a message of one character may take nine bytes.
 _MAX_MESSAGE_LENGTH = 400
 _MAX_VIOLATIONS = 4
+# What grpcio puts in place of the server's status when a write meets the end of the stream.
+# https://github.com/grpc/grpc/issues/36066
+_LOST_STATUS = "Internal error from Core"
 _CODES = {code.value[0]: code for code in GrpcCode}
 
 
@@ -61,11 +64,12 @@ def error_from_rpc(failure: aio.AioRpcError) -> OutriderError:
     is the name of its code. Codes without a class of their own give the root class.
     """
     code = failure.code()
-    details = _details(failure)
+    if failure.details() == _LOST_STATUS:
+        return Unavailable("the stream ended while it was written to", reason="STREAM_BROKEN")
     info = error_details_pb2.ErrorInfo(reason=code.name)
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
-    for detail in details:
+    for detail in _details(failure):
         for known in (info, bad_request, retry):
             detail.Unpack(known)
     has_delay = retry.HasField("retry_delay")

@@ -19,14 +19,24 @@ from tests.helpers.scripted_server import KINDS, ScriptedServer, scripted_server
 
 
 def behaviour(kind: str, act: Any) -> Any:
-    """Returns a handler that awaits `act(context)`; a stream yields one response before it."""
+    """Returns a handler that awaits `act(context)`; a stream yields one response before it.
+
+    Requests are read to their end first: a client of grpcio that is still writing when the call
+    ends may lose the status (grpc issue 36066).
+    """
 
     async def unary(request: Any, context: Any) -> bytes:
+        await read_all(request)
         return await act(context) or b"!"
 
     async def stream(request: Any, context: Any) -> Any:
+        await read_all(request)
         yield b"first"
         await act(context)
+
+    async def read_all(request: Any) -> None:
+        if kind.startswith("stream"):
+            assert [each async for each in request] == [b"?"]
 
     return stream if kind.endswith("stream") else unary
 
@@ -115,6 +125,8 @@ async def test_abort_of_the_handler_passes_unchanged(
 @pytest.mark.parametrize("kind", ["unary_stream", "stream_stream"])
 async def test_stream_may_be_written_by_a_coroutine(kind: str) -> None:
     async def write(request: Any, context: Any) -> None:
+        if kind.startswith("stream"):
+            assert [each async for each in request] == [b"?"]
         await context.write(b"first")
         raise QueueFull.of(1, 1)
 

@@ -67,6 +67,12 @@ def test_failure_without_details_is_named_after_its_code() -> None:
     assert error.violations == ()
 
 
+def test_status_that_was_lost_to_a_failed_write_is_a_broken_stream() -> None:
+    error = error_from_rpc(failed(grpc.StatusCode.INTERNAL, "Internal error from Core"))
+    assert isinstance(error, errors.Unavailable)
+    assert error.reason == "STREAM_BROKEN"
+
+
 def test_code_of_no_class_gives_the_root() -> None:
     error = error_from_rpc(failed(grpc.StatusCode.DATA_LOSS, "gone"))
     assert type(error) is errors.OutriderError
