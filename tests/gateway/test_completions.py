@@ -150,7 +150,7 @@ async def test_the_answer_names_its_token_ids(client: httpx.AsyncClient) -> None
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], [5, 6, 5, 6])
     streamed = await client.post("/v1/completions", json={**body, "stream": True})
     first, *chunks, _ = (
-        each["choices"][0] for each in events(streamed.content)[:-1] + [{"choices": [{}]}]
+        each["choices"][0] for each in [*events(streamed.content)[:-1], {"choices": [{}]}]
     )
     assert first["prompt_token_ids"] == [5, 6]
     assert [i for chunk in chunks for i in chunk["token_ids"]] == [5, 6, 5, 6]

@@ -59,7 +59,7 @@ async def test_every_completion_chunk_is_the_openai_packages_type_but_for_the_op
 async def test_a_client_that_leaves_a_stream_cancels_each_choice_once(
     openai_client: AsyncOpenAI, target: FakeTarget, gateway: Gateway
 ) -> None:
-    target.hold_after = 2
+    target.hold_after = 0
     stream = await openai_client.chat.completions.create(
         model="fake", messages=MESSAGES, stream=True, n=3
     )
@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_a_stream_cancels_each_choice_once(
 async def test_a_client_that_leaves_before_the_end_of_a_whole_answer_cancels_it(
     openai_client: AsyncOpenAI, target: FakeTarget, gateway: Gateway
 ) -> None:
-    target.hold_after = 2
+    target.hold_after = 0
     request = asyncio.create_task(
         openai_client.chat.completions.create(model="fake", messages=MESSAGES)
     )
