@@ -88,7 +88,7 @@ class ChatChunks:
         before, after = self._envelope.before, self._envelope.after(usage_so_far)
         parts = []
         piece = choice.take()
-        if piece is not None:
+        if piece is not None and self._is_worth_a_chunk(piece):
             parts += [before, b"%d" % choice.index, b',"delta":{"content":']
             parts += [orjson.dumps(piece.text), b"}", self._scores(piece)]
             parts += [b',"finish_reason":null', self._token_ids(piece), after]
@@ -105,6 +105,10 @@ class ChatChunks:
         if not piece.scores:
             return b',"logprobs":null'
         return b',"logprobs":' + orjson.dumps(chat_logprobs(piece.scores, self._tokenizer))
+
+    def _is_worth_a_chunk(self, piece: Piece) -> bool:
+        """An end token alone has no text; only who asked for tokens or scores hears of it."""
+        return bool(piece.text or piece.scores) or self._plan.return_token_ids
 
     def _token_ids(self, piece: Piece) -> bytes:
         return token_ids_field(piece) if self._plan.return_token_ids else b""

@@ -37,7 +37,13 @@ class HttpServer:
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         config = uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

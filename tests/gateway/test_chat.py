@@ -85,6 +85,7 @@ async def test_a_stream_is_role_then_deltas_then_finish_then_usage(
     assert role.choices[0].delta.content == ""
     assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == TEXT
     assert all(chunk.choices[0].finish_reason is None for chunk in [role, *deltas])
+    assert all(chunk.choices[0].delta.content for chunk in deltas)
     assert all(chunk.choices[0].delta.role is None for chunk in deltas)
     assert finish.choices[0].finish_reason == "stop"
     assert finish.choices[0].delta.model_dump(exclude_unset=True) == {}
