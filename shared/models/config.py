@@ -62,7 +62,7 @@ class ModelConfig:
         config = ConfigFile.read(folder / CONFIG_FILE)
         architecture = _architecture(config)
         family = FAMILIES[architecture]
-        _check_supported(config)
+        check_supported(config)
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -91,7 +91,7 @@ class ModelConfig:
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
             max_position_embeddings=max_positions,
             eos_token_ids=_eos_token_ids(config, folder),
-            dtype=_dtype(config),
+            dtype=saved_dtype(config),
         )
 
 
@@ -105,7 +105,8 @@ def _architecture(config: ConfigFile) -> str:
     )
 
 
-def _check_supported(config: ConfigFile) -> None:
+def check_supported(config: ConfigFile) -> None:
+    """Raises: CheckpointError for an activation or a quantisation that is not supported."""
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"{config.path}: hidden_act is {activation!r}; it must be 'silu'")
@@ -160,7 +161,8 @@ def _eos_token_ids(config: ConfigFile, folder: Path) -> frozenset[int]:
     return frozenset(token_ids)
 
 
-def _dtype(config: ConfigFile) -> torch.dtype | None:
+def saved_dtype(config: ConfigFile) -> torch.dtype | None:
+    """Returns what the checkpoint was saved in; None if the config does not say."""
     name = config.text("dtype", config.text("torch_dtype", ""))
     if name not in _DTYPES:
         return None

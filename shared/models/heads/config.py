@@ -1,0 +1,171 @@
+"""The shape of a draft head, read from its folder and held against its target."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from shared.errors import CheckpointError
+from shared.layers.rotary import RopeConfig
+from shared.models.config import CONFIG_FILE, ModelConfig, check_supported, saved_dtype
+from shared.models.config_file import ConfigFile
+from shared.models.rope_config import read_rope
+
+
+class HeadKind(enum.Enum):
+    """How a head combines the target's hidden states with the next token.
+
+    EAGLE is the form of EAGLE-1 and EAGLE-2, which differ in their trees only.
+    """
+
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """Sizes and switches of a one-layer draft head.
+
+    Attributes:
+        hidden_size: of the head; H below.
+        target_hidden_size: of the target's hidden states.
+        vocab_size: of the target.
+        draft_vocab_size: tokens the head itself scores; None takes the target's lm_head.
+        max_position_embeddings: longest context the head was trained on.
+        feature_layers: see `FeatureSpec.layer_indices`.
+        fuses_features: features pass through `fc` before they enter the head.
+        norm_before_fc: EAGLE3, one norm over the concatenated features.
+        feeds_back_norm: EAGLE-3.1, the recurrent state is the output after the final norm.
+        norm_before_residual: EAGLE3, the residual is the hidden state after its norm.
+        dtype: what the checkpoint was saved in; None if the config does not say.
+    """
+
+    kind: HeadKind
+    hidden_size: int
+    target_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int | None
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    feature_layers: tuple[int, ...]
+    fuses_features: bool
+    norm_before_fc: bool
+    feeds_back_norm: bool
+    norm_before_residual: bool
+    dtype: torch.dtype | None
+
+    @classmethod
+    def from_folder(cls, folder: Path, kind: HeadKind, target: ModelConfig) -> Self:
+        """Reads `config.json`.
+
+        Raises:
+            CheckpointError: for a missing or mistyped key, another number of layers than 1, or a
+                size that does not fit the target; names key and values.
+        """
+        config = ConfigFile.read(folder / CONFIG_FILE)
+        check_supported(config)
+        _check_num_layers(config)
+        is_eagle3 = kind is HeadKind.EAGLE3
+        hidden_size = config.integer("hidden_size")
+        num_heads = config.integer("num_attention_heads")
+        max_positions = config.integer("max_position_embeddings")
+        eagle = config.nested("eagle_config")
+        return cls(
+            kind=kind,
+            hidden_size=hidden_size,
+            target_hidden_size=_target_hidden_size(config, kind, target),
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(config, num_heads),
+            head_dim=config.integer("head_dim", hidden_size // num_heads),
+            intermediate_size=config.integer("intermediate_size"),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=_draft_vocab_size(config, kind, target),
+            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+            rope=read_rope(config, max_position_embeddings=max_positions),
+            max_position_embeddings=max_positions,
+            feature_layers=_feature_layers(config, kind, target.num_layers),
+            fuses_features=is_eagle3 and _uses_aux_states(config),
+            norm_before_fc=is_eagle3 and _either_flag(config, eagle, "norm_before_fc"),
+            feeds_back_norm=is_eagle3 and _either_flag(config, eagle, "norm_output"),
+            norm_before_residual=is_eagle3 and _either_flag(config, eagle, "norm_before_residual"),
+            dtype=saved_dtype(config),
+        )
+
+
+def _check_num_layers(config: ConfigFile) -> None:
+    num_layers = config.integer("num_hidden_layers", 1)
+    if num_layers != 1:
+        raise CheckpointError(
+            f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
+        )
+
+
+def _num_kv_heads(config: ConfigFile, num_heads: int) -> int:
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{config.path}: num_attention_heads is {num_heads}; it must be a multiple of "
+            f"num_key_value_heads, {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _target_hidden_size(config: ConfigFile, kind: HeadKind, target: ModelConfig) -> int:
+    key = "hidden_size"
+    if kind is HeadKind.EAGLE3 and "target_hidden_size" in config:
+        key = "target_hidden_size"
+    size = config.integer(key)
+    if size != target.hidden_size:
+        raise CheckpointError(
+            f"{config.path}: {key} is {size}; the target's hidden_size is {target.hidden_size}"
+        )
+    return size
+
+
+def _draft_vocab_size(config: ConfigFile, kind: HeadKind, target: ModelConfig) -> int | None:
+    if kind is HeadKind.EAGLE or "draft_vocab_size" not in config:
+        return None
+    size = config.integer("draft_vocab_size")
+    if not 1 <= size <= target.vocab_size:
+        raise CheckpointError(
+            f"{config.path}: draft_vocab_size is {size}; it must be in [1, {target.vocab_size}], "
+            f"the target's vocab_size"
+        )
+    return size
+
+
+def _feature_layers(config: ConfigFile, kind: HeadKind, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose inputs are wanted, as `FeatureSpec` counts them.
+
+    Lists that begin with 1 name the layers whose outputs were taken, all others those whose
+    inputs were: both conventions are in use, and no head was trained on the output of layer 0.
+    """
+    if kind is HeadKind.EAGLE or not _uses_aux_states(config):
+        return (num_layers + 1,)
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = config.nested("eagle_config").integers(key) or config.integers(key)
+    layers = ids or (2, num_layers // 2, num_layers - 3)
+    if ids and ids[0] == 1:
+        layers = tuple(index + 1 for index in ids)
+    if min(layers) < 0 or max(layers) > num_layers:
+        raise CheckpointError(
+            f"{config.path}: {key} asks for layers {list(layers)}; the target has [0, {num_layers}]"
+        )
+    return layers
+
+
+def _uses_aux_states(config: ConfigFile) -> bool:
+    return config.nested("eagle_config").flag("use_aux_hidden_state", True)
+
+
+def _either_flag(config: ConfigFile, eagle: ConfigFile, key: str) -> bool:
+    return config.flag(key, False) or eagle.flag(key, False)

@@ -1,0 +1,28 @@
+"""Which hidden states of the target a draft head reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureSpec:
+    """What the target computes of each position for a draft.
+
+    Attributes:
+        layer_indices: with n layers, i < n is the residual stream that enters layer i, n the
+            output of the last layer before the final norm, n + 1 that output after it. Several
+            are concatenated on the last axis.
+        dtype: of the rows.
+        width: of one row.
+        projection: `[width, K * H]`, applied to the concatenation of K layers by the target, so
+            that a row is that much narrower; None sends the concatenation.
+    """
+
+    layer_indices: tuple[int, ...]
+    dtype: torch.dtype
+    width: int
+    projection: Tensor | None = None

@@ -1,0 +1,86 @@
+"""A draft head: one layer that continues the target's hidden states token by token.
+
+Row p reads the embedding of token p + 1 and the hidden state of position p, so its output scores
+token p + 2. The hidden state is the target's where that is known, and the head's own recurrent
+state on the nodes of a tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.layout import KvLayout
+from shared.kv.pool import KvPool
+from shared.layers.attention import ForwardContext, plan_for
+from shared.layers.rotary import Rotary
+from shared.models.heads.config import HeadConfig
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.models.heads.fusion import FeatureFusion
+from shared.models.heads.layers import HeadLayer
+from shared.models.heads.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """Weights and forward pass of one head.
+
+    Attributes:
+        feature_spec: what the target sends.
+        fusion: what is left to do to a feature row; None when rows come `H` wide.
+        embedding: `[V, H]`.
+    """
+
+    config: HeadConfig
+    feature_spec: FeatureSpec
+    fusion: FeatureFusion | None
+    embedding: Tensor
+    layer: HeadLayer
+    vocabulary: DraftVocabulary
+    rotary: Rotary
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KvLayout:
+        """Returns the layout of this head's cache, in `dtype` or the head's own."""
+        return KvLayout(
+            num_layers=1,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            page_size=page_size,
+            dtype=dtype or self.dtype,
+        )
+
+    def fuse(self, rows: Tensor) -> Tensor:
+        """Returns hidden states `[R, H]` of feature rows `[R, W]`, on this head's device."""
+        rows = rows.to(device=self.device, dtype=self.dtype)
+        return rows if self.fusion is None else self.fusion(rows)
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, pool: KvPool) -> Tensor:
+        """Returns the recurrent states `[T, H]` of the rows of `batch`, and writes their keys and
+        values to `pool`.
+
+        Args:
+            batch: `token_ids` are those that follow the rows' positions.
+            hidden: `[T, H]`, the hidden state at each row's position.
+        """
+        embedded = F.embedding(batch.token_ids, self.embedding)
+        cos, signed_sin = self.rotary.tables(batch.positions)
+        shape = self.layer.attention.shape
+        plans = {shape.sliding_window: plan_for(batch, shape)}
+        context = ForwardContext(batch, pool, cos, signed_sin, plans)
+        return self.layer(embedded, hidden, context)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns `[L, V]` float32 over the target's vocabulary for recurrent states `[L, H]`."""
+        return self.vocabulary.logits(states)

@@ -1,0 +1,55 @@
+"""Runs forwards of one draft head over one KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """Result of one forward, for its L logit rows, in the order of `batch.logit_rows`.
+
+    Attributes:
+        logits: `[L, V]` float32 over the target's vocabulary; -inf where the head has no token.
+        states: `[L, H]`, the hidden states that the rows below them in a tree read.
+    """
+
+    logits: Tensor
+    states: Tensor
+
+
+class HeadRunner:
+    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state."""
+
+    def __init__(self, head: DraftHead, pool: KvPool) -> None:
+        assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
+            f"the pool's layout {pool.layout} does not fit the head"
+        )
+        self.head = head
+        self.pool = pool
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @torch.inference_mode()
+    def fuse(self, rows: Tensor) -> Tensor:
+        """Returns hidden states `[R, H]` of feature rows `[R, W]` of any float dtype, anywhere."""
+        return self.head.fuse(rows)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
+        """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
+        states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
+        return HeadOutput(self.head.logits(states), states)

@@ -1,0 +1,146 @@
+"""EAGLE and EAGLE-3 heads written plainly: dense, one sequence, nothing cached, key by key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tests.helpers.draft_heads import TinyHead
+
+EPS, THETA = 1e-5, 10000.0
+
+
+class HeadOracle:
+    """Computes states and logits of whole sequences from the tensors of a checkpoint."""
+
+    def __init__(
+        self,
+        head: TinyHead,
+        tensors: dict[str, Tensor],
+        *,
+        target_embedding: Tensor,
+        target_lm_head: Tensor,
+        token_map: Sequence[int] | None = None,
+        feeds_back_norm: bool = False,
+        norm_before_residual: bool = False,
+    ) -> None:
+        self.head, self.tensors = head, tensors
+        self.embedding = tensors.get("embed_tokens.weight", target_embedding)
+        self.lm_head = tensors.get("lm_head.weight", target_lm_head)
+        self.token_map = token_map
+        self.feeds_back_norm = feeds_back_norm
+        self.norm_before_residual = norm_before_residual
+
+    def fuse(self, rows: Tensor) -> Tensor:
+        """What target and draft together make of the concatenated target layers."""
+        if self.head.kind == "EAGLE":
+            return rows
+        if "input_norm.weight" in self.tensors:
+            rows = self._norm(rows, "input_norm.weight")
+        if "fc_norm.0.weight" in self.tensors:
+            size = self.head.target_hidden_size
+            parts = [rows[:, i * size : (i + 1) * size] for i in range(self.head.num_features)]
+            parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
+            rows = torch.cat(parts, dim=1)
+        return rows @ self.tensors["fc.weight"].T + self.tensors.get("fc.bias", torch.tensor(0.0))
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor:
+        """Returns the logits `[V]` after the committed tokens and a path of tree tokens.
+
+        Args:
+            token_ids: N committed tokens.
+            features: `[N - 1, W]`, those of positions 0 … N-2.
+        """
+        hidden = self.fuse(features)
+        tokens = list(token_ids[1:])
+        states = self.states(tokens, hidden)
+        for token in path:
+            # The tree's row reads the state of the row before it, and so on: all from scratch.
+            hidden = torch.cat((hidden, states[-1:]))
+            tokens.append(token)
+            states = self.states(tokens, hidden)
+        return self.logits(states[-1:])[0]
+
+    def states(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        """Returns the recurrent states `[N, H]` of rows (token, hidden state)."""
+        embedded = self.embedding[torch.tensor(tokens)]
+        if self.head.kind == "EAGLE":
+            both = torch.cat((embedded, hidden), dim=1)
+            mixed = both @ self.tensors["fc.weight"].T
+            mixed = mixed + self.tensors.get("fc.bias", torch.tensor(0.0))
+            mixed = mixed + self._attention(mixed, "layers.0.")
+            return mixed + self._mlp(mixed, "layers.0.")
+        normed = self._norm(hidden, "midlayer.hidden_norm.weight")
+        inputs = torch.cat((self._norm(embedded, "midlayer.input_layernorm.weight"), normed), dim=1)
+        mixed = (normed if self.norm_before_residual else hidden) + self._attention(
+            inputs, "midlayer."
+        )
+        state = mixed + self._mlp(mixed, "midlayer.")
+        return self._norm(state, "norm.weight") if self.feeds_back_norm else state
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns `[N, V]`, -inf for tokens the head does not have."""
+        if self.head.kind == "EAGLE3" and not self.feeds_back_norm:
+            states = self._norm(states, "norm.weight")
+        if self.head.kind == "EAGLE" and self.token_map is None:
+            return states @ self.lm_head.T
+        logits = torch.full((len(states), self.head.vocab_size), -math.inf)
+        for draft_id, token in enumerate(self.known_tokens()):
+            row = token if self.head.kind == "EAGLE" else draft_id
+            logits[:, token] = states @ self.lm_head[row]
+        return logits
+
+    def known_tokens(self) -> list[int]:
+        """Returns the target's id of each draft id."""
+        if self.token_map is not None:
+            return list(self.token_map)
+        if "d2t" not in self.tensors:
+            return list(range(self.head.vocab_size))
+        return [index + offset for index, offset in enumerate(self.tensors["d2t"].tolist())]
+
+    def _norm(self, rows: Tensor, key: str) -> Tensor:
+        return rows / (rows.pow(2).mean(1, keepdim=True) + EPS).sqrt() * self.tensors[key]
+
+    def _mlp(self, rows: Tensor, layer: str) -> Tensor:
+        rows = self._norm(rows, f"{layer}post_attention_layernorm.weight")
+        gate = rows @ self.tensors[f"{layer}mlp.gate_proj.weight"].T
+        up = rows @ self.tensors[f"{layer}mlp.up_proj.weight"].T
+        return (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{layer}mlp.down_proj.weight"].T
+
+    def _attention(self, rows: Tensor, layer: str) -> Tensor:
+        head = self.head
+        q, k, v = (
+            (rows @ self.tensors[f"{layer}self_attn.{name}_proj.weight"].T).view(
+                len(rows), -1, head.head_dim
+            )
+            for name in "qkv"
+        )
+        q, k = _rotated(q), _rotated(k)
+        group = head.num_heads // head.num_kv_heads
+        outputs = []
+        for query_head in range(head.num_heads):
+            keys, values = k[:, query_head // group], v[:, query_head // group]
+            scores = q[:, query_head] @ keys.T / math.sqrt(head.head_dim)
+            hidden_ones = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            outputs.append(scores.masked_fill(hidden_ones, -math.inf).softmax(1) @ values)
+        return torch.cat(outputs, dim=1) @ self.tensors[f"{layer}self_attn.o_proj.weight"].T
+
+
+def _rotated(heads: Tensor) -> Tensor:
+    """Rotates pairs (i, i + D/2) of `[N, heads, D]` by position / theta^(2i / D)."""
+    half = heads.shape[-1] // 2
+    rates = THETA ** (-torch.arange(half) / half)
+    angles = (torch.arange(len(heads)).unsqueeze(1) * rates).unsqueeze(1)
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat(
+        (
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ),
+        dim=-1,
+    )
