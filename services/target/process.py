@@ -26,6 +26,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
+from shared.rpc.shutdown import stop_servers
 from shared.settings import shown_settings
 from shared.tokens import SamplingParams, StopParams
 
@@ -101,10 +102,7 @@ class TargetProcess:
 
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""
-        await self._lifecycle.drain()
-        await self._drain(grace_s)
-        for server in self._servers:
-            await server.stop(0.0)
+        await stop_servers(self._servers, self._lifecycle, self._drain, grace_s=grace_s)
         await asyncio.to_thread(self._engine.stop)
 
     async def _drain(self, grace_s: float) -> int:

@@ -16,9 +16,8 @@ from services.target.attachments import (
     MAX_CONDITIONAL_CANDIDATES,
     Attachment,
     DraftIdentity,
-    DraftMessage,
-    OpenedSequence,
 )
+from services.target.draft_messages import draft_messages, feature_spec
 from services.target.draft_stream import DraftStream
 from services.target.engine import Engine
 from services.target.generate_service import ServedModel
@@ -28,8 +27,7 @@ from shared.errors import FailedPrecondition, InvalidArgument, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle, State
-from shared.rpc.sampling import sampling_message
-from shared.rpc.trees import candidate_from_message, verdict_batch_message
+from shared.rpc.trees import candidate_from_message
 from shared.tokens import Candidate
 
 logger = logging.getLogger(__name__)
@@ -116,7 +114,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                         raise Unavailable(
                             "the draft does not keep up with the target", reason="DRAFT_TOO_SLOW"
                         )
-                    for response in _draft_messages(news):
+                    for response in draft_messages(news):
                         yield response
                     message = asyncio.ensure_future(stream.next())
                 if reader.done():
@@ -181,7 +179,9 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             max_sequences=min(attach.max_sequence_count, self._terms.max_sequences),
             attach_time_s=time.time(),
         )
-        return Attachment(identity, stream, Patience(self._terms.longest_wait_s)), stream
+        spec = feature_spec(attach.feature_spec) if attach.HasField("feature_spec") else None
+        patience = Patience(self._terms.longest_wait_s)
+        return Attachment(identity, stream, patience, spec), stream
 
     def _check(self, attach: pb.Attach) -> None:
         if self._lifecycle.state is State.DRAINING:
@@ -189,11 +189,6 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         known = self._model.tokenizer_sha256
         if attach.tokenizer_sha256 and attach.tokenizer_sha256 != known:
             raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, known)
-        if attach.HasField("feature_spec"):
-            raise FailedPrecondition(
-                f"{attach.algorithm} drafts need hidden states; this target sends none",
-                reason="FEATURE_SPEC_UNSUPPORTED",
-            )
         for name in ("max_sequence_count", "max_node_count"):
             if getattr(attach, name) < 1:
                 raise InvalidArgument.of(
@@ -201,7 +196,8 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 )
 
     def _attached(self, attachment: Attachment) -> pb.Attached:
-        limits = self._engine.limits
+        limits, spec = self._engine.limits, attachment.feature_spec
+        width = 0 if spec is None else self._engine.feature_width(spec)
         attached = pb.Attached(
             attachment_id=attachment.identity.attachment_id,
             max_node_count=self._terms.max_nodes,
@@ -210,33 +206,10 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             max_context_token_count=limits.max_sequence_tokens,
             vocab_size=limits.vocab_size,
             max_conditional_candidate_count=MAX_CONDITIONAL_CANDIDATES,
+            feature_width=width,
         )
         attached.candidate_wait_duration.FromNanoseconds(round(self._terms.longest_wait_s * 1e9))
         return attached
-
-
-def _draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
-    """Returns what one step has to say: closed first, so that the draft has room for opened."""
-    responses: list[pb.SpeculateResponse] = []
-    if message.closed:
-        closed = pb.SequenceClosedBatch(sequence_ids=message.closed)
-        responses.append(pb.SpeculateResponse(closed=closed))
-    if message.opened:
-        opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
-        responses.append(pb.SpeculateResponse(opened=opened))
-    if message.verdicts:
-        responses.append(pb.SpeculateResponse(verdicts=verdict_batch_message(message.verdicts)))
-    return responses
-
-
-def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
-    return pb.SequenceOpened(
-        sequence_id=sequence.sequence_id,
-        token_ids=sequence.token_ids,
-        sampling_params=sampling_message(sequence.sampling),
-        round=sequence.round,
-        prompt_token_count=sequence.num_prompt_tokens,
-    )
 
 
 def _attach_required(message: str) -> InvalidArgument:

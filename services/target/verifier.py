@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from services.target.scheduler import ScheduledSequence
-from shared.speculation.distributions import RowSampling, row_sampling, target_log_probs
+from shared.speculation.distributions import target_log_probs
 from shared.speculation.logprobs import token_logprobs
 from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
+from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.speculation.tree import drawn_positions, row_depths, row_paths
 from shared.speculation.verify import (
     EXACT,

@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from shared.speculation.penalties import TokenCounts, apply_penalties
-from shared.speculation.row_sampling import RowSampling, row_sampling
+from shared.speculation.row_sampling import RowSampling
 from shared.speculation.truncation import keep_top
-
-__all__ = ["RowSampling", "row_sampling", "shaped_logits", "target_log_probs", "truncated"]
 
 
 def target_log_probs(

@@ -12,6 +12,8 @@ import torch
 
 from services.target.attachments import Attachment, DraftIdentity, DraftMessage
 from services.target.engine import Engine
+from services.target.feature_rows import FeatureRows
+from services.target.feature_store import FeatureSpec
 from services.target.inbox import Inbox
 from services.target.patience import Patience
 from services.target.request import Delta, Event, Failed, Finished, GenerationRequest, ModelLimits
@@ -176,16 +178,20 @@ class ScriptedDraft:
     disturb: Callable[[list[Candidate]], list[Candidate]] = lambda batch: batch
     committed: dict[int, list[int]] = field(default_factory=dict)
     is_closed: bool = False
+    feature_spec: FeatureSpec | None = None
+    features: dict[int, list[FeatureRows]] = field(default_factory=dict)
 
     def attach(self) -> None:
         identity = DraftIdentity(self.name, self.name, "m", "SCRIPTED", 64, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(0.5)))
+        self.engine.attach(Attachment(identity, self, Patience(0.5), self.feature_spec))
 
     def detach(self) -> None:
         self.engine.detach(self.name)
 
     def send(self, message: DraftMessage) -> bool:
         candidates: list[Candidate] = []
+        for rows in message.features:
+            self.features.setdefault(rows.sequence_id, []).append(rows)
         for opened in message.opened:
             self.committed[opened.sequence_id] = list(opened.token_ids)
             candidates.append(self._candidate(opened.sequence_id, opened.round))

@@ -23,7 +23,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as specula
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as speculation_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
-from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
+from shared.pb.outrider.types.v1 import sampling_pb2, tensor_pb2, token_tree_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -276,6 +276,28 @@ async def _failure(call: aio.StreamStreamCall) -> aio.AioRpcError:  # type: igno
     raise AssertionError("the stream ended without an error")
 
 
+def _spec(layers: list[int]) -> speculation_pb.FeatureSpec:
+    return speculation_pb.FeatureSpec(layer_indices=layers, data_type=tensor_pb2.DATA_TYPE_FLOAT32)
+
+
+async def test_features_come_with_verdicts_and_prompt_rows_before(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        draft = _Draft(channel)
+        attached = await draft.attach(feature_spec=_spec(layers=[1, 4]))
+        assert attached.feature_width == 64
+        generated = asyncio.create_task(_tokens(channel, _generate([1, 2, 3], 4)))
+        messages = [await draft.call.read() for _ in range(4)]
+        await generated
+    opened, chunk, first, second = messages
+    assert list(opened.opened.sequences[0].token_ids) == [1, 2, 3]
+    assert (chunk.feature_chunk.position_offset, chunk.feature_chunk.last) == (0, True)
+    assert list(chunk.feature_chunk.rows.shape) == [2, 64]
+    for message in (first, second):
+        [verdict] = message.verdicts.verdicts
+        assert list(verdict.features.shape) == [1, 64]
+        assert len(verdict.features.data) == 64 * 4
+
+
 async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
     async with _serve(folder, candidate_wait_ms=5000.0) as (_, channel, admin):
         expected = await _tokens(channel, _generate([1, 2, 3], 20))
@@ -322,10 +344,8 @@ async def test_draft_that_dies_mid_stream_changes_nothing(folder: Path) -> None:
     [
         ({"tokenizer_sha256": "cd" * 32}, "TOKENIZER_MISMATCH"),
         ({"max_sequence_count": 0}, "ATTACH_OUT_OF_RANGE"),
-        (
-            {"feature_spec": speculation_pb.FeatureSpec(layer_indices=[1])},
-            "FEATURE_SPEC_UNSUPPORTED",
-        ),
+        ({"feature_spec": _spec(layers=[9])}, "FEATURE_SPEC_UNSUPPORTED"),
+        ({"feature_spec": speculation_pb.FeatureSpec(layer_indices=[1])}, "TENSOR_MALFORMED"),
     ],
 )
 async def test_attach_that_cannot_work_is_refused(

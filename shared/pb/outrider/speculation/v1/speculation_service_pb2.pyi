@@ -221,7 +221,10 @@ class FeatureSpec(_message.Message):
     """Element type on the wire."""
     @_builtins.property
     def layer_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Zero-based target layers whose inputs are concatenated on the last axis."""
+        """Hidden states to concatenate on the last axis. With n target layers, i < n
+        is the residual stream that enters layer i, n is the output of the last
+        layer, and n + 1 is that output after the final norm.
+        """
 
     @_builtins.property
     def projection(self) -> _tensor_pb2.Tensor:

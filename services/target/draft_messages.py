@@ -1,0 +1,99 @@
+"""What the target tells drafts, as protobuf messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from services.target.attachments import DraftMessage, OpenedSequence
+from services.target.feature_rows import FeatureRows
+from services.target.feature_store import FeatureSpec
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.rpc.sampling import sampling_message
+from shared.rpc.trees import verdict_batch_message
+from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
+from shared.tokens import Verdict
+
+MAX_CHUNK_BYTES = 1024 * 1024
+"""Largest payload of a feature chunk: above it a message costs milliseconds."""
+
+
+def feature_spec(message: pb.FeatureSpec) -> FeatureSpec:
+    """Returns the spec a draft asks for.
+
+    Raises:
+        InvalidArgument: the data type is unknown or the projection malformed.
+    """
+    digest = hashlib.sha256(message.SerializeToString(deterministic=True))
+    has_projection = message.HasField("projection")
+    return FeatureSpec(
+        key=digest.hexdigest(),
+        layer_indices=tuple(message.layer_indices),
+        dtype=dtype_from_number(message.data_type),
+        projection=tensor_from_message(message.projection) if has_projection else None,
+    )
+
+
+def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
+    """Returns what one step has to say to a draft.
+
+    Closed comes first, so that the draft has room for opened. The features of a verdict's own
+    positions travel with it, so that a plain round is one message; others are chunks before it.
+    """
+    responses: list[pb.SpeculateResponse] = []
+    if message.closed:
+        closed = pb.SequenceClosedBatch(sequence_ids=message.closed)
+        responses.append(pb.SpeculateResponse(closed=closed))
+    if message.opened:
+        opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
+        responses.append(pb.SpeculateResponse(opened=opened))
+    rows = {each.sequence_id: each for each in message.features}
+    verdicts = verdict_batch_message(message.verdicts)
+    for verdict, verdict_message in zip(message.verdicts, verdicts.verdicts, strict=True):
+        if verdict.sequence_id in rows:
+            before, own = _split(rows.pop(verdict.sequence_id), verdict)
+            responses += _chunks(before)
+            verdict_message.features.CopyFrom(tensor_message(own))
+    for rest in rows.values():
+        responses += _chunks(rest)
+    if message.verdicts:
+        responses.append(pb.SpeculateResponse(verdicts=verdicts))
+    return responses
+
+
+def _split(rows: FeatureRows, verdict: Verdict) -> tuple[FeatureRows, Tensor]:
+    """Cuts off the rows of the positions that the verdict's round computed: root and path."""
+    num_before = max(len(rows.rows) - len(verdict.accepted_node_indices) - 1, 0)
+    before = FeatureRows(
+        rows.sequence_id, rows.position_offset, rows.rows[:num_before], rows.num_prompt_tokens
+    )
+    return before, rows.rows[num_before:]
+
+
+def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
+    if not len(rows.rows):
+        return
+    row_bytes = rows.rows.shape[1] * rows.rows.element_size()
+    offset = rows.position_offset
+    for part in torch.split(rows.rows, max(MAX_CHUNK_BYTES // row_bytes, 1)):
+        chunk = pb.FeatureChunk(
+            sequence_id=rows.sequence_id,
+            position_offset=offset,
+            rows=tensor_message(part),
+            last=offset + len(part) >= rows.num_prompt_tokens - 1,
+        )
+        offset += len(part)
+        yield pb.SpeculateResponse(feature_chunk=chunk)
+
+
+def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
+    return pb.SequenceOpened(
+        sequence_id=sequence.sequence_id,
+        token_ids=sequence.token_ids,
+        sampling_params=sampling_message(sequence.sampling),
+        round=sequence.round,
+        prompt_token_count=sequence.num_prompt_tokens,
+    )
