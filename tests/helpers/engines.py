@@ -40,10 +40,10 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 24
 
 
-def tiny_decoder(folder: Path) -> Decoder:
+def tiny_decoder(folder: Path, device: torch.device = CPU) -> Decoder:
     """Returns a random decoder with a small vocabulary, so that drafts hit by chance as well."""
     write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3)
-    return load_decoder(folder, dtype=torch.float32, device=CPU)
+    return load_decoder(folder, dtype=torch.float32, device=device)
 
 
 @dataclass
@@ -70,8 +70,8 @@ def build_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     on_step: Callable[[StepReport], None] = lambda report: None,
 ) -> Engine:
-    """Returns an engine over `decoder` whose thread is not started."""
-    pool = KvPool(decoder.kv_layout(PAGE_SIZE, torch.float32), num_pages, CPU)
+    """Returns an engine over `decoder`, on its device, whose thread is not started."""
+    pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, decoder.device)
     leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=prefix_cache)
     return Engine(
         runner=ModelRunner(decoder, pool),

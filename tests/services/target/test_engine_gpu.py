@@ -1,0 +1,74 @@
+"""The losslessness ladder on a GPU, in float32: drafts change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.models.decoder import Decoder
+from shared.tokens import SamplingParams
+from tests.helpers.engines import (
+    Proposal,
+    ScriptedDraft,
+    build_engine,
+    oracle_trees,
+    random_trees,
+    request,
+    run,
+    shuffled_drops,
+    tiny_decoder,
+)
+
+pytestmark = pytest.mark.gpu
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3] * 40)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(seed=7),
+    "truncated": SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05, seed=1),
+    "penalised": SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"), torch.device("cuda"))
+
+
+def _outputs(
+    decoder: Decoder, sampling: SamplingParams, propose: Proposal | None = None, seed: int = 0
+) -> list[list[int]]:
+    engine = build_engine(decoder)
+    if propose is not None:
+        ScriptedDraft(engine, propose, disturb=shuffled_drops(seed)).attach()
+    requests = [
+        request(prompt, replace(sampling, seed=sampling.seed + i))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    collector = run(engine, requests)
+    return [collector.token_ids(key) for key in range(len(PROMPTS))]
+
+
+def _wholes(outputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[*prompt, *output] for prompt, output in zip(PROMPTS, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_output_is_that_of_plain_decoding_for_every_draft(decoder: Decoder, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    expected = _outputs(decoder, sampling)
+    assert len({tuple(output) for output in expected}) == len(PROMPTS)
+    for seed, quality in enumerate((1.0, 0.5)):
+        script = oracle_trees(_wholes(expected), seed, quality=quality)
+        assert _outputs(decoder, sampling, script, seed) == expected
+    assert _outputs(decoder, sampling, random_trees(2)) == expected
+
+
+def test_output_is_that_of_the_cpu(
+    decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    on_cpu = tiny_decoder(tmp_path_factory.mktemp("cpu"))
+    for name in ("greedy", "seeded"):
+        assert _outputs(on_cpu, SAMPLINGS[name]) == _outputs(decoder, SAMPLINGS[name])
