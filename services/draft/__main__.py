@@ -10,10 +10,9 @@ import sys
 
 import uvloop
 
-from services.draft.drafter_factory import build_drafter, model_id, tokenizer_identity
+from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings, read_settings
-from services.draft.worker import WorkerIdentity
 from shared.errors import OutriderError
 from shared.telemetry.logs import configure_logs
 
@@ -37,14 +36,8 @@ async def _serve(settings: DraftSettings) -> None:
     try:
         await process.listen()
         drafter = await asyncio.to_thread(build_drafter, settings)
-        identity = WorkerIdentity(
-            worker_id=settings.worker_id or f"{socket.gethostname()}-{os.getpid()}",
-            model_id=model_id(settings),
-            algorithm=settings.speculative_algorithm.value,
-            tokenizer_sha256=tokenizer_identity(settings),
-            max_sequences=settings.max_running_requests,
-            max_context_tokens=drafter.limits.max_context_tokens,
-        )
+        worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        identity = worker_identity(settings, drafter.limits, worker_id=worker_id)
         if not stop.is_set():
             await process.serve(drafter, identity)
             await process.run_until(stop)

@@ -91,7 +91,7 @@ class AttachClient:
     async def _converse(self, stream: Stream) -> None:
         """Serves the stream until either side ends it."""
         attached = await self._attach(stream)
-        terms = terms_from_message(attached)
+        terms = terms_from_message(attached, self._identity.feature_spec)
         requests: asyncio.Queue[pb.SpeculateRequest | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -157,7 +157,7 @@ class AttachClient:
                 log.info("target %s drains within %.1f s", self.status.address, grace_s)
                 draining.set()
             elif not draining.is_set():
-                event = event_from_response(link, response)
+                event = event_from_response(link, response, self._identity.feature_spec)
                 if event is not None:
                     self._engine.submit(event)
 

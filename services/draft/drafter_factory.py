@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from services.draft.corpus import load_encode, read_corpus
-from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.drafter import Drafter, DrafterLimits
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.settings import Algorithm, DraftSettings
+from services.draft.worker import WorkerIdentity
 from shared.tokenizer_files import tokenizer_sha256
 
 log = logging.getLogger(__name__)
@@ -23,9 +24,32 @@ def build_drafter(settings: DraftSettings) -> Drafter:
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return _build_ngram(settings)
     # A worker without a model runs where torch is not installed.
+    if settings.algorithm.reads_features:
+        from services.draft.drafters.eagle_factory import build_eagle
+
+        return build_eagle(settings)
     from services.draft.drafters.standalone_factory import build_standalone
 
     return build_standalone(settings)
+
+
+def worker_identity(
+    settings: DraftSettings, limits: DrafterLimits, *, worker_id: str
+) -> WorkerIdentity:
+    """Returns what targets are told of this worker.
+
+    Raises:
+        CheckpointError: the folder holds no tokenizer.
+    """
+    return WorkerIdentity(
+        worker_id=worker_id,
+        model_id=model_id(settings),
+        algorithm=settings.algorithm.value,
+        tokenizer_sha256=tokenizer_identity(settings),
+        max_sequences=settings.max_running_requests,
+        max_context_tokens=limits.max_context_tokens,
+        feature_spec=limits.feature_spec,
+    )
 
 
 def model_id(settings: DraftSettings) -> str:
@@ -45,7 +69,9 @@ def tokenizer_identity(settings: DraftSettings) -> str | None:
         return tokenizer_sha256(settings.tokenizer)
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return None
-    return tokenizer_sha256(settings.model_folder)
+    # A head speaks the tokens of its target.
+    is_head = settings.algorithm.reads_features
+    return tokenizer_sha256(settings.target_folder if is_head else settings.model_folder)
 
 
 def _build_ngram(settings: DraftSettings) -> NgramDrafter:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shared.tokens import Candidate, SamplingParams, TokenTree, TreeShape, Verdict
+
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +30,19 @@ class LinkTerms:
     mirrors_noise: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FeatureRows:
-    """Hidden states of the target at consecutive positions, as they came off the wire.
+    """Features of the target at consecutive positions, as the drafter's spec asked for them.
 
     Attributes:
         position_offset: position of the first row.
-        shape: rows and width.
-        data_type: element type, for example `bfloat16`.
-        data: row-major little-endian elements.
+        rows: `[R, W]`, in host memory when they came off the wire, else where the target left
+            them; never written.
         is_last: the prompt is complete with these rows.
     """
 
     position_offset: int
-    shape: tuple[int, int]
-    data_type: str
-    data: bytes
+    rows: Tensor
     is_last: bool = False
 
 

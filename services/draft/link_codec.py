@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from services.draft.events import (
     CandidatesReady,
     Event,
@@ -23,6 +25,10 @@ from shared.pb.outrider.types.v1 import tensor_pb2
 from shared.rpc.sampling import sampling_from_message
 from shared.rpc.trees import candidate_batch_message, verdict_from_message
 
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed; so does this module.
+    from shared.models.heads.feature_spec import FeatureSpec
+
 
 def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
     """Returns the first message of a stream."""
@@ -35,16 +41,27 @@ def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
             max_node_count=MAX_TREE_NODES,
             algorithm=identity.algorithm,
             max_context_token_count=identity.max_context_tokens or 0,
+            feature_spec=_spec_message(identity.feature_spec),
         )
     )
 
 
-def terms_from_message(attached: pb.Attached) -> LinkTerms:
+def terms_from_message(attached: pb.Attached, spec: FeatureSpec | None) -> LinkTerms:
     """Returns the terms of an attachment.
 
+    Args:
+        spec: the features that were asked for.
+
     Raises:
-        FailedPrecondition: a verification mode this draft does not know.
+        FailedPrecondition: a verification mode this draft does not know, or features of another
+            width than it reads.
     """
+    width = 0 if spec is None else spec.width
+    if attached.feature_width != width:
+        raise FailedPrecondition(
+            f"the target sends features {attached.feature_width} wide; this draft reads {width}",
+            reason="FEATURE_WIDTH_MISMATCH",
+        )
     mode = attached.verification_mode
     if mode not in (pb.VERIFICATION_MODE_COUPLED, pb.VERIFICATION_MODE_POINT_MASS):
         raise FailedPrecondition(
@@ -59,22 +76,29 @@ def terms_from_message(attached: pb.Attached) -> LinkTerms:
     )
 
 
-def event_from_response(link: int, response: pb.SpeculateResponse) -> Event | None:
+def event_from_response(
+    link: int, response: pb.SpeculateResponse, spec: FeatureSpec | None
+) -> Event | None:
     """Returns the event of a message after `attached`; None for kinds added later.
 
+    Args:
+        spec: the features that were asked for.
+
     Raises:
-        InvalidArgument: the message is malformed, or a second `attached`.
+        InvalidArgument: the message is malformed, holds features that were not asked for, or is a
+            second `attached`.
     """
     match response.WhichOneof("message"):
         case "verdicts":
-            return RoundsDecided(link, tuple(map(_result, response.verdicts.verdicts)))
+            results = [_result(verdict, spec) for verdict in response.verdicts.verdicts]
+            return RoundsDecided(link, tuple(results))
         case "opened":
             return SequencesOpened(link, tuple(map(_opening, response.opened.sequences)))
         case "closed":
             return SequencesClosed(link, tuple(response.closed.sequence_ids))
         case "feature_chunk":
             chunk = response.feature_chunk
-            rows = _feature_rows(chunk.rows, chunk.position_offset, is_last=chunk.last)
+            rows = _feature_rows(chunk.rows, chunk.position_offset, spec, is_last=chunk.last)
             return FeaturesArrived(link, chunk.sequence_id, rows)
         case "attached":
             raise InvalidArgument.of("ATTACHED_TWICE", "attached", "a second `attached` arrived")
@@ -100,19 +124,45 @@ def _opening(message: pb.SequenceOpened) -> Opening:
     )
 
 
-def _result(message: pb.Verdict) -> RoundResult:
+def _result(message: pb.Verdict, spec: FeatureSpec | None) -> RoundResult:
     verdict = verdict_from_message(message)
     if not message.HasField("features"):
         return RoundResult(verdict)
     # The first row is the token the verified tree hung off.
     offset = verdict.committed_token_count - len(verdict.committed_token_ids) - 1
-    return RoundResult(verdict, _feature_rows(message.features, offset, is_last=False))
+    return RoundResult(verdict, _feature_rows(message.features, offset, spec))
 
 
-def _feature_rows(tensor: tensor_pb2.Tensor, offset: int, *, is_last: bool) -> FeatureRows:
-    if len(tensor.shape) != 2:
-        shape = list(tensor.shape)
-        raise InvalidArgument.of("FEATURES_MALFORMED", "rows", f"shape is {shape}; it must be 2-D")
-    data_type = tensor_pb2.DataType.Name(tensor.data_type).removeprefix("DATA_TYPE_").lower()
-    num_rows, width = tensor.shape
-    return FeatureRows(offset, (num_rows, width), data_type, tensor.data, is_last)
+def _feature_rows(
+    message: tensor_pb2.Tensor, offset: int, spec: FeatureSpec | None, *, is_last: bool = False
+) -> FeatureRows:
+    """Rows that are not what was asked for would only fail later, inside a forward."""
+    if spec is None:
+        raise _bad_features("features arrived; none were asked for")
+    from shared.runtime.tensor_codec import tensor_from_message
+
+    rows = tensor_from_message(message)
+    if rows.ndim != 2 or rows.shape[1] != spec.width or rows.dtype != spec.dtype:
+        raise _bad_features(
+            f"rows are {list(rows.shape)} of {rows.dtype}; they must be [R, {spec.width}] of "
+            f"{spec.dtype}"
+        )
+    if offset < 0:
+        raise _bad_features(f"rows start at position {offset}; it must be 0 or more")
+    return FeatureRows(offset, rows, is_last)
+
+
+def _bad_features(message: str) -> InvalidArgument:
+    return InvalidArgument.of("FEATURES_MALFORMED", "rows", message)
+
+
+def _spec_message(spec: FeatureSpec | None) -> pb.FeatureSpec | None:
+    if spec is None:
+        return None
+    from shared.runtime.tensor_codec import data_type_number, tensor_message
+
+    return pb.FeatureSpec(
+        layer_indices=spec.layer_indices,
+        data_type=data_type_number(spec.dtype),
+        projection=None if spec.projection is None else tensor_message(spec.projection),
+    )

@@ -9,22 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.draft.drafters.ngram import MatchType, NgramOptions
+from services.draft.shapes import CHAIN_SHAPE, NGRAM_DRAFT_TOKENS, head_shape
 from shared.errors import SettingsError
 from shared.settings import load_settings, setting
 from shared.telemetry.logs import LogFormat
 from shared.tokens import TreeShape
 
-DEMO_DRAFT = Path(__file__).parents[2] / "shared" / "demo" / "draft"
+DEMO = Path(__file__).parents[2] / "shared" / "demo"
+DEMO_DRAFT = DEMO / "draft"
+DEMO_TARGET = DEMO / "target"
 MAX_TREE_DEPTH = 32
-NGRAM_DRAFT_TOKENS = 12
-STANDALONE_SHAPE = TreeShape(num_steps=3, topk=1, num_draft_tokens=4)
 
 
 class Algorithm(enum.Enum):
-    """Drafters this worker has."""
+    """Drafters this worker has; NEXTN is another name of EAGLE."""
 
     STANDALONE = "STANDALONE"
     NGRAM = "NGRAM"
+    EAGLE = "EAGLE"
+    NEXTN = "NEXTN"
+    EAGLE3 = "EAGLE3"
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it is a head on the target's hidden states."""
+        return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)
 
 
 class Dtype(enum.Enum):
@@ -52,7 +61,13 @@ class DraftSettings:
     worker_id: str | None = setting(None, "name of this worker; made up when unset")
     speculative_algorithm: Algorithm = setting(Algorithm.STANDALONE, "drafter")
     speculative_draft_model_path: Path | None = setting(
-        None, "folder of the draft model; the demo draft's when unset"
+        None, "folder of the draft model or head; the demo's when unset"
+    )
+    target_model_path: Path | None = setting(
+        None, "folder of the target a draft head belongs to; the demo target's when unset"
+    )
+    speculative_token_map: Path | None = setting(
+        None, "token ids an EAGLE head is confined to (.pt, .safetensors or .json)"
     )
     speculative_num_steps: int | None = setting(
         None, "depth of trees; set all three of a shape or none", minimum=1, maximum=MAX_TREE_DEPTH
@@ -82,7 +97,7 @@ class DraftSettings:
         None, "text (.txt) or JSON lines (.jsonl) of texts or token ids to draft from"
     )
     tokenizer: Path | None = setting(
-        None, "folder whose tokenizer the target must share; the draft model's when unset"
+        None, "folder whose tokenizer the target must share; the model's when unset"
     )
     dtype: Dtype = setting(Dtype.AUTO, "type of weights and KV")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
@@ -106,7 +121,12 @@ class DraftSettings:
     log_format: LogFormat = setting(LogFormat.TEXT, "text or json")
 
     def __post_init__(self) -> None:
-        problems = (*_shape_problems(self), *_ngram_problems(self), *_other_problems(self))
+        problems = (
+            *_shape_problems(self),
+            *_ngram_problems(self),
+            *_head_problems(self),
+            *_other_problems(self),
+        )
         if problems:
             raise SettingsError(problems)
 
@@ -118,18 +138,38 @@ class DraftSettings:
         return self.port + 1 if self.port else 0
 
     @property
+    def algorithm(self) -> Algorithm:
+        """The drafter's own name."""
+        if self.speculative_algorithm is Algorithm.NEXTN:
+            return Algorithm.EAGLE
+        return self.speculative_algorithm
+
+    @property
     def model_folder(self) -> Path:
         """Of a drafter that has a model."""
-        return self.speculative_draft_model_path or DEMO_DRAFT
+        if self.speculative_draft_model_path is not None:
+            return self.speculative_draft_model_path
+        return DEMO / self.algorithm.value.lower() if self.algorithm.reads_features else DEMO_DRAFT
+
+    @property
+    def target_folder(self) -> Path:
+        """Of the target that a draft head belongs to."""
+        return self.target_model_path or DEMO_TARGET
 
     @property
     def shape(self) -> TreeShape:
-        """The live shape at start: what is set, else the algorithm's default."""
+        """The live shape at start: what is set, else the algorithm's default.
+
+        Raises:
+            CheckpointError: a head's default depends on its target, whose config is not readable.
+        """
         steps, topk, tokens = _given_shape(self)
         if steps is not None and topk is not None and tokens is not None:
             return TreeShape(steps, topk, tokens)
-        if self.speculative_algorithm is Algorithm.STANDALONE:
-            return STANDALONE_SHAPE
+        if self.algorithm.reads_features:
+            return head_shape(self.target_folder)
+        if self.algorithm is Algorithm.STANDALONE:
+            return CHAIN_SHAPE
         return TreeShape(
             num_steps=min(self.speculative_ngram_max_trie_depth - 1, MAX_TREE_DEPTH),
             topk=self.speculative_ngram_max_bfs_breadth,
@@ -189,6 +229,18 @@ def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
         )
     if settings.speculative_draft_model_path is not None:
         problems.append("--speculative-draft-model-path: NGRAM has no model")
+    return tuple(problems)
+
+
+def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
+    name = settings.speculative_algorithm.value
+    if settings.speculative_algorithm.reads_features:
+        return ()
+    problems = []
+    if settings.speculative_token_map is not None:
+        problems.append(f"--speculative-token-map: {name} has no head to confine; EAGLE has")
+    if settings.target_model_path is not None:
+        problems.append(f"--target-model-path: {name} reads nothing of the target; EAGLE does")
     return tuple(problems)
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from shared.models.heads.feature_spec import FeatureSpec
 
 MAX_TREE_NODES = 256
 """Nodes of the largest shape that may be set live, the root left out."""
@@ -16,6 +21,7 @@ class WorkerIdentity:
         worker_id: stable as long as the process lives.
         tokenizer_sha256: None for drafters that fit any tokenizer.
         max_context_tokens: None is unbounded.
+        feature_spec: hidden states the drafter reads; None for token-level drafters.
     """
 
     worker_id: str
@@ -24,6 +30,7 @@ class WorkerIdentity:
     tokenizer_sha256: str | None
     max_sequences: int
     max_context_tokens: int | None
+    feature_spec: FeatureSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
+
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from shared.models.heads.feature_spec import FeatureSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +34,18 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """What a drafter accepts.
+    """What a drafter accepts and needs.
 
     Attributes:
         vocab_size: tokens it knows; None takes any.
         max_context_tokens: tokens one forward can look back on; longer sequences are windowed.
             None is unbounded.
+        feature_spec: hidden states it reads; None for token-level drafters.
     """
 
     vocab_size: int | None = None
     max_context_tokens: int | None = None
+    feature_spec: FeatureSpec | None = None
 
 
 class Drafter(Protocol):
@@ -61,10 +67,14 @@ class Drafter(Protocol):
         """
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        """Takes hidden states of prompt positions."""
+        """Takes features of committed positions, in the order of positions and without gaps from
+        the first row on. Rows it knows already are nothing new."""
 
     def backlog(self, sequence: DraftSequence) -> int:
-        """Returns how many committed tokens the drafter has yet to take in, the last included."""
+        """Returns how many committed tokens the drafter has yet to take in, the last included.
+
+        A drafter that reads features counts those it has the features of.
+        """
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """Makes room for the backlog and one tree.

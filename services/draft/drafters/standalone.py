@@ -17,13 +17,13 @@ from torch import Tensor
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
-from services.draft.drafters.tree_tail import TreeTail
+from services.draft.drafters.tree_tail import TreeTail, beam_rows
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.runtime.runner import ModelRunner
-from shared.speculation.growth import Beam, Children, TreeGrowth, choose_children
+from shared.speculation.growth import Children, TreeGrowth, choose_children
 from shared.tokens import TreeShape, Verdict
 
 CONTEXT_MARGIN = 33
@@ -95,7 +95,7 @@ class StandaloneDrafter:
         for sequence in sequences:
             self._kv.publish(self._states[sequence.key], sequence)
         while not growth.is_complete:
-            rows = _beam_rows(growth.select_beam(), tails)
+            rows = beam_rows(growth.select_beam(), tails)
             growth.add(self._children(scores, rows, tails, shape))
         for sequence, tail in zip(sequences, tails, strict=True):
             self._states[sequence.key].grown = tail.grown
@@ -171,13 +171,3 @@ class StandaloneDrafter:
             slots = torch.tensor(moves, dtype=torch.int64, device=device)
             self._runner.pool.move(slots[:, 0], slots[:, 1])
         return self._runner.run(build_batch(rows, page_size=page_size, device=device)).logits
-
-
-def _beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
-    """Waits for the device once a level: the host lays out the rows."""
-    token_ids, parents, visible = (
-        tensor.tolist() for tensor in (beam.token_ids, beam.parents, beam.visible)
-    )
-    return [
-        tail.extend(*level) for tail, *level in zip(tails, token_ids, parents, visible, strict=True)
-    ]

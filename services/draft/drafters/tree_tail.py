@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.draft.drafters.draft_kv import GrownRows, SequenceKv
 from shared.kv.batch import SequenceRows
+from shared.speculation.growth import Beam
 
 
 class TreeTail:
@@ -52,3 +53,14 @@ class TreeTail:
             tail_mask=None if len(nodes) == 1 else visible,
             logit_rows=range(len(nodes)),
         )
+
+
+def beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
+    """Lays out the beam of each tree. Waits for the device once a level: the host lays out the
+    rows."""
+    token_ids, parents, visible = (
+        tensor.tolist() for tensor in (beam.token_ids, beam.parents, beam.visible)
+    )
+    return [
+        tail.extend(*level) for tail, *level in zip(tails, token_ids, parents, visible, strict=True)
+    ]

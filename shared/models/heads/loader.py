@@ -108,8 +108,8 @@ class _HeadBuilder:
         config = self._config
         if config.hidden_size != config.target_hidden_size:
             raise CheckpointError(
-                f"{self._folder}: {EMBEDDING} is missing; the target's is {config.target_hidden_size} wide, the "
-                f"head's hidden_size is {config.hidden_size}"
+                f"{self._folder}: {EMBEDDING} is missing; the target's is "
+                f"{config.target_hidden_size} wide, the head's hidden_size is {config.hidden_size}"
             )
         return self._target.embedding()
 
@@ -120,8 +120,8 @@ class _HeadBuilder:
             weight = self._target.lm_head()
             if weight.shape[1] != config.hidden_size:
                 raise CheckpointError(
-                    f"{self._folder}: lm_head.weight is missing; the target's has shape {list(weight.shape)}, the "
-                    f"head's hidden_size is {config.hidden_size}"
+                    f"{self._folder}: lm_head.weight is missing; the target's has shape "
+                    f"{list(weight.shape)}, the head's hidden_size is {config.hidden_size}"
                 )
             if token_map is not None:
                 weight = weight.index_select(0, token_map)

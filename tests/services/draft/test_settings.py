@@ -95,8 +95,9 @@ def test_the_demo_draft_is_the_default_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--speculative-algorithm", "EAGLE3"), "STANDALONE, NGRAM"),
-        (("--speculative-token-map", "x"), "--speculative-token-map"),
+        (("--speculative-algorithm", "MEDUSA"), "STANDALONE, NGRAM"),
+        (("--speculative-token-map", "x"), "--speculative-token-map: STANDALONE has no head"),
+        ((*NGRAM, "--target-model-path", "x"), "--target-model-path: NGRAM reads nothing"),
         ((*NGRAM, "--speculative-draft-model-path", "/m"), "NGRAM has no model"),
         ((*NGRAM, "--speculative-ngram-min-bfs-breadth", "11"), "must not exceed"),
         (("--target", "a:1", "--target", "a:1"), "none twice"),
@@ -106,6 +107,46 @@ def test_the_demo_draft_is_the_default_model() -> None:
 )
 def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], part: str) -> None:
     assert part in _problems(*arguments)
+
+
+def _head(algorithm: str, target: Path, *arguments: str) -> DraftSettings:
+    flags = ("--speculative-algorithm", algorithm, "--target-model-path", str(target))
+    return _read(*flags, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [
+        ("LlamaForCausalLM", TreeShape(5, 4, 8)),
+        ("Qwen2ForCausalLM", TreeShape(3, 1, 4)),
+        ("MistralForCausalLM", TreeShape(3, 1, 4)),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "EAGLE3"])
+def test_the_automatic_shape_of_a_head_is_that_of_its_target(
+    algorithm: str, architecture: str, shape: TreeShape, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')
+    assert _head(algorithm, tmp_path).shape == shape
+    given = (STEPS, "2", TOPK, "3", TOKENS, "7")
+    assert _head(algorithm, tmp_path, *given).shape == TreeShape(2, 3, 7)
+
+
+def test_nextn_is_another_name_of_eagle(tmp_path: Path) -> None:
+    assert _head("NEXTN", tmp_path).algorithm is Algorithm.EAGLE
+    assert _head("EAGLE3", tmp_path).algorithm is Algorithm.EAGLE3
+
+
+def test_heads_default_to_those_of_the_demo_target() -> None:
+    eagle, eagle3 = (_read("--speculative-algorithm", name) for name in ("NEXTN", "EAGLE3"))
+    assert eagle.model_folder.parts[-2:] == ("demo", "eagle")
+    assert eagle3.model_folder.parts[-2:] == ("demo", "eagle3")
+    assert eagle.target_folder.parts[-2:] == ("demo", "target")
+
+
+def test_a_head_takes_a_part_of_a_shape_no_more_than_others_do(tmp_path: Path) -> None:
+    flags = ("--speculative-algorithm", "EAGLE", STEPS, "3")
+    assert "or none of them" in _problems(*flags)
 
 
 def test_standalone_is_the_default_algorithm() -> None:

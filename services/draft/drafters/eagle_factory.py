@@ -1,0 +1,80 @@
+"""Loads a draft head, what it borrows from its target, and its KV pool."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.placement import allocate_kv, context_for, device_for, dtype_for
+from services.draft.settings import Algorithm, DraftSettings
+from shared.models.config import ModelConfig
+from shared.models.heads.config import HeadConfig, HeadKind
+from shared.models.heads.head import DraftHead
+from shared.models.heads.loader import load_head
+from shared.models.heads.target_tensors import TargetFolder, TargetTensors
+from shared.models.heads.token_map import read_token_map
+from shared.runtime.head_runner import HeadRunner
+
+_KINDS = {Algorithm.EAGLE: HeadKind.EAGLE, Algorithm.EAGLE3: HeadKind.EAGLE3}
+
+log = logging.getLogger(__name__)
+
+
+def build_eagle(settings: DraftSettings, target: TargetTensors | None = None) -> EagleDrafter:
+    """Returns the drafter with weights loaded.
+
+    Args:
+        target: the tensors of a target in this process; None reads them from its folder.
+
+    Raises:
+        CheckpointError: a folder cannot be served, or the head was made for another target.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    torch.set_num_threads(settings.num_threads)
+    kind, folder = _KINDS[settings.algorithm], settings.model_folder
+    target_config = ModelConfig.from_folder(settings.target_folder)
+    config = HeadConfig.from_folder(folder, kind, target_config)
+    device = device_for(settings)
+    dtype = dtype_for(settings, config.dtype, device)
+    context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
+    is_shorter = context < target_config.max_position_embeddings
+    if is_shorter:
+        log.warning(
+            "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
+            "their last tokens",
+            *(context, target_config.max_position_embeddings),
+        )
+    head = load_head(
+        folder,
+        kind,
+        target or TargetFolder(settings.target_folder, dtype=dtype, device=device),
+        dtype=dtype,
+        device=device,
+        token_map=_token_map(settings, kind, target_config.vocab_size),
+    )
+    _log_head(folder.name, head)
+    layout = head.kv_layout(settings.page_size, dtype)
+    pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
+    return EagleDrafter(
+        HeadRunner(head, pool), leases, max_context_tokens=context, keeps_features=is_shorter
+    )
+
+
+def _token_map(settings: DraftSettings, kind: HeadKind, vocab_size: int) -> torch.Tensor | None:
+    path = settings.speculative_token_map
+    if path is None:
+        return None
+    if kind is HeadKind.EAGLE3:
+        log.warning("--speculative-token-map is ignored: EAGLE3 heads bring their own vocabulary")
+        return None
+    return read_token_map(path, vocab_size)
+
+
+def _log_head(name: str, head: DraftHead) -> None:
+    log.info(
+        "%s in %s on %s: %d of %d tokens, features of layers %s, %d wide",
+        *(name, head.dtype, head.device, head.vocabulary.size, head.config.vocab_size),
+        *(list(head.feature_spec.layer_indices), head.feature_spec.width),
+    )

@@ -1,0 +1,46 @@
+"""Drafts at every position of a text at once, by the mathematics of training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.draft.training.block_head import BlockHead
+from services.draft.training.frozen_target import FrozenTarget
+from services.draft.training.heads import Head
+from services.draft.training.recurrent_head import RecurrentHead, Unrolling
+
+
+@torch.inference_mode()
+def draft_chains(
+    head: Head, target: FrozenTarget, token_ids: Tensor, *, num_steps: int
+) -> Tensor:
+    """Returns `[N - 1, K]` int64; row i holds the greedy draft behind token i + 1, made with the
+    features of positions 0 … i.
+
+    Args:
+        token_ids: `[N]` int64, N at least 2.
+        num_steps: K for heads that draft a token at a time; blocks have their own.
+    """
+    rows = target.read(token_ids.unsqueeze(0), head.shape.feature_layers)
+    if isinstance(head, BlockHead):
+        anchors = torch.arange(1, len(token_ids), device=token_ids.device).unsqueeze(0)
+        states = head(target.embedding, rows.token_ids, rows.features.float(), anchors)
+        return F.linear(states[0], target.lm_head.float()).argmax(-1)
+    features = rows.features[:, :-1].float()
+    return _recurrent_chains(head, target, rows.token_ids[:, 1:], features, num_steps)
+
+
+def _recurrent_chains(
+    head: RecurrentHead, target: FrozenTarget, known: Tensor, features: Tensor, num_steps: int
+) -> Tensor:
+    """`known` `[1, R]` are the tokens behind the rows' positions."""
+    embedding, lm_head = target.embedding.float(), target.lm_head.float()
+    hidden, tokens = head.fuse(features), known
+    unrolling, drafted = Unrolling(head.shape), []
+    for _ in range(num_steps):
+        hidden = head.advance(F.embedding(tokens, embedding), hidden, unrolling)
+        tokens = head.target_ids(head.scores(hidden, lm_head).argmax(-1))
+        drafted.append(tokens[0])
+    return torch.stack(drafted, dim=1)

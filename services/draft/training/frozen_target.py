@@ -1,0 +1,187 @@
+"""The target model a head is trained for: any decoder that transformers can load, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from services.draft.training.head_shape import Algorithm, HeadShape, default_feature_layers
+from shared.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetRows:
+    """What the target makes of windows of tokens.
+
+    Attributes:
+        token_ids: `[B, N]` int64.
+        features: `[B, N, W]`, the layers a head reads, side by side.
+        states: `[B, N, H]`, behind the final norm; the target's lm_head scores these.
+    """
+
+    token_ids: Tensor
+    features: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSizes:
+    """What may be chosen freely of a head; None takes the target's own size.
+
+    Attributes:
+        feature_layers: see `HeadShape`.
+        mask_token_id: DFLASH, a token that texts do not hold.
+    """
+
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    draft_vocab_size: int | None = None
+    feature_layers: tuple[int, ...] | None = None
+    num_layers: int | None = None
+    block_size: int = 8
+    mask_token_id: int = 0
+
+
+class FrozenTarget:
+    """A causal language model whose inner states can be read.
+
+    Its decoder must have the parts of Llama, Qwen and Mistral: `layers` and `norm`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._decoder = model.get_decoder()
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.lm_head: Tensor = model.get_output_embeddings().weight
+
+    @classmethod
+    def load(cls, folder: Path, *, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
+        """Raises: CheckpointError if transformers cannot load the folder, or the decoder has
+        no `layers` or no `norm`."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+        decoder = model.get_decoder()
+        for part in ("layers", "norm"):
+            if not hasattr(decoder, part):
+                raise CheckpointError(f"{folder}: {type(decoder).__name__} has no {part}")
+        return cls(model.to(device))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._decoder.layers)
+
+    def head_shape(self, algorithm: Algorithm, sizes: HeadSizes) -> HeadShape:
+        """Returns the shape of a head for this target.
+
+        Raises:
+            CheckpointError: for sizes that no head can have.
+        """
+        config = self.model.config
+        num_heads = sizes.num_heads or config.num_attention_heads
+        shape = HeadShape(
+            algorithm=algorithm,
+            hidden_size=config.hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=sizes.num_kv_heads or config.num_key_value_heads,
+            head_dim=sizes.head_dim
+            or getattr(config, "head_dim", None)
+            or config.hidden_size // num_heads,
+            intermediate_size=sizes.intermediate_size or config.intermediate_size,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=sizes.draft_vocab_size or config.vocab_size,
+            num_layers=sizes.num_layers or (5 if algorithm is Algorithm.DFLASH else 1),
+            num_target_layers=self.num_layers,
+            feature_layers=sizes.feature_layers
+            or default_feature_layers(algorithm, self.num_layers),
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=_rope_theta(config),
+            max_position_embeddings=config.max_position_embeddings,
+            block_size=sizes.block_size,
+            mask_token_id=sizes.mask_token_id,
+        )
+        _check(shape)
+        return shape
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor, layers: Sequence[int]) -> TargetRows:
+        """Runs the target over windows `[B, N]` and keeps the streams `layers`, see `HeadShape`."""
+        with self._captured(layers) as streams:
+            output = self._decoder(input_ids=token_ids, use_cache=False)
+            states = output.last_hidden_state
+            streams[self.num_layers + 1] = states
+        features = torch.cat([streams[layer] for layer in layers], dim=-1)
+        return TargetRows(token_ids, features, states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """`[..., H]` behind the final norm to `[..., V]`."""
+        return F.linear(states, self.lm_head)
+
+    @contextmanager
+    def _captured(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Notes the inputs of the modules that `layers` name while the block runs."""
+        streams: dict[int, Tensor] = {}
+        modules: list[nn.Module] = [*self._decoder.layers, self._decoder.norm]
+        hooks = [
+            modules[layer].register_forward_pre_hook(_keeper(streams, layer), with_kwargs=True)
+            for layer in layers
+            if layer <= self.num_layers
+        ]
+        try:
+            yield streams
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _keeper(streams: dict[int, Tensor], layer: int) -> Any:
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        streams[layer] = inputs[0] if inputs else named["hidden_states"]
+
+    return keep
+
+
+def _rope_theta(config: Any) -> float:
+    """Reads transformers 5's spelling, then the older one; scaling is left to the target, whose
+    long contexts a head sees through its features."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", 10_000.0))
+
+
+def _check(shape: HeadShape) -> None:
+    n = shape.num_target_layers
+    outside = [layer for layer in shape.feature_layers if not 0 <= layer <= n + 1]
+    if outside:
+        raise CheckpointError(f"feature layer {outside[0]} is not in [0, {n + 1}]")
+    if shape.algorithm is Algorithm.DFLASH and n in shape.feature_layers:
+        raise CheckpointError(f"DFLASH names outputs of layers; {n}, before the norm, has no name")
+    if shape.num_heads % shape.num_kv_heads:
+        raise CheckpointError(
+            f"{shape.num_heads} heads are not a multiple of {shape.num_kv_heads} KV heads"
+        )
+    if shape.draft_vocab_size > shape.vocab_size:
+        raise CheckpointError(
+            f"a draft vocabulary of {shape.draft_vocab_size} is larger than the target's "
+            f"{shape.vocab_size}"
+        )
+    if shape.algorithm is Algorithm.DFLASH and shape.block_size < 2:
+        raise CheckpointError(f"block_size is {shape.block_size}; it must be at least 2")
+    if not 0 <= shape.mask_token_id < shape.vocab_size:
+        raise CheckpointError(
+            f"mask_token_id is {shape.mask_token_id}; it must be in [0, {shape.vocab_size})"
+        )

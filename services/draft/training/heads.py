@@ -1,0 +1,81 @@
+"""Building, writing and reading heads of every algorithm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.draft.training.block_head import BlockHead
+from services.draft.training.frozen_target import FrozenTarget
+from services.draft.training.head_shape import Algorithm, HeadShape, head_config
+from services.draft.training.recurrent_head import Eagle3Head, RecurrentHead, build_recurrent
+from shared.errors import CheckpointError
+
+SHAPE_FILE = "training_shape.json"
+WEIGHTS_FILE = "model.safetensors"
+
+Head = RecurrentHead | BlockHead
+
+
+def build_head(shape: HeadShape, token_ids: Sequence[int] | None = None) -> Head:
+    """Returns a freshly initialised head; `token_ids` see `build_recurrent`."""
+    if shape.algorithm is Algorithm.DFLASH:
+        return BlockHead(shape)
+    return build_recurrent(shape, token_ids)
+
+
+def begin_from_target(head: Head, target: FrozenTarget) -> None:
+    """Gives an EAGLE3 head the target's lm_head rows to begin with."""
+    if not isinstance(head, Eagle3Head):
+        return
+    chosen = head.target_ids(torch.arange(head.shape.draft_vocab_size, device=head.d2t.device))
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head[chosen.to(target.device)])
+
+
+def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes `config.json` and `model.safetensors` in the format of published heads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{head.prefix}{key}" if tensor.is_floating_point() else key: _plain(tensor, dtype)
+        for key, tensor in head.state_dict().items()
+    }
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = head_config(head.shape) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / SHAPE_FILE).write_text(json.dumps(head.shape.as_json(), indent=2) + "\n")
+
+
+def load_head(folder: Path) -> Head:
+    """Reads what `save_head` wrote, in float32 on the CPU.
+
+    Raises:
+        CheckpointError: a file is missing, or does not fit the shape.
+    """
+    try:
+        shape = HeadShape.from_json(json.loads((folder / SHAPE_FILE).read_text()))
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds no trained head: {error}") from error
+    head = build_head(shape, _token_ids(tensors))
+    named = {key.removeprefix(head.prefix): tensor for key, tensor in tensors.items()}
+    try:
+        head.load_state_dict(named)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder / WEIGHTS_FILE}: {error}") from error
+    return head.eval()
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    kept = tensor.detach().cpu().contiguous()
+    return kept.to(dtype) if kept.is_floating_point() else kept
+
+
+def _token_ids(tensors: dict[str, Tensor]) -> list[int] | None:
+    offsets = tensors.get("d2t")
+    return None if offsets is None else (offsets + torch.arange(len(offsets))).tolist()
