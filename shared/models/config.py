@@ -60,7 +60,15 @@ class ModelConfig:
                 that is not supported.
         """
         config = ConfigFile.read(folder / CONFIG_FILE)
-        architecture = _architecture(config)
+        return cls.of(config, _architecture(config))
+
+    @classmethod
+    def of(cls, config: ConfigFile, architecture: str) -> Self:
+        """Reads the config of a model with the layers of `architecture`, whatever it is called.
+
+        Raises:
+            CheckpointError: as for `from_folder`.
+        """
         family = FAMILIES[architecture]
         check_supported(config)
         num_heads = config.integer("num_attention_heads")
@@ -90,7 +98,7 @@ class ModelConfig:
             has_qk_norm=family.has_qk_norm,
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
             max_position_embeddings=max_positions,
-            eos_token_ids=_eos_token_ids(config, folder),
+            eos_token_ids=_eos_token_ids(config),
             dtype=saved_dtype(config),
         )
 
@@ -153,9 +161,9 @@ def _window(config: ConfigFile, family: Family) -> int | None:
     return None if config.is_null("sliding_window") else family.default_window
 
 
-def _eos_token_ids(config: ConfigFile, folder: Path) -> frozenset[int]:
+def _eos_token_ids(config: ConfigFile) -> frozenset[int]:
     token_ids = set(config.integers("eos_token_id"))
-    path = folder / GENERATION_CONFIG_FILE
+    path = config.path.parent / GENERATION_CONFIG_FILE
     if path.is_file():
         token_ids.update(ConfigFile.read(path).integers("eos_token_id"))
     return frozenset(token_ids)

@@ -17,14 +17,16 @@ def decoder_parts(config: ModelConfig) -> tuple[WeightPart, ...]:
     hidden, vocab = config.hidden_size, config.vocab_size
     parts = [WeightPart("model.embed_tokens.weight", (vocab, hidden), "embedding")]
     for layer in range(config.num_layers):
-        parts.extend(_layer_parts(config, f"model.layers.{layer}.", f"layers.{layer}."))
+        parts.extend(layer_parts(config, f"model.layers.{layer}.", f"layers.{layer}."))
     parts.append(WeightPart("model.norm.weight", (hidden,), "norm"))
     if not config.tie_word_embeddings:
         parts.append(WeightPart(LM_HEAD_KEY, (vocab, hidden), "lm_head"))
     return tuple(parts)
 
 
-def _layer_parts(config: ModelConfig, source: str, target: str) -> Iterator[WeightPart]:
+def layer_parts(config: ModelConfig, source: str, target: str) -> Iterator[WeightPart]:
+    """Yields the tensors of one layer, from keys that begin with `source` to names that begin with
+    `target`."""
     hidden = config.hidden_size
     yield WeightPart(f"{source}input_layernorm.weight", (hidden,), f"{target}attention_norm")
     yield WeightPart(f"{source}post_attention_layernorm.weight", (hidden,), f"{target}mlp_norm")

@@ -27,7 +27,6 @@ class Family:
         window_rule: which layers slide.
         default_window: the window of a config that does not mention one.
         default_head_dim: None divides the hidden size by the heads.
-        ignored_prefixes: weights of the checkpoint that the decoder itself does not use.
     """
 
     qkv_bias: bool | None
@@ -36,7 +35,6 @@ class Family:
     window_rule: WindowRule = WindowRule.NEVER
     default_window: int | None = None
     default_head_dim: int | None = None
-    ignored_prefixes: tuple[str, ...] = ()
 
 
 _QWEN2 = Family(
@@ -66,7 +64,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             output_bias=False,
             window_rule=WindowRule.SWITCHED,
             default_window=4096,
-            ignored_prefixes=("model.mtp_layers.",),
         ),
     }
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.layers.attention import Attention
+from shared.layers.attention import Attention, AttentionShape
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
@@ -17,7 +17,7 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
 from shared.models.decoder_weights import IGNORED_SUFFIXES, LM_HEAD_KEY, decoder_parts
-from shared.models.families import FAMILIES
+from shared.models.mtp_keys import find_mtp_layers
 from shared.models.weights import read_weights
 
 
@@ -31,11 +31,13 @@ def load_decoder(
             message names the file, the key and, for a wrong shape, both shapes.
     """
     config = ModelConfig.from_folder(folder)
+    checkpoint = Checkpoint.open(folder)
     tied_copy = (LM_HEAD_KEY,) if config.tie_word_embeddings else ()
     tensors = read_weights(
-        Checkpoint.open(folder),
+        checkpoint,
         decoder_parts(config),
-        ignored_prefixes=(*FAMILIES[config.architecture].ignored_prefixes, *tied_copy),
+        # Next-token layers are a drafter's.
+        ignored_prefixes=(*find_mtp_layers(checkpoint.files).prefixes, *tied_copy),
         ignored_suffixes=IGNORED_SUFFIXES,
         dtype=dtype,
         device=device,
@@ -50,7 +52,10 @@ def _build_decoder(
     """Takes tensors out of the dict as it goes, so that packed weights are not held twice."""
     embedding = tensors.pop("embedding")
     head = embedding if config.tie_word_embeddings else tensors.pop("lm_head")
-    layers = tuple(_build_layer(config, tensors, layer) for layer in range(config.num_layers))
+    layers = tuple(
+        build_layer(config, tensors, attention_shape(config, layer), layer)
+        for layer in range(config.num_layers)
+    )
     decoder = Decoder(
         config=config,
         embedding=embedding,
@@ -63,7 +68,10 @@ def _build_decoder(
     return decoder
 
 
-def _build_layer(config: ModelConfig, tensors: dict[str, Tensor], layer: int) -> DecoderLayer:
+def build_layer(
+    config: ModelConfig, tensors: dict[str, Tensor], shape: AttentionShape, layer: int
+) -> DecoderLayer:
+    """Takes the tensors of `layers.{layer}.` out of the dict; see `decoder_weights.layer_parts`."""
     prefix, eps = f"layers.{layer}.", config.rms_norm_eps
     qk_norm = tensors.pop(f"{prefix}qk_norm", None)
     if qk_norm is not None:
@@ -71,7 +79,7 @@ def _build_layer(config: ModelConfig, tensors: dict[str, Tensor], layer: int) ->
     return DecoderLayer(
         attention_norm=RmsNorm(tensors.pop(f"{prefix}attention_norm"), eps),
         attention=Attention(
-            shape=attention_shape(config, layer),
+            shape=shape,
             qkv=_linear(tensors, f"{prefix}qkv"),
             output=_linear(tensors, f"{prefix}output"),
             qk_norm=None if qk_norm is None else RmsNorm(qk_norm, eps),
