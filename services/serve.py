@@ -111,7 +111,7 @@ def _target(settings: ServeSettings) -> ChildSpec:
     else:
         arguments += ["--model-path", str(settings.model)]
     if settings.placement == "embedded":
-        arguments += ["--placement", settings.placement, *_drafter(settings)]
+        arguments += ["--draft", settings.placement, *_drafter(settings)]
     return _spec(settings, "target", "services.target", arguments)
 
 

@@ -26,7 +26,14 @@ from shared.settings_field import REQUIRED, Field, declared_fields, setting
 from shared.settings_help import help_text
 from shared.telemetry.logs import LogFormat
 
-__all__ = ["REQUIRED", "ProcessSettings", "load_settings", "setting", "shown_settings"]
+__all__ = [
+    "REQUIRED",
+    "ProcessSettings",
+    "load_settings",
+    "setting",
+    "shown_settings",
+    "split_arguments",
+]
 
 ENV_PREFIX = "OUTRIDER_"
 S = TypeVar("S")
@@ -77,6 +84,22 @@ def load_settings(
     if problems:
         raise SettingsError(tuple(problems))
     return cls(**values)
+
+
+def split_arguments(cls: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the flags that `cls` declares and the others, each as `--flag=value`.
+
+    For a process that hosts a second component with settings of its own. Words that belong to no
+    flag, and `--help`, stay with the first.
+    """
+    fields = declared_fields(cls)
+    declared = {field.flag for field in fields} | {"--help"}
+    scanned = scan(arguments, frozenset(field.flag for field in fields if field.is_switch))
+    own, other = list(scanned.strays), list[str]()
+    for flag, texts in scanned.flags.items():
+        words = [f"{flag}={text}" for text in texts] or [flag]
+        (own if flag in declared else other).extend(words)
+    return own, other
 
 
 def shown_settings(settings: object) -> dict[str, str]:

@@ -6,17 +6,20 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import uvloop
 from prometheus_client import CollectorRegistry, start_http_server
 
+from services.draft.settings import DraftSettings
+from services.embedded_factory import build_embedded_draft, embedded_settings
 from services.target.engine_factory import build_engine
 from services.target.metrics import TargetMetrics
 from services.target.process import TargetProcess
-from services.target.settings import TargetSettings
+from services.target.settings import DraftPlacement, TargetSettings
 from shared.errors import OutriderError
-from shared.settings import load_settings
+from shared.settings import load_settings, split_arguments
 from shared.telemetry.logs import configure_logs
 from shared.tokenizer_files import tokenizer_sha256
 
@@ -24,16 +27,30 @@ from shared.tokenizer_files import tokenizer_sha256
 def main() -> None:
     """Runs the target until SIGINT or SIGTERM."""
     try:
-        settings = load_settings(
-            TargetSettings, service="target", arguments=sys.argv[1:], env=os.environ
-        )
+        settings, draft_settings = read_settings(sys.argv[1:], os.environ)
         configure_logs("target", level=settings.log_level, log_format=settings.log_format)
-        uvloop.run(_serve(settings))
+        uvloop.run(_serve(settings, draft_settings))
     except OutriderError as error:
         sys.exit(f"outrider-target: {error.message}")
 
 
-async def _serve(settings: TargetSettings) -> None:
+def read_settings(
+    arguments: Sequence[str], env: Mapping[str, str]
+) -> tuple[TargetSettings, DraftSettings | None]:
+    """Returns the target's settings and those of the draft it hosts, if any.
+
+    Raises:
+        SettingsError: names every bad setting. Flags that are not the target's are the draft's,
+            or bad when none is hosted.
+    """
+    own, others = split_arguments(TargetSettings, arguments)
+    settings = load_settings(TargetSettings, service="target", arguments=own, env=env)
+    if settings.draft is DraftPlacement.EMBEDDED:
+        return settings, embedded_settings(settings, others, env)
+    return load_settings(TargetSettings, service="target", arguments=arguments, env=env), None
+
+
+async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -43,6 +60,9 @@ async def _serve(settings: TargetSettings) -> None:
     # Loading blocks the loop: there is nothing to serve yet.
     engine = build_engine(settings, metrics.observe_step)
     process = TargetProcess(engine, settings, tokenizer_sha256(settings.tokenizer_folder))
+    if draft_settings is not None:
+        draft = build_embedded_draft(engine, settings, draft_settings)
+        process.embed(draft.port, draft.settings)
     if settings.metrics_port is not None:
         start_http_server(settings.metrics_port, settings.maintenance_host, registry)
     await process.start()

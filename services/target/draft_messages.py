@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
 from services.target.attachments import DraftMessage, OpenedSequence
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec
@@ -15,7 +12,6 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.sampling import sampling_message
 from shared.rpc.trees import verdict_batch_message
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
-from shared.tokens import Verdict
 
 MAX_CHUNK_BYTES = 1024 * 1024
 """Largest payload of a feature chunk: above it a message costs milliseconds."""
@@ -54,9 +50,11 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     verdicts = verdict_batch_message(message.verdicts)
     for verdict, verdict_message in zip(message.verdicts, verdicts.verdicts, strict=True):
         if verdict.sequence_id in rows:
-            before, own = _split(rows.pop(verdict.sequence_id), verdict)
+            # A round computes the root and the accepted path.
+            num_own = len(verdict.accepted_node_indices) + 1
+            before, own = rows.pop(verdict.sequence_id).split(num_own)
             responses += _chunks(before)
-            verdict_message.features.CopyFrom(tensor_message(own))
+            verdict_message.features.CopyFrom(tensor_message(own.rows))
     for rest in rows.values():
         responses += _chunks(rest)
     if message.verdicts:
@@ -64,28 +62,17 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     return responses
 
 
-def _split(rows: FeatureRows, verdict: Verdict) -> tuple[FeatureRows, Tensor]:
-    """Cuts off the rows of the positions that the verdict's round computed: root and path."""
-    num_before = max(len(rows.rows) - len(verdict.accepted_node_indices) - 1, 0)
-    before = FeatureRows(
-        rows.sequence_id, rows.position_offset, rows.rows[:num_before], rows.num_prompt_tokens
-    )
-    return before, rows.rows[num_before:]
-
-
 def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
-    if not len(rows.rows):
-        return
     row_bytes = rows.rows.shape[1] * rows.rows.element_size()
-    offset = rows.position_offset
-    for part in torch.split(rows.rows, max(MAX_CHUNK_BYTES // row_bytes, 1)):
+    while len(rows.rows):
+        num_rest = max(len(rows.rows) - max(MAX_CHUNK_BYTES // row_bytes, 1), 0)
+        part, rows = rows.split(num_rest)
         chunk = pb.FeatureChunk(
-            sequence_id=rows.sequence_id,
-            position_offset=offset,
-            rows=tensor_message(part),
-            last=offset + len(part) >= rows.num_prompt_tokens - 1,
+            sequence_id=part.sequence_id,
+            position_offset=part.position_offset,
+            rows=tensor_message(part.rows),
+            last=part.completes_prompt,
         )
-        offset += len(part)
         yield pb.SpeculateResponse(feature_chunk=chunk)
 
 

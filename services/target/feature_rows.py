@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +23,23 @@ class FeatureRows:
     position_offset: int
     rows: Tensor
     num_prompt_tokens: int
+
+    @property
+    def completes_prompt(self) -> bool:
+        """Whether no prompt row but the last, which comes with its verdict, is left to send."""
+        return self.end >= self.num_prompt_tokens - 1
+
+    def split(self, num_last: int) -> tuple[FeatureRows, FeatureRows]:
+        """Returns the rows before the last `num_last`, and those."""
+        num_before = max(len(self.rows) - num_last, 0)
+        return (
+            replace(self, rows=self.rows[:num_before]),
+            replace(
+                self,
+                position_offset=self.position_offset + num_before,
+                rows=self.rows[num_before:],
+            ),
+        )
 
     @property
     def end(self) -> int:

@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from grpc import aio
 
@@ -37,6 +38,26 @@ _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _ENGINE_WATCH_S = 0.5
 
 
+class EmbeddedPort(Protocol):
+    """A draft inside this process."""
+
+    def attach(self, tokenizer_sha256: str) -> None:
+        """Attaches to the engine, which runs."""
+
+    def stop(self) -> None:
+        """Ends its thread."""
+
+
+def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
+    """Returns what every draft of this target is told."""
+    return AttachmentTerms(
+        mode=settings.verification_mode,
+        max_nodes=settings.max_tree_nodes,
+        max_sequences=settings.max_draft_sequences,
+        longest_wait_s=settings.candidate_wait_ms / 1000.0,
+    )
+
+
 class TargetProcess:
     """Two servers, the public and the maintenance one, around an engine.
 
@@ -49,22 +70,29 @@ class TargetProcess:
         model = ServedModel(settings.model_id, tokenizer_sha256)
         self._engine = engine
         self._settings = settings
+        self._embedded: EmbeddedPort | None = None
+        self._tokenizer_sha256 = tokenizer_sha256
         self._lifecycle = Lifecycle([_TARGET.full_name, _SPECULATION.full_name])
         self._target = TargetServicer(engine, model, self._lifecycle, time.monotonic)
         self._speculation = SpeculationServicer(
             engine,
             model,
-            AttachmentTerms(
-                mode=settings.verification_mode,
-                max_nodes=settings.max_tree_nodes,
-                max_sequences=settings.max_draft_sequences,
-                longest_wait_s=settings.candidate_wait_ms / 1000.0,
-            ),
+            attachment_terms(settings),
             self._lifecycle,
         )
         self._servers: list[aio.Server] = []
+        self._draft_settings: Mapping[str, str] = {}
         self.port = 0
         self.admin_port = 0
+
+    def embed(self, draft: EmbeddedPort, settings: Mapping[str, str]) -> None:
+        """Hosts a draft in this process; before `start`.
+
+        Args:
+            settings: of the draft, for `GetServerInfo`.
+        """
+        self._embedded = draft
+        self._draft_settings = settings
 
     async def start(self) -> None:
         """Starts everything; SERVING once a warm-up generation has passed.
@@ -82,6 +110,8 @@ class TargetProcess:
         for server in self._servers:
             await server.start()
         self._engine.start()
+        if self._embedded is not None:
+            self._embedded.attach(self._tokenizer_sha256)
         await self._warm_up()
         await self._lifecycle.activate()
 
@@ -104,6 +134,8 @@ class TargetProcess:
         """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""
         await stop_servers(self._servers, self._lifecycle, self._drain, grace_s=grace_s)
         await asyncio.to_thread(self._engine.stop)
+        if self._embedded is not None:
+            await asyncio.to_thread(self._embedded.stop)
 
     async def _drain(self, grace_s: float) -> int:
         """Waits for running requests, then asks drafts to leave; returns requests left over."""
@@ -140,7 +172,7 @@ class TargetProcess:
             "target",
             importlib.metadata.version("outrider"),
             time.time(),
-            shown_settings(self._settings),
+            {**self._draft_settings, **shown_settings(self._settings)},
         )
         hooks = AdminHooks(
             drain=self._drain,

@@ -22,6 +22,13 @@ class Dtype(enum.Enum):
     FLOAT16 = "float16"
 
 
+class DraftPlacement(enum.Enum):
+    """Where drafts run."""
+
+    REMOTE = "remote"
+    EMBEDDED = "embedded"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSettings(ProcessSettings):
     """What `outrider-target` can be told."""
@@ -58,6 +65,10 @@ class TargetSettings(ProcessSettings):
     chunked_prefill_size: int = setting(2048, "prompt tokens computed a step", minimum=1)
     disable_radix_cache: bool = setting(False, "share no prompt prefixes between requests")
 
+    draft: DraftPlacement = setting(
+        DraftPlacement.REMOTE,
+        "remote: drafts dial in; embedded: this process hosts one, and takes its flags",
+    )
     verification_mode: VerificationMode = setting(
         VerificationMode.COUPLED,
         "coupled: output is a function of prompt and seed; point-mass: fresh randomness",

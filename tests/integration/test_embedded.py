@@ -1,0 +1,98 @@
+"""A draft inside the target's process: the same output as without, or as with a remote one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from shared.errors import FailedPrecondition, SettingsError
+from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=300), seed=3, with_tokenizer=True)
+    return folder
+
+
+def _arguments(folder: Path, *flags: str) -> list[str]:
+    return [
+        *("--model-path", str(folder), "--port", "0", "--device", "cpu"),
+        *("--max-total-tokens", "2048", "--context-length", "256", "--draft", "embedded"),
+        *flags,
+    ]
+
+
+def _process(folder: Path, *flags: str) -> TargetProcess:
+    settings, draft_settings = read_settings(_arguments(folder, *flags), {})
+    assert draft_settings is not None
+    engine = build_engine(settings, lambda report: None)
+    process = TargetProcess(engine, settings, tokenizer_sha256(folder))
+    draft = build_embedded_draft(engine, settings, draft_settings)
+    process.embed(draft.port, draft.settings)
+    return process
+
+
+def _request(temperature: float, *, disabled: bool) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt_token_ids=[1, 2, 3, 4, 5],
+        sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=3),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=60, ignore_eos=True),
+        speculation_params=pb.SpeculationParams(disabled=disabled),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_output_is_the_same_and_drafted(folder: Path, temperature: float) -> None:
+    process = _process(folder, "--speculative-draft-model-path", str(folder))
+    await process.start()
+    async with (
+        open_channel(f"127.0.0.1:{process.port}") as channel,
+        open_channel(f"127.0.0.1:{process.admin_port}") as admin,
+    ):
+        stub = pb_grpc.TargetServiceStub(channel)
+        outputs: list[list[int]] = []
+        for disabled in (True, False):
+            call = stub.Generate(_request(temperature, disabled=disabled))
+            responses = [response async for response in call]
+            outputs.append([token for each in responses for token in each.delta.token_ids])
+        assert outputs[0] == outputs[1]
+        assert responses[-1].finished.speculation.accepted_token_count > 0
+        info = await admin_service_pb2_grpc.AdminServiceStub(admin).GetServerInfo(
+            admin_service_pb2.GetServerInfoRequest()
+        )
+        assert info.settings["draft"] == "embedded"
+        assert info.settings["speculative-algorithm"] == "STANDALONE"
+    await process.stop(grace_s=0.0)
+
+
+async def test_other_tokenizer_is_refused_at_start(folder: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", TinyShape(vocab_size=300), seed=3, with_tokenizer=True)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a"', '"ä"'))
+    process = _process(folder, "--speculative-draft-model-path", str(tmp_path))
+    with pytest.raises(FailedPrecondition, match="tokenizer"):
+        await process.start()
+    await process.stop(grace_s=0.0)
+
+
+def test_flag_that_neither_knows_is_refused(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="--speculative-num-stips is not a setting"):
+        read_settings(_arguments(folder, "--speculative-num-stips", "3"), {})
+
+
+def test_flag_of_the_draft_is_refused_without_one(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="--speculative-num-steps is not a setting"):
+        read_settings(["--model-path", str(folder), "--speculative-num-steps", "3"], {})
