@@ -49,6 +49,16 @@ class HeadRunner:
         return self.head.fuse(rows)
 
     @torch.inference_mode()
+    def states(self, batch: ForwardBatch, hidden: Tensor, *, layer: int) -> Tensor:
+        """Returns the states `[T, H]` of every row of `batch`, computed by one layer."""
+        return self.head.forward(batch, hidden, self.pool, layer=layer)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns `[L, V]` float32 for `states` `[L, H]`."""
+        return self.head.logits(states)
+
+    @torch.inference_mode()
     def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
         """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
         states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)

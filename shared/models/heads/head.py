@@ -1,13 +1,17 @@
-"""A draft head: one layer that continues the target's hidden states token by token.
+"""A draft head: a layer that continues the target's hidden states token by token.
 
 Row p reads the embedding of token p + 1 and the hidden state of position p, so its output scores
 token p + 2. The hidden state is the target's where that is known, and the head's own recurrent
 state on the nodes of a tree.
+
+Heads of several next-token layers look further with each: row p of layer k reads the embedding of
+token p + 1 + k and the state of row p of layer k - 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +22,23 @@ from shared.kv.layout import KvLayout
 from shared.kv.pool import KvPool
 from shared.layers.attention import ForwardContext, plan_for
 from shared.layers.rotary import Rotary
-from shared.models.heads.config import HeadConfig
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.fusion import FeatureFusion
 from shared.models.heads.layers import HeadLayer
 from shared.models.heads.vocabulary import DraftVocabulary
+
+
+class HeadSizes(Protocol):
+    """What a config of any kind of head says."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +49,14 @@ class DraftHead:
         feature_spec: what the target sends.
         fusion: what is left to do to a feature row; None when rows come `H` wide.
         embedding: `[V, H]`.
+        layers: one, or the next-token layers of a model that has several.
     """
 
-    config: HeadConfig
+    config: HeadSizes
     feature_spec: FeatureSpec
     fusion: FeatureFusion | None
     embedding: Tensor
-    layer: HeadLayer
+    layers: tuple[HeadLayer, ...]
     vocabulary: DraftVocabulary
     rotary: Rotary
 
@@ -54,7 +71,7 @@ class DraftHead:
     def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KvLayout:
         """Returns the layout of this head's cache, in `dtype` or the head's own."""
         return KvLayout(
-            num_layers=1,
+            num_layers=len(self.layers),
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             page_size=page_size,
@@ -66,20 +83,23 @@ class DraftHead:
         rows = rows.to(device=self.device, dtype=self.dtype)
         return rows if self.fusion is None else self.fusion(rows)
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, pool: KvPool) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, hidden: Tensor, pool: KvPool, *, layer: int = 0
+    ) -> Tensor:
         """Returns the recurrent states `[T, H]` of the rows of `batch`, and writes their keys and
         values to `pool`.
 
         Args:
             batch: `token_ids` are those that follow the rows' positions.
             hidden: `[T, H]`, the hidden state at each row's position.
+            layer: the one that computes them.
         """
         embedded = F.embedding(batch.token_ids, self.embedding)
         cos, signed_sin = self.rotary.tables(batch.positions)
-        shape = self.layer.attention.shape
+        shape = self.layers[layer].attention.shape
         plans = {shape.sliding_window: plan_for(batch, shape)}
         context = ForwardContext(batch, pool, cos, signed_sin, plans)
-        return self.layer(embedded, hidden, context)
+        return self.layers[layer](embedded, hidden, context)
 
     def logits(self, states: Tensor) -> Tensor:
         """Returns `[L, V]` float32 over the target's vocabulary for recurrent states `[L, H]`."""

@@ -96,7 +96,7 @@ class _HeadBuilder:
             feature_spec=spec,
             fusion=fusion,
             embedding=embedding,
-            layer=self._layer(norm if self._config.feeds_back_norm else None),
+            layers=(self._layer(norm if self._config.feeds_back_norm else None),),
             vocabulary=vocabulary,
             rotary=Rotary(self._config.rope, self._config.head_dim, device),
         )

@@ -1,0 +1,136 @@
+"""From a folder with next-token layers, by default the target's own, to a draft head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.errors import CheckpointError
+from shared.layers.attention import AttentionShape
+from shared.layers.linear import Linear
+from shared.layers.norm import RmsNorm
+from shared.layers.rotary import Rotary
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import CONFIG_FILE, ModelConfig
+from shared.models.config_file import ConfigFile
+from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.models.heads.head import DraftHead
+from shared.models.heads.mtp_layer import MtpLayer
+from shared.models.heads.target_tensors import TargetTensors
+from shared.models.heads.vocabulary import DraftVocabulary
+from shared.models.loader import build_layer
+from shared.models.mtp_keys import MtpLayers, MtpStyle, find_mtp_layers
+from shared.models.weights import WeightPart, read_weights
+
+LAYER_COUNT_KEY = "num_nextn_predict_layers"
+# Copies of the target's own, which the head borrows.
+_SHARED_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
+_NAMES = {
+    MtpStyle.DEEPSEEK: {
+        "enorm": "embedding_norm",
+        "hnorm": "hidden_norm",
+        "shared_head.norm": "state_norm",
+        "eh_proj": "projection",
+    },
+    MtpStyle.MIMO: {
+        "token_layernorm": "embedding_norm",
+        "hidden_layernorm": "hidden_norm",
+        "final_layernorm": "state_norm",
+        "input_proj": "projection",
+    },
+}
+
+
+def load_mtp(
+    folder: Path, target: TargetTensors, *, dtype: torch.dtype, device: torch.device
+) -> DraftHead:
+    """Reads the next-token layers, cast to `dtype`, straight to `device`.
+
+    Raises:
+        CheckpointError: if the folder has none, or not as many as its config says, or is damaged
+            or made for another target; the message names the file, the key and, for a wrong shape,
+            both shapes.
+    """
+    checkpoint = Checkpoint.open(folder)
+    layers = find_mtp_layers(checkpoint.files)
+    config = _config(folder, layers, target.config)
+    tensors = read_weights(
+        checkpoint,
+        tuple(_parts(config, layers)),
+        ignored_prefixes=[k for k in checkpoint.files if not k.startswith(layers.prefixes)],
+        ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
+        dtype=dtype,
+        device=device,
+    )
+    embedding = target.embedding()
+    lm_head = Linear.of(target.lm_head())
+    head = DraftHead(
+        config=config,
+        feature_spec=FeatureSpec((target.config.num_layers + 1,), dtype, config.hidden_size),
+        fusion=None,
+        embedding=embedding,
+        layers=tuple(
+            _build(config, layers, tensors, index) for index in range(len(layers.prefixes))
+        ),
+        vocabulary=DraftVocabulary(None, lm_head, None, config.vocab_size, config.vocab_size),
+        rotary=Rotary(config.rope, config.head_dim, device),
+    )
+    assert not tensors, f"weights were read but not used: {sorted(tensors)}"
+    return head
+
+
+def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig:
+    """Returns the config of the folder, held against its weights and the target."""
+    num_layers = len(layers.prefixes)
+    if num_layers == 0:
+        raise CheckpointError(
+            f"{folder} has no next-token layers: no key begins with {MtpStyle.MIMO.value}, nor "
+            f"with {MtpStyle.DEEPSEEK.value}N.eh_proj"
+        )
+    file = ConfigFile.read(folder / CONFIG_FILE)
+    stated = file.integer(LAYER_COUNT_KEY, num_layers)
+    if stated != num_layers:
+        raise CheckpointError(
+            f"{file.path}: {LAYER_COUNT_KEY} is {stated}; the weights have {num_layers}, "
+            f"{', '.join(layers.prefixes)}"
+        )
+    config = ModelConfig.from_folder(folder)
+    for key, own, needed in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if own != needed:
+            raise CheckpointError(f"{file.path}: {key} is {own}; the target's is {needed}")
+    return config
+
+
+def _parts(config: ModelConfig, layers: MtpLayers) -> Iterator[WeightPart]:
+    assert layers.style is not None
+    hidden = config.hidden_size
+    for index, prefix in enumerate(layers.prefixes):
+        for key, name in _NAMES[layers.style].items():
+            shape = (hidden, 2 * hidden) if name == "projection" else (hidden,)
+            yield WeightPart(f"{prefix}{key}.weight", shape, f"layers.{index}.{name}")
+        yield from layer_parts(config, prefix, f"layers.{index}.")
+
+
+def _build(
+    config: ModelConfig, layers: MtpLayers, tensors: dict[str, Tensor], index: int
+) -> MtpLayer:
+    assert layers.style is not None
+    prefix, eps = f"layers.{index}.", config.rms_norm_eps
+    shape = AttentionShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows[-1]
+    )
+    return MtpLayer(
+        style=layers.style,
+        embedding_norm=RmsNorm(tensors.pop(f"{prefix}embedding_norm"), eps),
+        hidden_norm=RmsNorm(tensors.pop(f"{prefix}hidden_norm"), eps),
+        projection=Linear.of(tensors.pop(f"{prefix}projection")),
+        block=build_layer(config, tensors, shape, index),
+        state_norm=RmsNorm(tensors.pop(f"{prefix}state_norm"), eps),
+    )
