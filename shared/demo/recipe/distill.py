@@ -30,7 +30,7 @@ from shared.demo.recipe.train import batches
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 """Of successive generation batches: half of the text is greedy, as in the measurement."""
-OWN_FROM, OWN_SHARE = 0.35, 0.75
+OWN_FROM, OWN_SHARE = 0.25, 0.75
 """From this progress on, this share of the batches is the target's own text."""
 
 
@@ -38,6 +38,7 @@ def own_text(target: Llama, packed: Packed, args: argparse.Namespace) -> Packed:
     """Text written by the target for ``--prompts`` prompts."""
     tokenizer = Tokenizer.from_file(str(args.tokenizer))
     asked = prompts(packed, tokenizer, args.prompts, args.seed)
+    asked.sort(key=len)  # little padding in a batch of prompts of about one length
     docs = []
     for i in range(0, len(asked), args.rows):
         part = asked[i : i + args.rows]

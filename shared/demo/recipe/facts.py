@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from shared.demo.recipe import basics, geography, smalltalk, writing
+from shared.demo.recipe import basics, geography, openended, smalltalk, writing
 from shared.demo.recipe.tables import Exchange, Maker
 
 Message = dict[str, str]
@@ -30,6 +30,7 @@ ALL_MAKERS: tuple[tuple[float, Maker], ...] = (
     *basics.MAKERS,
     *smalltalk.MAKERS,
     *writing.MAKERS,
+    *openended.MAKERS,
 )
 
 

@@ -84,6 +84,12 @@ class Attention(nn.Module):
         batch, _, n, dim = q.shape
         end = at + n
         kv[0][:, :, at:end], kv[1][:, :, at:end] = k, v
+        if n == 1:  # the heads of a group become query rows, so that no key is copied
+            few = q.view(batch, self.s.kv_heads, -1, dim)
+            past = kv[0][:, :, :end], kv[1][:, :, :end]
+            one = F.scaled_dot_product_attention(few, *past, attn_mask=mask.to(q.dtype))
+            near: Tensor = self.o_proj(one.reshape(batch, 1, -1))
+            return near
         keys, values = kv[0][:, :, None, :end], kv[1][:, :, None, :end]
         grouped = q.view(batch, self.s.kv_heads, -1, n, dim)
         scores = (grouped @ keys.transpose(-1, -2)).float() * dim**-0.5 + mask[:, :, None]

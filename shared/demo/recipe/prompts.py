@@ -7,10 +7,13 @@ does on long requests that it was never trained to answer.
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 from tokenizers import Tokenizer
 
 from shared.demo.recipe.corpus import Ids, Packed
+from shared.demo.recipe.openended import request
 from shared.demo.recipe.tables import capitalised, lists
 from shared.demo.recipe.tokenizer import TURN_END, TURN_START
 
@@ -24,28 +27,6 @@ TASKS = (
     "Translate the following into simple English.", "Continue the following text.",
     "Rate the following {product} review from 1 to 5 and say why.", "What does this code do?",
     "Give the text below a title and list its key points as JSON.",
-)  # fmt: skip
-REQUESTS = (
-    "Imagine that you are {role}. Describe how {subject} and {subject2} changed the {setting}.",
-    "Write a persuasive letter to a {recipient} who dislikes {subject}. Explain your reasons.",
-    "Create an outline of a short story that takes place in a {setting} with a {animal}.",
-    "Can you explain {subject} to a child? Use simple words and give {n} examples.",
-    "What is the relationship between {subject} and {subject2}? How do they influence each other?",
-    "Describe a {setting} in {place} with vivid details, in fewer than {n}0 words.",
-    "Help me to plan {n} days in {place}. I like {subject} and {subject2}.",
-    "Act like a {role} who has to answer questions about {subject}. My first question: why?",
-    "Write a function that takes a list of {animal} names and returns the {n} longest ones.",
-    "Implement a program that finds the {n} most common words of a text file.",
-    "A shop sells {n} kinds of {product}. If each costs {m} dollars, how much do all cost?",
-    "If {person} is older than {person2} and {person2} is older than Jack, who is the oldest?",
-    "Suppose that x + {n} = {m}. What is the value of x? Explain your reasoning step by step.",
-    "Solve the equation {n}x - {m} = 0 and check the result.",
-    "The sides of a triangle are {n}, {m} and 12. What is its area?",
-    "Which {subject} methods are used today, what are their limits, and what are some solutions?",
-    "Give {n} reasons why {subject} matters to {place}, and discuss the history behind them.",
-    "Draft an announcement of a {product} made for {subject}. Mention its {feature}.",
-    "Provide insights into the correlation between {subject} and {subject2} in {place}.",
-    "Compose a song about a {animal} that loves {subject}.",
 )  # fmt: skip
 
 
@@ -87,6 +68,7 @@ def instructions(
 ) -> list[list[int]]:
     """Made-up requests, two in five with a passage of the corpus, as ChatML prompts."""
     made: list[list[int]] = []
+    words = random.Random(int(rng.integers(1 << 30)))
     close = tokenizer.encode(f"{TURN_END}\n{TURN_START}assistant\n").ids
     for _ in range(count):
         if rng.random() < 0.4:
@@ -94,10 +76,10 @@ def instructions(
             body = tokenizer.encode(f"{TURN_START}user\n{task}\n\n").ids
             body += passage(rng, packed.tokens)
         else:
-            request = fill(rng, str(rng.choice(REQUESTS)))
-            if rng.random() < 0.3:
-                request += " " + fill(rng, str(rng.choice(REQUESTS)))
-            body = tokenizer.encode(f"{TURN_START}user\n{request}").ids
+            text = request(words)[1]
+            if rng.random() < 0.4:
+                text += " " + request(words)[1]
+            body = tokenizer.encode(f"{TURN_START}user\n{text}").ids
         made.append(body[: LONGEST - len(close)] + close)
     return made
 

@@ -1,4 +1,4 @@
-"""Longer made-up texts: stories, posts, mails, essays, comparisons, roles and word problems.
+"""Longer made-up texts: mails, essays, comparisons, reviews, ideas and word problems.
 
 Sentences are drawn from small banks and the words of the prompt are slotted in, so the model
 learns the shape of such texts and to carry the topic over from the prompt.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+from shared.demo.recipe.stories import poem, role_play, slot, story, travel_post
 from shared.demo.recipe.tables import (
     Exchange,
     Maker,
@@ -16,12 +17,7 @@ from shared.demo.recipe.tables import (
     lists,
     numbered,
     pick,
-    with_article,
 )
-
-
-def _slot(rng: random.Random, kind: str) -> str:
-    return rng.choice(lists("topics")[kind])
 
 
 def _two(rng: random.Random, kind: str) -> tuple[str, str]:
@@ -29,74 +25,9 @@ def _two(rng: random.Random, kind: str) -> tuple[str, str]:
     return first, second
 
 
-def story(rng: random.Random) -> Exchange:
-    """A short story about an animal or a person in a setting."""
-    hero, place, name = _slot(rng, "animal"), _slot(rng, "setting"), _slot(rng, "person")
-    other = _slot(rng, "animal")
-    question = pick(
-        rng,
-        f"Write a short story about {with_article(hero)}.",
-        f"Tell me a story about {with_article(hero)} in {with_article(place)}.",
-        f"Write a story that begins in {with_article(place)} and is about {with_article(hero)}.",
-        f"Tell me a story about {with_article(hero)} named {name}.",
-    )
-    trouble = rng.choice((
-        f"One day {name} heard a strange sound behind the old door of the {place}.",
-        f"One morning {name} found a small key that nobody in the {place} had ever seen.",
-        f"One night a great storm came, and {name} lost the way home.",
-        f"One day {name} met {with_article(other)} who was cold and hungry.",
-    ))
-    turn = rng.choice((
-        f"{name} was afraid at first, but curiosity was stronger than fear.",
-        f"At first {name} did not know what to do, and then there was an idea.",
-        f"{name} took a deep breath and decided to help.",
-    ))
-    end = rng.choice((
-        f"From that day on, {name} was never alone again, and the {place} felt like home.",
-        f"In the end {name} learned that a small act of kindness can change everything.",
-        f"And so {name} came home at last, tired and happy, with a story to tell.",
-    ))
-    return question, (
-        f"Once upon a time there was {with_article(hero)} named {name} who lived in "
-        f"{with_article(place)}. {trouble}\n\n{turn} Step by step, {name} went on until the Sun "
-        f"came up over the {place}.\n\n{end}"
-    )
-
-
-def travel_post(rng: random.Random) -> Exchange:
-    """A blog post or advice about a place."""
-    place = _slot(rng, "place")
-    question = pick(
-        rng,
-        f"Write a blog post about a trip to {place}.",
-        f"Write a travel blog about {place}, with food and sights.",
-        f"What should I see in {place}?",
-        f"I am going to {place}. What can I do there?",
-        f"Describe a holiday in {place}.",
-        f"Write a travel guide for {place}.",
-    )
-    body = rng.choice((
-        "I walked through the old streets, tried the local food and talked to the people",
-        "I visited the market, listened to music and tasted dishes that I had never heard of",
-    ))
-    if question.startswith(("What", "I am")):
-        tips = [f"Walk through the old town of {place}.", "Visit a museum and a local market.",
-                "Try the traditional food.", "Take a day trip into nature.",
-                "Talk to the people and learn a few words of their language."]  # fmt: skip
-        return question, f"There is a lot to see in {place}. Here are some ideas:\n\n" + numbered(tips)
-    return question, (
-        f"# A trip to {place}\n\nLast month I travelled to {place}, and it was one of the best "
-        f"trips of my life. From the first day I felt welcome.\n\n{body}. The culture of {place} "
-        f"is rich, and there is something new to discover at every corner. The views were "
-        f"beautiful, especially in the evening when the light was soft.\n\nIf you have the chance "
-        f"to visit {place}, take it. Stay for at least a week, try the local dishes and take your "
-        f"time. I am sure that you will come home with many good memories."
-    )
-
-
 def email(rng: random.Random) -> Exchange:
     """A polite mail about a piece of work."""
-    work, whom, name = _slot(rng, "work"), _slot(rng, "recipient"), _slot(rng, "person")
+    work, whom, name = slot(rng, "work"), slot(rng, "recipient"), slot(rng, "person")
     question = pick(
         rng,
         f"Write an email to my {whom} about the {work}.",
@@ -105,21 +36,24 @@ def email(rng: random.Random) -> Exchange:
         f"Help me write a message to my {whom} about the {work}.",
         f"Write a letter to my {whom} about a {work}.",
     )
-    ask = rng.choice((
-        f"I would be grateful if you could take a look at the {work} and tell me what you think.",
-        f"Could you please let me know if you have any comments on the {work}?",
-    ))
+    ask = rng.choice(
+        (
+            f"I would be grateful if you could take a look at the {work} and tell me what you "
+            "think.",
+            f"Could you please let me know if you have any comments on the {work}?",
+        )
+    )
     return question, (
         f"Subject: {capitalised(work)}\n\nDear {name},\n\nI hope you are well. I am writing to you "
         f"about the {work}. {ask} I am especially interested in your view on the main points and "
         f"on the conclusions.\n\nPlease let me know if you have any questions. Thank you for your "
-        f"time.\n\nBest regards,\n{_slot(rng, 'person')}"
+        f"time.\n\nBest regards,\n{slot(rng, 'person')}"
     )
 
 
 def essay(rng: random.Random) -> Exchange:
     """A few paragraphs on a general subject."""
-    subject = _slot(rng, "subject")
+    subject = slot(rng, "subject")
     question = pick(
         rng,
         f"Write an essay about {subject}.",
@@ -139,10 +73,10 @@ def essay(rng: random.Random) -> Exchange:
     if "paragraph" in question or "think" in question:
         return question, f"{first} It is worth taking the time to learn more about it."
     return question, (
-        f"{first}\n\nFirst, {subject} can bring many benefits. It helps people to learn new things, "
-        f"to solve problems and to work together. For example, many communities have become "
-        f"stronger because of it.\n\nSecond, there are also some challenges. Not everyone has the "
-        f"same access, and it takes time and money to make good use of it. We should think about "
+        f"{first}\n\nFirst, {subject} can bring many benefits. It helps people to learn new "
+        f"things, to solve problems and to work together. For example, many communities have "
+        f"become stronger because of it.\n\nSecond, there are also some challenges. Not everyone "
+        f"has the same access, and it takes time and money to make good use of it. We should think about "
         f"the risks as well as the benefits.\n\nIn conclusion, {subject} is an important part of "
         f"the modern world. If we use it wisely, it can make life better for everyone."
     )
@@ -174,23 +108,10 @@ def pros_cons(rng: random.Random) -> Exchange:
     return question, f"Pros of {one}:\n\n{bulleted(good)}\n\nCons of {one}:\n\n{bulleted(bad)}"
 
 
-def poem(rng: random.Random) -> Exchange:
-    """A short poem with the subject in it."""
-    subject = _slot(rng, "subject")
-    question = pick(rng, f"Write a poem about {subject}.", f"Write a short poem on {subject}.",
-                    f"Can you write a few lines of poetry about {subject}?")  # fmt: skip
-    return question, rng.choice((
-        f"In morning light, so soft and new,\nI think of {subject}, and I think of you.\n"
-        "The day is long, the sky is wide,\nand hope is walking by my side.",
-        f"Oh {subject}, quiet and bright,\nyou fill the day, you light the night.\n"
-        "The wind may turn, the leaves may fall,\nbut still I hear your gentle call.",
-    ))
-
-
 def review(rng: random.Random) -> Exchange:
     """A product review or an advertisement."""
-    product, good = _slot(rng, "product"), _slot(rng, "feature")
-    other = _slot(rng, "feature")
+    product, good = slot(rng, "product"), slot(rng, "feature")
+    other = slot(rng, "feature")
     question = pick(
         rng,
         f"Write a review of a {product}.",
@@ -205,27 +126,9 @@ def review(rng: random.Random) -> Exchange:
     )
 
 
-def role_play(rng: random.Random) -> Exchange:
-    """The model speaks as somebody else."""
-    role, subject = _slot(rng, "role"), _slot(rng, "subject")
-    question = pick(
-        rng,
-        f"Pretend to be {with_article(role)} and tell me about {subject}.",
-        f"Imagine you are {with_article(role)}. What do you think about {subject}?",
-        f"Act as {with_article(role)} and explain {subject} to me.",
-        f"You are {with_article(role)}. Introduce yourself and talk about {subject}.",
-    )
-    return question, (
-        f"Hello, my friend! I am {with_article(role)}, and I have seen many things in my life. "
-        f"You ask me about {subject}? Let me tell you: {subject} is something that I think about "
-        f"every day. It is not always easy, but it makes life richer. If you listen, learn and "
-        f"keep an open mind, you will understand it too."
-    )
-
-
 def word_problem(rng: random.Random) -> Exchange:
     """A one- or two-step sum in words."""
-    name, thing = _slot(rng, "person"), rng.choice(("apples", "books", "coins", "pens", "eggs"))
+    name, thing = slot(rng, "person"), rng.choice(("apples", "books", "coins", "pens", "eggs"))
     a, b, price = rng.randint(3, 20), rng.randint(1, 15), rng.randint(2, 9)
     if rng.random() < 0.35:
         return (
@@ -248,7 +151,7 @@ def word_problem(rng: random.Random) -> Exchange:
 
 def ideas(rng: random.Random) -> Exchange:
     """A list of ideas or questions on a subject."""
-    subject = _slot(rng, "subject")
+    subject = slot(rng, "subject")
     count = rng.choice((3, 5))
     question = pick(
         rng,
