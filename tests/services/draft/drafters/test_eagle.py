@@ -1,0 +1,528 @@
+"""Heads as drafters against a naive oracle that recomputes every path from scratch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.heads.config import HeadKind
+from shared.models.heads.head import DraftHead
+from shared.models.heads.loader import load_head
+from shared.models.heads.target_tensors import TargetFolder
+from shared.runtime.head_runner import HeadRunner
+from shared.speculation.noise import gumbel_noise
+from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, head_tensors, write_head
+from tests.helpers.head_oracle import HeadOracle
+
+VOCAB_SIZE = 64
+PAGE_SIZE = 4
+TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+TOKEN_MAP = sorted(random.Random(5).sample(range(VOCAB_SIZE), 12))
+HEADS = {
+    "eagle": TinyHead(),
+    "mapped": TinyHead(),
+    "eagle3": TinyHead(kind="EAGLE3", draft_vocab_size=20, has_embedding=False),
+    "eagle3.1": TinyHead(
+        kind="EAGLE3", draft_vocab_size=20, has_fc_norms=True, config={"norm_output": True}
+    ),
+}
+SHAPES = [
+    TreeShape(1, 1, 2),
+    TreeShape(4, 1, 5),
+    TreeShape(6, 1, 3),
+    TreeShape(1, 5, 4),
+    TreeShape(2, 3, 8),
+    TreeShape(5, 4, 8),
+    TreeShape(4, 4, 16),
+    TreeShape(3, 2, 30),
+]
+TREE = TreeShape(3, 3, 9)
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0, seed=1234)
+CPU = torch.device("cpu")
+Path_ = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One head, its oracle, and a target whose features are a function of the tokens before."""
+
+    head: DraftHead
+    oracle: HeadOracle
+
+    def drafter(
+        self, *, num_pages: int = 200, context: int = 128, keeps_features: bool = False
+    ) -> EagleDrafter:
+        pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
+        return EagleDrafter(
+            HeadRunner(self.head, pool),
+            KvLeases(num_pages, PAGE_SIZE),
+            max_context_tokens=context,
+            keeps_features=keeps_features,
+        )
+
+    def features(self, token_ids: Sequence[int]) -> Tensor:
+        """`[N, W]` as the oracle reads them; row p depends on tokens 0 … p."""
+        head = self.oracle.head
+        width = head.target_hidden_size * (head.num_features if head.kind == "EAGLE3" else 1)
+        seed, rows = 0, []
+        for token in token_ids:
+            seed = (seed * 1_000_003 + token + 1) % 2**31
+            rows.append(torch.randn(width, generator=torch.Generator().manual_seed(seed)))
+        return torch.stack(rows)
+
+    def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
+        """What the target sends of positions `[start, end)`."""
+        rows = self.features(sequence.token_ids[:end])[start:]
+        projection = self.head.feature_spec.projection
+        return FeatureRows(start, rows if projection is None else rows @ projection.T)
+
+
+@pytest.fixture(scope="module")
+def setups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Setup]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("target"), shape=TARGET_SHAPE)
+    target = build_model("llama", TARGET_SHAPE).state_dict()
+    setups = {}
+    for name, tiny in HEADS.items():
+        head_folder = write_head(tmp_path_factory.mktemp("head"), tiny)
+        is_mapped = name == "mapped"
+        head = load_head(
+            head_folder,
+            HeadKind(tiny.kind),
+            TargetFolder(folder, dtype=torch.float32, device=CPU),
+            dtype=torch.float32,
+            device=CPU,
+            token_map=torch.tensor(TOKEN_MAP) if is_mapped else None,
+        )
+        oracle = HeadOracle(
+            tiny,
+            head_tensors(tiny),
+            target_embedding=target["model.embed_tokens.weight"],
+            target_lm_head=target["lm_head.weight"],
+            token_map=TOKEN_MAP if is_mapped else None,
+            feeds_back_norm=bool(tiny.config.get("norm_output")),
+        )
+        setups[name] = Setup(head, oracle)
+    return setups
+
+
+@pytest.fixture(params=["eagle", "eagle3"])
+def setup(request: pytest.FixtureRequest, setups: dict[str, Setup]) -> Setup:
+    return setups[request.param]
+
+
+def _text(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def _sequence(
+    token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
+) -> DraftSequence:
+    return DraftSequence(
+        SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, 64, 256
+    )
+
+
+def _open(drafter: EagleDrafter, setup: Setup, sequence: DraftSequence) -> None:
+    """Opens a sequence whose target sends every row it has."""
+    drafter.open(sequence)
+    if sequence.num_tokens > 1:
+        drafter.add_features(sequence, setup.sent(sequence, 0, sequence.num_tokens - 1))
+
+
+def _propose(drafter: EagleDrafter, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
+    assert all(drafter.reserve(sequence, shape) for sequence in sequences)
+    by_key = {each.sequence.key: each.tree for each in drafter.propose(sequences, shape)}
+    assert len(by_key) == len(sequences)
+    return [by_key[sequence.key] for sequence in sequences]
+
+
+def _commit(
+    drafter: EagleDrafter,
+    setup: Setup,
+    sequence: DraftSequence,
+    tokens: Sequence[int],
+    *nodes: int,
+    with_features: bool = True,
+) -> None:
+    start = sequence.num_tokens - 1
+    sequence.token_ids.extend(tokens)
+    outcome = Outcome.VERIFIED if nodes else Outcome.MISSED
+    verdict = Verdict(1, 0, outcome, nodes, tuple(tokens), sequence.num_tokens)
+    rows = setup.sent(sequence, start, sequence.num_tokens - 1) if with_features else None
+    drafter.commit(sequence, verdict, rows)
+
+
+def _oracle(
+    setup: Setup, sequence: DraftSequence, shape: TreeShape, *, window: int = 0
+) -> dict[Path_, float]:
+    """Returns the kept paths with their values, each level's logits computed from scratch."""
+    features = setup.features(sequence.token_ids)[window : sequence.num_tokens - 1]
+    known = setup.oracle.known_tokens()
+
+    def next_log_probs(path: Path_) -> list[float]:
+        logits = setup.oracle.continue_path(sequence.token_ids[window:], features, path)
+        if not sequence.sampling.is_greedy:
+            position = torch.tensor([sequence.num_tokens + len(path)])
+            seed = torch.tensor([sequence.sampling.seed])
+            logits = logits + gumbel_noise(seed, position, VOCAB_SIZE)[0]
+        return list(logits.log_softmax(dim=0).tolist())
+
+    topk = min(shape.topk, len(known))
+    values: dict[Path_, float] = {}
+    frontier: list[Path_] = [()]
+    for _ in range(min(shape.num_steps, shape.max_node_count)):
+        children: dict[Path_, float] = {}
+        for path in frontier:
+            log_probs = next_log_probs(path)
+            best = sorted(range(VOCAB_SIZE), key=lambda token: -log_probs[token])[:topk]
+            base = values.get(path, 0.0)
+            children.update({(*path, token): base + log_probs[token] for token in best})
+        values.update(children)
+        frontier = sorted(children, key=lambda path: -children[path])[:topk]
+    kept = sorted(values, key=lambda path: -values[path])[: shape.max_node_count]
+    return {path: values[path] for path in kept if values[path] > -math.inf}
+
+
+def _values(tree: TokenTree) -> dict[Path_, float]:
+    """Returns each node's path with the sum of log probabilities along it."""
+    return {
+        tuple(tree.token_ids[n] for n in tree.path(node)): sum(
+            tree.log_probs[n] for n in tree.path(node)
+        )
+        for node in range(len(tree))
+    }
+
+
+def _assert_same(actual: TokenTree, expected: dict[Path_, float]) -> None:
+    assert expected
+    assert _values(actual) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_tree_equals_the_naive_oracle(
+    name: str, setups: dict[str, Setup], shape: TreeShape, sampling: SamplingParams
+) -> None:
+    setup = setups[name]
+    sequence = _sequence(_text(0, 15), sampling)
+    drafter = setup.drafter()
+    _open(drafter, setup, sequence)
+    (tree,) = _propose(drafter, shape, sequence)
+    _assert_same(tree, _oracle(setup, sequence, shape))
+
+
+def test_trees_hold_only_tokens_of_the_map(setups: dict[str, Setup]) -> None:
+    sequence = _sequence(_text(0, 15), SAMPLED)
+    drafter = setups["mapped"].drafter()
+    _open(drafter, setups["mapped"], sequence)
+    (tree,) = _propose(drafter, TreeShape(3, 16, 60), sequence)
+    assert set(tree.token_ids) <= set(TOKEN_MAP)
+    assert len(tree) == 59
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [TreeShape(4, 1, 5), TreeShape(3, 3, 9)], ids=str)
+def test_accepted_rows_are_computed_from_the_targets_features(
+    setup: Setup, shape: TreeShape, sampling: SamplingParams
+) -> None:
+    generator = random.Random(7)
+    sequence = _sequence(_text(1, 9), sampling)
+    drafter = setup.drafter()
+    _open(drafter, setup, sequence)
+    for _ in range(6):
+        (tree,) = _propose(drafter, shape, sequence)
+        _assert_same(tree, _oracle(setup, sequence, shape))
+        node = generator.randrange(len(tree))
+        path = tree.path(node)[: generator.randrange(len(tree.path(node)) + 1)]
+        tokens = [*(tree.token_ids[n] for n in path), generator.randrange(VOCAB_SIZE)]
+        _commit(drafter, setup, sequence, tokens, *path)
+        assert drafter.backlog(sequence) == len(tokens)
+        drafter.check()
+
+
+def test_a_verdict_on_another_sources_tree_is_followed_by_its_tokens(setup: Setup) -> None:
+    sequence = _sequence(_text(3, 10))
+    drafter = setup.drafter()
+    _open(drafter, setup, sequence)
+    _propose(drafter, TREE, sequence)
+    # Node indices of a tree this drafter never saw, and a round it did not draft for.
+    _commit(drafter, setup, sequence, [1, 2, 3, 4, 5, 6, 7], 0, 3, 9, 11, 12, 14)
+    _commit(drafter, setup, sequence, [8])
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE))
+
+
+def test_without_features_there_is_nothing_to_offer(setup: Setup) -> None:
+    drafter = setup.drafter()
+    single, waiting = _sequence([5], number=1), _sequence(_text(4, 9), number=2)
+    for sequence in (single, waiting):
+        drafter.open(sequence)
+        assert drafter.backlog(sequence) == 0
+    assert [len(tree) for tree in _propose(drafter, TREE, single, waiting)] == [0, 0]
+    drafter.add_features(waiting, setup.sent(waiting, 0, 7))
+    assert drafter.backlog(waiting) == 7
+    assert [len(tree) for tree in _propose(drafter, TREE, single, waiting)] == [0, 0]
+    _commit(drafter, setup, single, [6])
+    drafter.add_features(waiting, setup.sent(waiting, 7, 8))
+    trees = _propose(drafter, TREE, single, waiting)
+    for tree, sequence in zip(trees, (single, waiting), strict=True):
+        _assert_same(tree, _oracle(setup, sequence, TREE))
+
+
+def test_a_verdict_without_features_costs_rounds_until_they_come(setup: Setup) -> None:
+    drafter = setup.drafter()
+    sequence = _sequence(_text(4, 9))
+    _open(drafter, setup, sequence)
+    _propose(drafter, TREE, sequence)
+    _commit(drafter, setup, sequence, [1, 2], with_features=False)
+    assert len(_propose(drafter, TREE, sequence)[0]) == 0
+    drafter.add_features(sequence, setup.sent(sequence, 8, 10))
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE))
+
+
+def test_rows_sent_twice_change_nothing(setup: Setup) -> None:
+    drafter = setup.drafter()
+    sequence = _sequence(_text(5, 12))
+    drafter.open(sequence)
+    for start, end in ((0, 5), (3, 8), (0, 2), (8, 11), (0, 11)):
+        drafter.add_features(sequence, setup.sent(sequence, start, end))
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE))
+
+
+@pytest.mark.parametrize("start", [1, 6, 13])
+def test_a_gap_at_the_front_starts_the_window_after_it(setup: Setup, start: int) -> None:
+    drafter = setup.drafter()
+    sequence = _sequence(_text(6, 15))
+    drafter.open(sequence)
+    drafter.add_features(sequence, setup.sent(sequence, start, 14))
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE, window=start))
+    drafter.check()
+
+
+def test_a_draft_that_attaches_to_a_target_without_old_rows_starts_with_the_next(
+    setup: Setup,
+) -> None:
+    drafter = setup.drafter()
+    sequence = _sequence(_text(6, 15))
+    drafter.open(sequence)
+    assert len(_propose(drafter, TREE, sequence)[0]) == 0
+    _commit(drafter, setup, sequence, [1, 2, 3])
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE, window=14))
+
+
+@pytest.mark.parametrize("shape", [TreeShape(3, 1, 4), TreeShape(3, 3, 10)], ids=str)
+def test_a_batch_proposes_what_each_sequence_alone_would(setup: Setup, shape: TreeShape) -> None:
+    texts = [_text(seed, length) for seed, length in ((5, 3), (6, 17), (7, 2), (8, 30))]
+    samplings = [GREEDY, SAMPLED, SAMPLED, GREEDY]
+    batch = [_sequence(t, s, n) for n, (t, s) in enumerate(zip(texts, samplings, strict=True))]
+    drafter = setup.drafter()
+    for sequence in batch:
+        _open(drafter, setup, sequence)
+    together = _propose(drafter, shape, *batch)
+    for text, sampling, tree in zip(texts, samplings, together, strict=True):
+        alone, other = _sequence(text, sampling), setup.drafter()
+        _open(other, setup, alone)
+        _assert_same(_propose(other, shape, alone)[0], _values(tree))
+
+
+def test_catching_up_in_chunks_changes_nothing(setup: Setup) -> None:
+    sequences = [_sequence(_text(9, 40), number=1), _sequence(_text(10, 23), number=2)]
+    drafter = setup.drafter()
+    for sequence in sequences:
+        _open(drafter, setup, sequence)
+        assert drafter.reserve(sequence, TREE)
+    chunks = []
+    while sum(drafter.backlog(sequence) for sequence in sequences) > 2:
+        chunks.append(drafter.catch_up(sequences, 16))
+    assert chunks == [16, 16, 16, 11]
+    assert drafter.catch_up(sequences, 16) == 0
+    for tree, sequence in zip(_propose(drafter, TREE, *sequences), sequences, strict=True):
+        _assert_same(tree, _oracle(setup, sequence, TREE))
+
+
+def test_catching_up_follows_the_features(setup: Setup) -> None:
+    sequence = _sequence(_text(9, 40))
+    drafter = setup.drafter()
+    drafter.open(sequence)
+    assert drafter.reserve(sequence, TREE)
+    taken = [drafter.catch_up([sequence], 64)]
+    for start, end in ((0, 10), (10, 11), (11, 39)):
+        drafter.add_features(sequence, setup.sent(sequence, start, end))
+        taken.append(drafter.catch_up([sequence], 64))
+    assert taken == [0, 9, 1, 28]
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE))
+
+
+def test_a_second_sequence_with_the_same_prompt_reuses_its_pages(setup: Setup) -> None:
+    drafter = setup.drafter()
+    first, second = (_sequence(_text(11, 22), number=number) for number in (1, 2))
+    _open(drafter, setup, first)
+    (expected,) = _propose(drafter, TREE, first)
+    drafter.open(second)
+    # Its 20 cached rows need no features, so a target that sends the last one alone will do.
+    drafter.add_features(second, setup.sent(second, 20, 21))
+    assert drafter.backlog(second) == 1
+    (tree,) = _propose(drafter, TREE, second)
+    _assert_same(tree, _values(expected))
+    drafter.check()
+
+
+def test_another_first_token_is_another_prefix(setup: Setup) -> None:
+    drafter = setup.drafter()
+    text = _text(11, 22)
+    first = _sequence(text, number=1)
+    second = _sequence([(text[0] + 1) % VOCAB_SIZE, *text[1:]], number=2)
+    _open(drafter, setup, first)
+    _propose(drafter, TREE, first)
+    _open(drafter, setup, second)
+    assert drafter.backlog(second) == 21, "every feature depends on the first token"
+    (tree,) = _propose(drafter, TREE, second)
+    _assert_same(tree, _oracle(setup, second, TREE))
+
+
+def test_windows_that_start_in_the_middle_share_no_pages_with_others(setup: Setup) -> None:
+    drafter = setup.drafter()
+    text = _text(12, 30)
+    first, second = _sequence(text, number=1), _sequence([*_text(13, 4), *text[4:]], number=2)
+    for sequence in (first, second):
+        drafter.open(sequence)
+        drafter.add_features(sequence, setup.sent(sequence, 4, 29))
+        (tree,) = _propose(drafter, TREE, sequence)
+        _assert_same(tree, _oracle(setup, sequence, TREE, window=4))
+
+
+def test_a_sequence_that_outgrows_the_context_slides_its_window(setup: Setup) -> None:
+    limit = 66
+    kept = (limit - CONTEXT_MARGIN) // 2
+    drafter = setup.drafter(context=limit, keeps_features=True)
+    sequence = _sequence(_text(14, 30))
+    _open(drafter, setup, sequence)
+    windows = [0]
+    generator = random.Random(14)
+    for _ in range(20):
+        (tree,) = _propose(drafter, TREE, sequence)
+        _assert_same(tree, _oracle(setup, sequence, TREE, window=windows[-1]))
+        _commit(drafter, setup, sequence, _text(generator.randrange(99), generator.choice([1, 3])))
+        if sequence.num_tokens - 1 - windows[-1] > limit - CONTEXT_MARGIN:
+            windows.append(sequence.num_tokens - 1 - kept)
+            assert drafter.backlog(sequence) == kept
+        drafter.check()
+    assert len(windows) > 2
+    assert drafter.gauges()["held_feature_row_count"] <= 2 * kept
+
+
+def test_a_window_without_kept_features_starts_with_the_newest(setup: Setup) -> None:
+    drafter = setup.drafter(context=66)
+    sequence = _sequence(_text(14, 34))
+    _open(drafter, setup, sequence)
+    _propose(drafter, TREE, sequence)
+    _commit(drafter, setup, sequence, [1, 2])
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE, window=33))
+
+
+def test_a_prompt_longer_than_the_context_starts_with_a_window(setup: Setup) -> None:
+    drafter = setup.drafter(context=66, keeps_features=True)
+    sequence = _sequence(_text(15, 120))
+    drafter.open(sequence)
+    for start in range(0, 119, 17):
+        end = min(start + 17, 119)
+        drafter.add_features(sequence, setup.sent(sequence, start, end))
+    window = 119 - (66 - CONTEXT_MARGIN) // 2
+    assert drafter.backlog(sequence) == 119 - window
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE, window=window))
+
+
+def test_used_features_are_freed(setup: Setup) -> None:
+    drafter = setup.drafter()
+    sequence = _sequence(_text(16, 20))
+    _open(drafter, setup, sequence)
+    assert drafter.gauges()["held_feature_row_count"] == 19
+    _propose(drafter, TREE, sequence)
+    assert drafter.gauges()["held_feature_row_count"] == 0
+
+
+def test_reserving_fails_without_change_when_pages_are_short(setup: Setup) -> None:
+    drafter = setup.drafter(num_pages=6)
+    shape = TreeShape(3, 1, 4)
+    fits, too_long = _sequence(_text(14, 11), number=1), _sequence(_text(15, 13), number=2)
+    for sequence in (fits, too_long):
+        _open(drafter, setup, sequence)
+    assert drafter.reserve(fits, shape)
+    assert not drafter.reserve(too_long, shape)
+    drafter.check()
+    drafter.close(fits)
+    assert drafter.reserve(too_long, shape)
+
+
+def test_every_page_has_one_owner_through_churn(setup: Setup) -> None:
+    generator = random.Random(16)
+    drafter = setup.drafter(num_pages=60)
+    shape = TreeShape(2, 2, 5)
+    live: dict[int, DraftSequence] = {}
+    for number in range(30):
+        sequence = _sequence(_text(number % 5, generator.randrange(1, 40)), number=number)
+        drafter.open(sequence)
+        first = generator.choice([0, 0, 3])
+        if sequence.num_tokens - 1 > first:
+            rows = setup.sent(sequence, first, sequence.num_tokens - 1)
+            drafter.add_features(sequence, rows)
+        if not drafter.reserve(sequence, shape):
+            drafter.close(sequence)
+            drafter.close(live.pop(min(live)))
+            continue
+        live[number] = sequence
+        batch = [s for s in live.values() if drafter.reserve(s, shape)]
+        drafter.propose(batch, shape)
+        for held in batch:
+            tokens = _text(number, generator.randrange(1, 4))
+            _commit(drafter, setup, held, tokens, with_features=generator.random() < 0.9)
+        drafter.check()
+    for sequence in live.values():
+        drafter.close(sequence)
+    drafter.flush_prefix_cache()
+    drafter.check()
+    gauges = drafter.gauges()
+    assert gauges["free_page_count"] == gauges["page_count"]
+
+
+def test_what_it_accepts_and_needs_is_the_heads(setup: Setup) -> None:
+    limits = setup.drafter().limits
+    assert limits.vocab_size == VOCAB_SIZE
+    assert limits.feature_spec is setup.head.feature_spec
+
+
+def test_a_target_that_draws_otherwise_is_not_mirrored(setup: Setup) -> None:
+    """The negative control of the noise: without it the trees of two seeds are the same."""
+    trees = []
+    for mirrors_noise in (True, False):
+        for seed in (1, 2):
+            sequence = _sequence(_text(0, 15), SamplingParams(temperature=1.0, seed=seed))
+            sequence.mirrors_noise = mirrors_noise
+            drafter = setup.drafter()
+            _open(drafter, setup, sequence)
+            trees += _propose(drafter, TREE, sequence)
+    assert trees[0] != trees[1]
+    assert trees[2] == trees[3]

@@ -1,0 +1,108 @@
+"""Features on the wire: what a draft asks for, and what it refuses to take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.draft.events import FeaturesArrived, RoundsDecided
+from services.draft.link_codec import attach_request, event_from_response, terms_from_message
+from services.draft.worker import WorkerIdentity
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.pb.outrider.types.v1 import tensor_pb2
+from shared.runtime.tensor_codec import tensor_from_message, tensor_message
+
+SPEC = FeatureSpec((2, 3, 5), torch.bfloat16, 4, torch.arange(48.0).view(4, 12).bfloat16())
+ROWS = torch.arange(12.0).view(3, 4).bfloat16()
+
+
+def _attach(spec: FeatureSpec | None) -> pb.Attach:
+    identity = WorkerIdentity("w", "m", "EAGLE3", "ab", 4, 128, feature_spec=spec)
+    return attach_request(identity).attach
+
+
+def _attached(width: int) -> pb.Attached:
+    return pb.Attached(
+        feature_width=width, verification_mode=pb.VERIFICATION_MODE_COUPLED, vocab_size=9
+    )
+
+
+def _chunk(rows: tensor_pb2.Tensor, offset: int = 7) -> pb.SpeculateResponse:
+    chunk = pb.FeatureChunk(sequence_id=5, position_offset=offset, rows=rows, last=True)
+    return pb.SpeculateResponse(feature_chunk=chunk)
+
+
+def test_the_attachment_names_layers_type_and_projection() -> None:
+    assert SPEC.projection is not None
+    message = _attach(SPEC).feature_spec
+    assert list(message.layer_indices) == [2, 3, 5]
+    assert message.data_type == tensor_pb2.DATA_TYPE_BFLOAT16
+    assert torch.equal(tensor_from_message(message.projection), SPEC.projection)
+
+
+def test_what_is_not_wanted_is_absent() -> None:
+    assert not _attach(None).HasField("feature_spec")
+    bare = FeatureSpec((7,), torch.float32, 4)
+    assert not _attach(bare).feature_spec.HasField("projection")
+
+
+def test_a_target_with_rows_of_another_width_is_refused() -> None:
+    assert terms_from_message(_attached(4), SPEC).vocab_size == 9
+    with pytest.raises(FailedPrecondition, match="features 12 wide; this draft reads 4"):
+        terms_from_message(_attached(12), SPEC)
+    with pytest.raises(FailedPrecondition, match="features 4 wide; this draft reads 0"):
+        terms_from_message(_attached(4), None)
+
+
+def test_prompt_rows_arrive_as_a_tensor() -> None:
+    event = event_from_response(3, _chunk(tensor_message(ROWS)), SPEC)
+    assert isinstance(event, FeaturesArrived)
+    assert (event.link, event.sequence_id) == (3, 5)
+    assert (event.rows.position_offset, event.rows.is_last) == (7, True)
+    assert torch.equal(event.rows.rows, ROWS)
+
+
+def test_the_rows_of_a_verdict_begin_at_the_trees_root() -> None:
+    verdict = pb.Verdict(
+        sequence_id=5,
+        round=2,
+        outcome=pb.Verdict.OUTCOME_VERIFIED,
+        accepted_node_indices=[0, 3],
+        committed_token_ids=[11, 12, 13],
+        committed_token_count=20,
+        features=tensor_message(ROWS),
+    )
+    response = pb.SpeculateResponse(verdicts=pb.VerdictBatch(verdicts=[verdict]))
+    event = event_from_response(3, response, SPEC)
+    assert isinstance(event, RoundsDecided)
+    features = event.results[0].features
+    assert features is not None
+    assert features.position_offset == 16
+    assert features.position_offset + len(features.rows) == 20 - 1
+    verdict.ClearField("features")
+    bare = pb.SpeculateResponse(verdicts=pb.VerdictBatch(verdicts=[verdict]))
+    event = event_from_response(3, bare, None)
+    assert isinstance(event, RoundsDecided)
+    assert event.results[0].features is None
+
+
+@pytest.mark.parametrize(
+    ("response", "spec", "said"),
+    [
+        (_chunk(tensor_message(ROWS)), None, "none were asked for"),
+        (_chunk(tensor_message(ROWS[:, :3])), SPEC, "[3, 3] of torch.bfloat16"),
+        (_chunk(tensor_message(ROWS.float())), SPEC, "must be [R, 4] of torch.bfloat16"),
+        (_chunk(tensor_message(ROWS.flatten())), SPEC, "[12]"),
+        (_chunk(tensor_message(ROWS), -1), SPEC, "position -1"),
+        (_chunk(tensor_pb2.Tensor()), SPEC, "data_type is 0"),
+    ],
+    ids=["unwanted", "narrow", "type", "flat", "negative", "empty"],
+)
+def test_features_that_were_not_asked_for_are_refused(
+    response: pb.SpeculateResponse, spec: FeatureSpec | None, said: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        event_from_response(1, response, spec)
+    assert said in caught.value.message
