@@ -1,0 +1,143 @@
+"""Hidden-state drafts with a real target, in both placements: features flow, output stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.process import DraftProcess
+from services.draft.settings import DraftSettings
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.settings import load_settings
+from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, write_head
+
+VOCAB_SIZE = 300
+PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    target = tmp_path_factory.mktemp("target")
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    write_checkpoint(target, "llama", shape, seed=3, with_tokenizer=True)
+    folders = {"target": target}
+    for kind in ("EAGLE", "EAGLE3"):
+        head = TinyHead(
+            kind=kind,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=shape.hidden_size,
+            target_hidden_size=shape.hidden_size,
+        )
+        folders[kind] = write_head(tmp_path_factory.mktemp("head") / kind, head)
+    return folders
+
+
+def _flags(folders: dict[str, Path], kind: str) -> list[str]:
+    return [
+        *("--speculative-algorithm", kind),
+        *("--speculative-draft-model-path", str(folders[kind])),
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
+        *("--speculative-num-draft-tokens", "6"),
+    ]
+
+
+@asynccontextmanager
+async def _serving(
+    folders: dict[str, Path], kind: str, placement: str
+) -> AsyncIterator[pb_grpc.TargetServiceStub]:
+    folder = folders["target"]
+    arguments = [
+        *("--model-path", str(folder), "--port", "0", "--device", "cpu"),
+        *("--max-total-tokens", "2048", "--context-length", "256"),
+        *("--candidate-wait-ms", "2000", "--draft", placement),
+    ]
+    if placement == "embedded":
+        arguments += _flags(folders, kind)
+    settings, draft_settings = read_settings(arguments, {})
+    engine = build_engine(settings, lambda report: None)
+    process = TargetProcess(engine, settings, tokenizer_sha256(folder))
+    if draft_settings is not None:
+        built = build_embedded_draft(engine, settings, draft_settings)
+        process.embed(built.port, built.settings)
+    await process.start()
+    try:
+        async with open_channel(f"127.0.0.1:{process.port}") as channel:
+            stub = pb_grpc.TargetServiceStub(channel)
+            if placement == "embedded":
+                yield stub
+            else:
+                async with _remote(folders, kind, process.port):
+                    yield stub
+    finally:
+        await process.stop(grace_s=0.0)
+
+
+@asynccontextmanager
+async def _remote(folders: dict[str, Path], kind: str, port: int) -> AsyncIterator[None]:
+    settings = load_settings(
+        DraftSettings,
+        service="draft",
+        arguments=[
+            *("--port", "0", "--target", f"127.0.0.1:{port}", "--device", "cpu"),
+            *("--max-total-tokens", "2048", "--target-model-path", str(folders["target"])),
+            *_flags(folders, kind),
+        ],
+        env={},
+    )
+    process = DraftProcess(settings)
+    await process.listen()
+    try:
+        drafter = await asyncio.to_thread(build_drafter, settings)
+        identity = worker_identity(settings, drafter.limits, worker_id="worker")
+        await process.serve(drafter, identity)
+        yield
+    finally:
+        await process.stop()
+
+
+async def _outputs(
+    stub: pb_grpc.TargetServiceStub, temperature: float, *, disabled: bool
+) -> tuple[list[list[int]], int]:
+    """Returns each prompt's output, and how many trees were verified in all."""
+
+    async def one(prompt: list[int]) -> tuple[list[int], int]:
+        request = pb.GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=3),
+            stop_params=sampling_pb2.StopParams(max_output_token_count=40, ignore_eos=True),
+            speculation_params=pb.SpeculationParams(disabled=disabled),
+        )
+        responses = [response async for response in stub.Generate(request)]
+        tokens = [token for each in responses for token in each.delta.token_ids]
+        return tokens, responses[-1].finished.speculation.verified_round_count
+
+    results = await asyncio.gather(*map(one, PROMPTS))
+    return [tokens for tokens, _ in results], sum(count for _, count in results)
+
+
+@pytest.mark.parametrize("placement", ["remote", "embedded"])
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+async def test_head_drafts_and_changes_nothing(
+    folders: dict[str, Path], kind: str, placement: str
+) -> None:
+    async with _serving(folders, kind, placement) as stub:
+        for temperature in (0.0, 1.0):
+            expected, _ = await _outputs(stub, temperature, disabled=True)
+            for _ in range(2):  # the second time prompts come from the prefix cache
+                found, num_verified = await _outputs(stub, temperature, disabled=False)
+                assert found == expected
+                assert num_verified > 0
