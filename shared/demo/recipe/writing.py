@@ -78,7 +78,8 @@ def essay(rng: random.Random) -> Exchange:
         f"become stronger because of it.\n\nSecond, there are also some challenges. Not everyone "
         f"has the same access, and it takes time and money to make good use of it. We should "
         f"think about the risks as well as the benefits.\n\nIn conclusion, {subject} is an "
-        f"important part of the modern world. If we use it wisely, it can make life better for everyone."
+        f"important part of the modern world. If we use it wisely, it can make life better "
+        "for everyone."
     )
 
 
