@@ -1,9 +1,10 @@
-"""Attention over a paged KV cache in plain torch: the CPU path, and the oracle of faster kernels.
+"""Attention over a paged KV cache: Triton kernels on CUDA, plain torch elsewhere.
 
 What depends on the batch alone (who sees what, which slots hold whose keys) is computed once a
-forward as an `AttentionPlan` and shared by all layers. On a CPU each sequence is a tile of its
-own, so that nothing is spent on padding and no sequence can touch another's bits. Elsewhere all
-sequences are one padded tile, because reading their lengths would wait for the device.
+forward as a plan and shared by all layers. CUDA takes a `SplitPlan`, see `split_plan`. The plain
+path is also the kernels' oracle. On a CPU each sequence is a tile of its own, so that nothing is
+spent on padding and no sequence can touch another's bits. On other devices all sequences are one
+padded tile, because reading their lengths would wait for the device.
 """
 
 from __future__ import annotations
@@ -11,44 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from shared.kernels.paged_rows import PagedRows
+from shared.kernels.split_plan import SplitPlan, plan_splits
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows, while
 # fewer rows take kernels of their own.
 _ROW_MULTIPLE = 8
 # Keeps the shapes of products few, and the edges of their tiles away from a moving tail.
 _KEY_MULTIPLE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """The tensors of a forward that attention needs. T rows, B sequences, P pages.
-
-    Attributes:
-        positions: `[T]` int64.
-        query_starts: `[B + 1]` int32.
-        kv_lengths: `[B]` int32.
-        prefix_lengths: `[B]` int32.
-        page_table: `[B, P]` int32.
-        tail_mask: `[T, W]` bool, or None when every row is causal.
-        is_causal: `[B]` bool.
-        max_query_length: most rows of one sequence.
-        max_kv_length: greatest of `kv_lengths`.
-        page_size: tokens a page.
-    """
-
-    positions: Tensor
-    query_starts: Tensor
-    kv_lengths: Tensor
-    prefix_lengths: Tensor
-    page_table: Tensor
-    tail_mask: Tensor | None
-    is_causal: Tensor
-    max_query_length: int
-    max_kv_length: int
-    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +43,7 @@ class AttentionTile:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class TilePlan:
     """The tiles of one forward, and where each row's result lies in them.
 
     Attributes:
@@ -76,6 +52,9 @@ class AttentionPlan:
 
     tiles: tuple[AttentionTile, ...]
     result_rows: Tensor
+
+
+AttentionPlan: TypeAlias = TilePlan | SplitPlan
 
 
 def plan_attention(
@@ -89,6 +68,13 @@ def plan_attention(
             depth of any tree, whose nodes are never cut off.
         num_query_groups: query heads that share a key head; rows are padded with it in view.
     """
+    if batch.positions.device.type == "cuda":
+        return plan_splits(batch, sliding_window, num_query_groups)
+    return plan_tiles(batch, sliding_window=sliding_window, num_query_groups=num_query_groups)
+
+
+def plan_tiles(batch: PagedRows, *, sliding_window: int | None, num_query_groups: int) -> TilePlan:
+    """Computes the plan of the plain path, on any device; arguments as in `plan_attention`."""
     bias = _bias(batch, sliding_window)
     key_slots = _key_slots(batch, bias.shape[1])
     row_multiple = _ROW_MULTIPLE // math.gcd(_ROW_MULTIPLE, num_query_groups)
@@ -109,8 +95,14 @@ def paged_attention(
         scale: factor of the scores, usually `D ** -0.5`.
 
     Returns:
-        `[T, Hq, D]` in the dtype of `queries`; scores are float32, sums over keys float64.
+        `[T, Hq, D]` in the dtype of `queries`; scores are float32, and so are sums over keys on
+        CUDA, while the plain path sums in float64.
     """
+    if isinstance(plan, SplitPlan):
+        # Triton is not installed where there is no CUDA.
+        from shared.kernels.attention_triton import split_attention
+
+        return split_attention(queries, keys, values, plan, scale=scale)
     results = [_attend(queries, keys, values, tile, scale) for tile in plan.tiles]
     flat = results[0] if len(results) == 1 else torch.cat(results)
     return flat.index_select(0, plan.result_rows).to(queries.dtype)
@@ -217,7 +209,7 @@ def _key_slots(batch: PagedRows, num_keys: int) -> Tensor:
 
 def _plan_by_sequence(
     batch: PagedRows, bias: Tensor, key_slots: Tensor, row_multiple: int
-) -> AttentionPlan:
+) -> TilePlan:
     tiles: list[AttentionTile] = []
     result_rows: list[int] = []
     num_tile_rows = 0
@@ -229,7 +221,7 @@ def _plan_by_sequence(
         tiles.append(AttentionTile(rows, key_slots[index, :num_keys], tile_bias[None, None, None]))
         result_rows.extend(range(num_tile_rows, num_tile_rows + end - start))
         num_tile_rows += end - start + padding
-    return AttentionPlan(tuple(tiles), torch.tensor(result_rows, dtype=torch.int64))
+    return TilePlan(tuple(tiles), torch.tensor(result_rows, dtype=torch.int64))
 
 
 def _extents(batch: PagedRows) -> Iterator[tuple[int, int, int]]:
@@ -240,7 +232,7 @@ def _extents(batch: PagedRows) -> Iterator[tuple[int, int, int]]:
 
 def _plan_as_one_tile(
     batch: PagedRows, bias: Tensor, key_slots: Tensor, row_multiple: int
-) -> AttentionPlan:
+) -> TilePlan:
     num_rows = _round_up(batch.max_query_length, row_multiple)
     device = batch.positions.device
     starts = batch.query_starts[:-1].long()
@@ -252,7 +244,7 @@ def _plan_as_one_tile(
     tile_bias = bias.index_select(0, rows).view(len(starts), 1, 1, num_rows, -1)
     # A padding row borrowed from another sequence may see keys this one lacks; slot 0 answers.
     tile = AttentionTile(rows, key_slots.flatten(), tile_bias)
-    return AttentionPlan((tile,), result_rows)
+    return TilePlan((tile,), result_rows)
 
 
 def _sequence_of_rows(batch: PagedRows) -> Tensor:

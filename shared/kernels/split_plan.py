@@ -1,0 +1,182 @@
+"""What the CUDA attention kernels need beside the tensors of a layer, computed once a forward.
+
+Every row sees its keys as one list in path order: the prefix through the page table, then the
+visible keys of its own tail, hidden ones squeezed out. A token therefore meets the same keys at
+the same places of that list whether it is computed as a tree node, as a plain token or in a
+chunk, and the sums over the list have the same bits. The list is cut at fixed places (`splits`),
+whatever shares the batch, and the parts are added in order.
+
+Rows are grouped into blocks of one sequence, because rows of a block share the loads of their
+common prefix. Prompt chunks take larger blocks and a kernel of their own. Which block belongs to
+whom is computed on the device: reading lengths on the host would wait for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kernels.paged_rows import PagedRows
+
+# Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
+MAX_PLAIN_ROWS = 16
+# Rows times query heads of one key head in a block: one tile of a matrix instruction.
+PLAIN_TILE = 16
+CHUNK_TILE = 128
+# Splits of a level have one length and the next level doubles it, so that short contexts are cut
+# finely enough to fill the device and long ones need few partial results.
+FIRST_SPLIT_KEYS = 128
+SPLITS_PER_LEVEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """N blocks of consecutive rows of one sequence each.
+
+    Attributes:
+        sequences: `[N]` int32.
+        first_rows: `[N]` int32.
+        counts: `[N]` int32, rows in the block; 0 for blocks that are not needed.
+        tile: rows times query groups, padded to a power of two.
+    """
+
+    sequences: Tensor
+    first_rows: Tensor
+    counts: Tensor
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Plan of one forward of T rows of B sequences.
+
+    Attributes:
+        row_lengths: `[T]` int32, keys each row sees before the window; 0 for padding rows.
+        shared_lengths: `[B]` int32, how many keys all rows of a sequence take from its page table
+            at equal places.
+        positions: `[T]` int64.
+        page_table: `[B, P]` int32.
+        page_size: tokens a page.
+        tail_indices: `[T, W]` int32, logical indices of a tree row's visible tail keys, in order;
+            None without trees.
+        sliding_window: as in `plan_attention`.
+        max_splits: splits of the longest row.
+        plain_blocks: blocks of plain tokens and trees.
+        chunk_blocks: blocks of prompt chunks; None when no sequence can be one.
+    """
+
+    row_lengths: Tensor
+    shared_lengths: Tensor
+    positions: Tensor
+    page_table: Tensor
+    page_size: int
+    tail_indices: Tensor | None
+    sliding_window: int | None
+    max_splits: int
+    plain_blocks: RowBlocks
+    chunk_blocks: RowBlocks | None
+
+
+def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> SplitPlan:
+    """Computes the plan without waiting for the device; every shape is known to the host.
+
+    Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
+    """
+    starts = batch.query_starts
+    query_lengths = starts[1:] - starts[:-1]
+    is_chunk = batch.is_causal & (query_lengths > MAX_PLAIN_ROWS)
+    row_lengths, tail_indices = _row_keys(batch)
+    plain_tile = max(PLAIN_TILE, _power_of_two(num_query_groups))
+    chunk_blocks = None
+    if batch.max_query_length > MAX_PLAIN_ROWS:
+        chunk_blocks = _blocks(
+            starts,
+            query_lengths * is_chunk,
+            rows_per_block=CHUNK_TILE // num_query_groups or 1,
+            max_rows=len(batch.positions),
+            tile=max(CHUNK_TILE, _power_of_two(num_query_groups)),
+        )
+    return SplitPlan(
+        row_lengths=row_lengths,
+        # Causal rows differ in how far they see, not in where a key stands.
+        shared_lengths=torch.where(batch.is_causal, batch.kv_lengths, batch.prefix_lengths),
+        positions=batch.positions,
+        page_table=batch.page_table,
+        page_size=batch.page_size,
+        tail_indices=tail_indices,
+        sliding_window=sliding_window,
+        max_splits=num_splits(batch.max_kv_length),
+        plain_blocks=_blocks(
+            starts,
+            query_lengths * ~is_chunk,
+            rows_per_block=plain_tile // num_query_groups,
+            max_rows=_max_plain_rows(batch),
+            tile=plain_tile,
+        ),
+        chunk_blocks=chunk_blocks,
+    )
+
+
+def num_splits(num_keys: int) -> int:
+    """Returns into how many splits a list of keys is cut."""
+    level_keys, level_split, count = 0, FIRST_SPLIT_KEYS, 0
+    while num_keys - level_keys > level_split * SPLITS_PER_LEVEL:
+        level_keys += level_split * SPLITS_PER_LEVEL
+        level_split *= 2
+        count += SPLITS_PER_LEVEL
+    return count + -(-(num_keys - level_keys) // level_split)
+
+
+def _max_plain_rows(batch: PagedRows) -> int:
+    if batch.tail_mask is not None:
+        return len(batch.positions)
+    return min(len(batch.positions), len(batch.kv_lengths) * MAX_PLAIN_ROWS)
+
+
+def _row_keys(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
+    """Returns how many keys each row sees, and the logical indices of those in tree tails."""
+    sequences = sequence_of_rows(batch)
+    rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
+    own_index = (batch.kv_lengths - batch.query_starts[1:])[sequences] + rows
+    prefix = batch.prefix_lengths[sequences]
+    lengths = torch.maximum(own_index + 1, prefix)
+    tail_indices = None
+    if batch.tail_mask is not None:
+        tree_lengths = prefix + batch.tail_mask.sum(1, dtype=torch.int32)
+        lengths = torch.where(batch.is_causal[sequences], lengths, tree_lengths)
+        # A stable sort brings the visible columns to the front and leaves them in order.
+        columns = torch.sort(~batch.tail_mask, dim=1, stable=True).indices
+        tail_indices = columns.to(torch.int32) + prefix.unsqueeze(1)
+    return lengths.masked_fill(rows >= batch.query_starts[-1], 0), tail_indices
+
+
+def sequence_of_rows(batch: PagedRows) -> Tensor:
+    """Returns `[T]` int64, the sequence each row belongs to; the last one for padding rows."""
+    rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
+    sequences = torch.bucketize(rows, batch.query_starts[1:], right=True)
+    return sequences.clamp_(max=len(batch.kv_lengths) - 1)
+
+
+def _blocks(
+    starts: Tensor, num_rows: Tensor, *, rows_per_block: int, max_rows: int, tile: int
+) -> RowBlocks:
+    """Cuts `num_rows[b]` rows from `starts[b]` on into blocks, for all B sequences at once.
+
+    Args:
+        max_rows: no fewer than the sum of `num_rows`; sets the number of blocks.
+    """
+    num_sequences = len(num_rows)
+    max_blocks = min(max_rows, max_rows // rows_per_block + num_sequences)
+    num_blocks = (num_rows + (rows_per_block - 1)) // rows_per_block
+    ends = num_blocks.cumsum(0, dtype=torch.int32)
+    blocks = torch.arange(max_blocks, device=starts.device, dtype=torch.int32)
+    sequences = torch.bucketize(blocks, ends, right=True).clamp_(max=num_sequences - 1)
+    offsets = (blocks - (ends - num_blocks)[sequences]) * rows_per_block
+    counts = (num_rows[sequences] - offsets).clamp_(0, rows_per_block)
+    return RowBlocks(sequences.to(torch.int32), starts[sequences] + offsets, counts, tile)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

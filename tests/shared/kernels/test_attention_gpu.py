@@ -1,0 +1,201 @@
+"""The CUDA kernels against the plain path, and the bits of a row against its company.
+
+Page 0 is poisoned in every test: no kernel may read it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.kernels.attention import PagedRows, paged_attention, plan_attention, plan_tiles
+from shared.kv.batch import SequenceRows
+from tests.helpers.attention_batches import (
+    Heads,
+    Layer,
+    chunk,
+    packed,
+    random_layer,
+    tree,
+    with_pages,
+)
+
+pytestmark = pytest.mark.gpu
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LLAMA = Heads(32, 8, 128)
+LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+Maker = Callable[[random.Random], list[SequenceRows]]
+BATCHES: dict[str, Maker] = {
+    "one token": lambda rng: [chunk(0, 1)],
+    "plain tokens": lambda rng: [chunk(length, 1) for length in (0, 1, 15, 16, 17, 127, 128, 700)],
+    "page edges": lambda rng: [chunk(start, 3) for start in (13, 14, 15, 16, 61, 62, 63, 64)],
+    "split edges": lambda rng: [chunk(start, 1) for start in (2046, 2047, 2048, 2303, 2304)],
+    "trees": lambda rng: [
+        tree(rng, start=start, num_nodes=nodes)
+        for start, nodes in ((5, 1), (64, 64), (120, 17), (127, 2), (300, 33), (1000, 8))
+    ],
+    "tree levels": lambda rng: [tree(rng, start=90, num_nodes=20, num_cached=12)],
+    "largest tree": lambda rng: [tree(rng, start=513, num_nodes=257)],
+    "chunks": lambda rng: [chunk(0, 17), chunk(40, 100), chunk(0, 300), chunk(511, 129)],
+    "everything": lambda rng: [
+        tree(rng, start=70, num_nodes=30),
+        chunk(33, 1),
+        chunk(0, 200),
+        tree(rng, start=0, num_nodes=7),
+        chunk(250, 16),
+    ],
+}
+
+
+def attend(rows: PagedRows, layer: Layer, *, heads: Heads, window: int | None = None) -> Tensor:
+    """Returns the kernels' result; `rows` and `layer` are on the device."""
+    plan = plan_attention(rows, sliding_window=window, num_query_groups=heads.num_groups)
+    scale = 1 / math.sqrt(heads.head_dim)
+    return paged_attention(layer.queries, layer.keys, layer.values, plan, scale=scale)
+
+
+def exact(
+    rows: PagedRows, layer: Layer, *, heads: Heads, window: int | None, device: torch.device
+) -> Tensor:
+    """Returns the plain path's result in float32, where page 0 is not poisoned."""
+    plan = plan_tiles(rows, sliding_window=window, num_query_groups=heads.num_groups)
+    wide = [tensor.to(device).float() for tensor in (layer.queries, layer.keys, layer.values)]
+    return paged_attention(*wide, plan, scale=1 / math.sqrt(heads.head_dim)).cpu()
+
+
+def poison(layer: Layer, page_size: int) -> Layer:
+    layer.keys[:page_size] = torch.nan
+    layer.values[:page_size] = torch.nan
+    return layer
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    difference = (found.double().cpu() - expected.double()).norm()
+    return float(difference / expected.double().norm())
+
+
+def check(
+    sequences: list[SequenceRows],
+    heads: Heads,
+    dtype: torch.dtype,
+    *,
+    page_size: int,
+    window: int | None = None,
+    oracle_device: torch.device = CPU,
+) -> None:
+    placed, num_slots = with_pages(random.Random(7), sequences, page_size)
+    rows = packed(placed, page_size, oracle_device)
+    layer = random_layer(len(rows.positions), num_slots, heads, dtype)
+    expected = exact(rows, layer, heads=heads, window=window, device=oracle_device)
+    on_device = poison(layer.to(CUDA), page_size)
+    found = attend(packed(placed, page_size, CUDA), on_device, heads=heads, window=window)
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < LARGEST_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", BATCHES)
+def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype) -> None:
+    heads = Heads(8, 2, 64)
+    check(BATCHES[name](random.Random(3)), heads, dtype, page_size=16, window=window)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 32, 128])
+def test_any_page_size(page_size: int) -> None:
+    sequences = BATCHES["everything"](random.Random(4))
+    check(sequences, Heads(4, 2, 64), torch.bfloat16, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(4, 4, 64),
+        Heads(6, 2, 80),
+        Heads(7, 1, 96),
+        Heads(32, 1, 64),
+        Heads(16, 2, 128),
+        Heads(4, 2, 256),
+        Heads(4, 2, 8),
+    ],
+    ids=lambda heads: f"{heads.num_heads}-{heads.num_kv_heads}-{heads.head_dim}",
+)
+def test_any_heads(heads: Heads) -> None:
+    check(BATCHES["everything"](random.Random(5)), heads, torch.float16, page_size=16)
+
+
+@pytest.mark.parametrize("length", [2048, 8191, 32_768, 131_000])
+def test_long_contexts(length: int) -> None:
+    sequences = [
+        chunk(length, 1),
+        tree(random.Random(6), start=length - 9, num_nodes=12),
+        chunk(length - 40, 40),
+    ]
+    heads = Heads(8, 2, 128)
+    check(sequences, heads, torch.bfloat16, page_size=16, oracle_device=CUDA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_company_does_not_touch_a_bit(dtype: torch.dtype) -> None:
+    rng, page_size = random.Random(8), 16
+    sequences = [
+        chunk(700, 1), tree(rng, start=333, num_nodes=31), chunk(2500, 1), chunk(20, 400),
+        tree(rng, start=5, num_nodes=64), chunk(64, 9), *[chunk(100 + i, 1) for i in range(40)],
+    ]  # fmt: skip
+    placed, num_slots = with_pages(rng, sequences, page_size)
+    rows = packed(placed, page_size, CUDA)
+    layer = random_layer(len(rows.positions), num_slots, LLAMA, dtype).to(CUDA)
+    poison(layer, page_size)
+    together = attend(rows, layer, heads=LLAMA)
+    start = 0
+    for each in placed:
+        end = start + len(each.token_ids)
+        alone = replace_queries(layer, layer.queries[start:end])
+        result = attend(packed([each], page_size, CUDA), alone, heads=LLAMA)
+        assert torch.equal(result, together[start:end])
+        start = end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 60, 64, 127, 500, 2040])
+def test_tree_node_has_the_bits_of_the_plain_token(start: int, dtype: torch.dtype) -> None:
+    """The path of each node is laid out as a plain sequence and its last token attends alone."""
+    page_size, num_nodes = 16, 40
+    sequences = [tree(random.Random(9), start=start, num_nodes=num_nodes)]
+    [rows], num_slots = with_pages(random.Random(9), sequences, page_size)
+    layer = random_layer(num_nodes, 2 * num_slots, LLAMA, dtype).to(CUDA)
+    poison(layer, page_size)
+    results = attend(packed([rows], page_size, CUDA), layer, heads=LLAMA)
+    spare_pages = range(num_slots // page_size, 2 * num_slots // page_size)
+    assert rows.tail_mask is not None
+    for node, mask in enumerate(rows.tail_mask):
+        seen = [*range(start), *(start + column for column, is_seen in enumerate(mask) if is_seen)]
+        source = [rows.pages[i // page_size] * page_size + i % page_size for i in seen]
+        first = spare_pages[0] * page_size
+        for cache in (layer.keys, layer.values):
+            cache[first : first + len(seen)] = cache[torch.tensor(source, device=CUDA)]
+        plain = replace(chunk(len(seen) - 1, 1), pages=spare_pages)
+        query = replace_queries(layer, layer.queries[node : node + 1])
+        alone = attend(packed([plain], page_size, CUDA), query, heads=LLAMA)
+        assert torch.equal(alone[0], results[node]), f"node {node} at depth {sum(mask)}"
+
+
+def test_a_visible_key_does_touch_the_result() -> None:
+    """The control of the tests above."""
+    [rows], num_slots = with_pages(random.Random(0), [chunk(100, 1)], 16)
+    layer = random_layer(1, num_slots, LLAMA, torch.bfloat16).to(CUDA)
+    batch = packed([rows], 16, CUDA)
+    before = attend(batch, layer, heads=LLAMA)
+    layer.values[rows.pages[0] * 16] += 1.0
+    assert not torch.equal(attend(batch, layer, heads=LLAMA), before)
+
+
+def replace_queries(layer: Layer, queries: Tensor) -> Layer:
+    return replace(layer, queries=queries.contiguous())
