@@ -88,9 +88,11 @@ class Started:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """Tokens of one engine step.
+
+    Not frozen: one is made for every request and step, and freezing triples its cost.
 
     Attributes:
         logprobs: one entry for each token, or empty.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.generation import Event, Failed, Finished, Generation, TargetModel, TargetState
+from gateway.generation import Delta, Event, Failed, Generation, Started, TargetModel, TargetState
 from gateway.targets import LinkTiming, TargetLink
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 
@@ -67,7 +67,7 @@ class Flight:
             self._pool.place_again(self, event.error)
             return
         self._has_started = True
-        self._is_over = isinstance(event, Finished | Failed)
+        self._is_over = not isinstance(event, (Delta, Started))
         self._deliver(event)
 
     def cancel(self) -> None:

@@ -75,23 +75,24 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
 
 def event_from_message(message: pb.SessionEvent) -> Event | None:
     """Returns the event; None for a kind that a newer target may send."""
-    if message.HasField("failure"):
-        return _failed(message.failure)
     response = message.response
     kind = response.WhichOneof("event")
-    if kind == "delta":
+    if kind == "delta":  # first: there is one for every request and step
         return _delta(response.delta)
     if kind == "started":
         return Started(response.started.cached_token_count)
     if kind == "finished":
         return _finished(response.finished)
-    return None
+    return _failed(message.failure) if message.HasField("failure") else None
 
 
 def _delta(message: pb.TokenDelta) -> Delta:
-    # Most requests ask for no log probabilities.
-    logprobs = tuple(map(_logprobs, message.logprobs)) if message.logprobs else ()
-    return Delta(list(message.token_ids), message.accepted_token_count, logprobs)
+    logprobs = message.logprobs
+    return Delta(
+        list(message.token_ids),
+        message.accepted_token_count,
+        [_logprobs(each) for each in logprobs] if logprobs else (),
+    )
 
 
 def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:

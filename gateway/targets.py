@@ -13,10 +13,11 @@ from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.generation import (
+    Delta,
     Event,
     Failed,
-    Finished,
     Generation,
+    Started,
     TargetModel,
     TargetState,
 )
@@ -211,10 +212,10 @@ class TargetLink:
         event = event_from_message(message)
         if event is None:
             return
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Delta):
+            self.num_tokens += len(event.token_ids)
+        elif not isinstance(event, Started):
             self._end(message.request_id)
-        else:
-            self.num_tokens += len(message.response.delta.token_ids)
         live.receive(event)
 
     def _end(self, request_id: int) -> _Live | None:

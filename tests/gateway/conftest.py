@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -24,7 +24,7 @@ from gateway.text.model_text import ModelText
 from gateway.text.tokenizer import Tokenizer
 from shared.rpc.lifecycle import Lifecycle
 from shared.tokenizer_files import tokenizer_sha256
-from tests.gateway.driving import eventually, http_client
+from tests.gateway.driving import MakeGateway, eventually, http_client
 from tests.helpers.fake_target import FakeTarget
 
 CHAT_TEMPLATE = (
@@ -87,9 +87,6 @@ async def target(sha256: str) -> AsyncIterator[FakeTarget]:
 async def second_target(sha256: str) -> AsyncIterator[FakeTarget]:
     async with FakeTarget(sha256) as fake:
         yield fake
-
-
-MakeGateway = Callable[..., Awaitable[Gateway]]
 
 
 @pytest_asyncio.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -17,6 +17,8 @@ from tests.helpers.fake_target import FakeTarget, Steps
 MESSAGES: Any = [{"role": "user", "content": "then"}]
 PROMPT = "<|user|>then<|end|><|assistant|>"
 CHAT = {"model": "fake", "messages": MESSAGES}
+
+MakeGateway = Callable[..., Awaitable[Gateway]]
 
 
 async def eventually(predicate: Callable[[], bool]) -> None:

@@ -11,8 +11,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.limits import RequestLimits
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from tests.gateway.conftest import MakeGateway
-from tests.gateway.driving import CHAT, error_of, http_client
+from tests.gateway.driving import CHAT, MakeGateway, error_of, http_client
 from tests.helpers.fake_target import FakeTarget
 
 COMPLETION = {"model": "fake", "prompt": "the"}

@@ -10,8 +10,7 @@ import pytest
 from gateway.generation import TargetState
 from gateway.schema import ChatCompletionRequest
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from tests.gateway.conftest import MakeGateway
-from tests.gateway.driving import CHAT, error_of, events, eventually, http_client
+from tests.gateway.driving import CHAT, MakeGateway, error_of, events, eventually, http_client
 from tests.helpers.fake_target import FakeTarget
 
 BODY = {**CHAT, "max_tokens": 3}

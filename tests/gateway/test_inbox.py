@@ -1,0 +1,56 @@
+"""The inbox keeps order, never blocks the writer, and never grows past its bound."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.generation import Delta, Started
+from gateway.inbox import ClientGone, ClientTooSlow, Inbox
+
+
+def inbox(max_unread_tokens: int = 100) -> tuple[Inbox, list[str]]:
+    overflows: list[str] = []
+    return Inbox(max_unread_tokens, lambda: overflows.append("overflow")), overflows
+
+
+async def test_all_that_waits_is_taken_at_once_and_in_order() -> None:
+    box, _ = inbox()
+    box.put(1, Started(0))
+    box.put(0, Delta([5], 0))
+    assert await box.take() == [(1, Started(0)), (0, Delta([5], 0))]
+
+
+async def test_a_reader_is_woken() -> None:
+    box, _ = inbox()
+    reader = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.put(0, Started(0))
+    assert await reader == [(0, Started(0))]
+
+
+async def test_reading_frees_the_room() -> None:
+    box, overflows = inbox(max_unread_tokens=3)
+    for _ in range(5):
+        box.put(0, Delta([1, 2, 3], 0))
+        await box.take()
+    assert overflows == []
+
+
+async def test_the_bound_drops_the_backlog_and_is_reported_once() -> None:
+    box, overflows = inbox(max_unread_tokens=3)
+    for _ in range(5):
+        box.put(0, Delta([1, 2], 0))
+    assert overflows == ["overflow"]
+    with pytest.raises(ClientTooSlow, match="3 tokens"):
+        await box.take()
+
+
+async def test_closing_wakes_the_reader_with_the_reason() -> None:
+    box, _ = inbox()
+    reader = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.close(ClientGone())
+    with pytest.raises(ClientGone):
+        await reader

@@ -1,0 +1,138 @@
+"""The process as `make serve` starts it, and the demo against it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway import demo
+from gateway.settings import GatewaySettings
+from gateway.text.tokenizer import Tokenizer
+from shared.errors import SettingsError
+from shared.settings import load_settings, shown_settings
+from tests.gateway.driving import CHAT, events, say
+from tests.helpers.fake_target import FakeTarget
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest_asyncio.fixture
+async def process(
+    target: FakeTarget, model_folder: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A gateway process in front of the target, and its URL."""
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "gateway", "--port", str(port), "--maintenance-port", "0"),
+        *("--target", target.address, "--tokenizer", str(model_folder)),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OUTRIDER_GATEWAY_LOG_LEVEL": "error"},
+    )
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient() as client:
+        while not await is_ready(client, url):
+            assert process.returncode is None, await process.communicate()
+            await asyncio.sleep(0.05)
+    yield process, url
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()
+
+
+async def is_ready(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def test_sigterm_finishes_streams_and_refuses_new_work(
+    process: tuple[asyncio.subprocess.Process, str], target: FakeTarget
+) -> None:
+    gateway, url = process
+    target.hold_after = 1
+    body = {**CHAT, "stream": True, "max_tokens": 6, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=20.0) as client:
+        stream = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await target.until(lambda: len(target.submits) == 1)
+        gateway.send_signal(signal.SIGTERM)
+        while (await client.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+        refused = await client.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
+        target.release.set()
+        assert events((await stream).content)[-1] == "[DONE]"
+    assert await asyncio.wait_for(gateway.wait(), 20.0) == 0
+
+
+async def test_the_demo_compares_answers_with_and_without_speculation(
+    process: tuple[asyncio.subprocess.Process, str], target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    _, url = process
+    await say(target, tokenizer, "the quick brown fox")
+    out = io.StringIO()
+    arguments = ["--base-url", f"{url}/v1", "one?", "two?"]
+    assert await asyncio.to_thread(demo.main, arguments, out) == 0
+    assert out.getvalue().count("the quick brown fox") == 4
+    assert out.getvalue().count("identical token by token") == 2
+    assert re.search(r"[2-3]\.\d\d tokens a round \(bonus included\)  \d+ rounds", out.getvalue())
+    disabled = [submit.request.speculation_params.disabled for submit in target.submits]
+    assert disabled == [False, True, False, True]
+
+
+async def test_the_demo_notices_a_difference(
+    process: tuple[asyncio.subprocess.Process, str], target: FakeTarget
+) -> None:
+    _, url = process
+    target.reply = lambda request: [[20 + request.speculation_params.disabled, 0]]
+    out = io.StringIO()
+    assert await asyncio.to_thread(demo.main, ["--base-url", f"{url}/v1", "one?"], out) == 1
+    assert "DIFFERENT" in out.getvalue()
+
+
+async def test_the_demo_says_when_nothing_serves() -> None:
+    out = io.StringIO()
+    arguments = ["--base-url", f"http://127.0.0.1:{free_port()}/v1"]
+    assert await asyncio.to_thread(demo.main, arguments, out) == 1
+    assert "make serve" in out.getvalue()
+
+
+def load(*arguments: str) -> GatewaySettings:
+    return load_settings(GatewaySettings, service="gateway", arguments=arguments, env={})
+
+
+def test_targets_repeat_and_the_maintenance_port_follows_the_port() -> None:
+    settings = load("--target", "a:1", "--target", "b:2", "--port", "9000")
+    assert settings.target == ("a:1", "b:2")
+    assert settings.admin_port == 9001
+    assert load().target == ("127.0.0.1:50051",)
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "sesame" not in str(shown_settings(load("--api-key", "sesame")))
+
+
+def test_every_bad_setting_is_named_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        load("--port", "70000", "--max-choices", "0")
+    assert len(caught.value.problems) == 2
