@@ -113,16 +113,16 @@ class EagleDrafter:
         return True
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
-        """Leaves the last row of each: its state and logits start a tree."""
+        """Leaves the open rows of each: the last one's state and logits start a tree."""
         chunk: list[tuple[DraftSequence, int]] = []
         num_taken = 0
         for sequence in sequences:
-            count = min(self.backlog(sequence) - 1, max_tokens - num_taken)
+            count = min(self.backlog(sequence) - self._num_open_rows, max_tokens - num_taken)
             if count > 0:
                 chunk.append((sequence, count))
                 num_taken += count
         if chunk:
-            self._compute_committed(chunk, with_logits=False)
+            self._take_in(chunk)
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
@@ -151,6 +151,15 @@ class EagleDrafter:
     def check(self) -> None:
         self._kv.leases.check()
 
+    @property
+    def _num_open_rows(self) -> int:
+        """Committed rows that only a proposal computes."""
+        return 1
+
+    def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        """Computes the next committed rows of each sequence."""
+        self._compute_committed(counts, with_logits=False)
+
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
         output = self._compute_committed(
@@ -162,7 +171,7 @@ class EagleDrafter:
         growth.add(_children(scores, output, tails, shape))
         while not growth.is_complete:
             beam = growth.select_beam()
-            hidden = _parent_states(output.states, beam.parents)
+            hidden = parent_states(output.states, beam.parents)
             output = self._run(beam_rows(beam, tails), hidden)
             growth.add(_children(scores, output, tails, shape))
         grown = zip(sequences, growth.finish(), strict=True)
@@ -186,17 +195,22 @@ class EagleDrafter:
         self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
     ) -> HeadOutput:
         """Computes the next rows of each sequence from the target's features."""
+        hidden = self._committed_hidden(counts)
+        rows = [self._committed_rows(*each, with_logits=with_logits) for each in counts]
+        output = self._run(rows, hidden)
+        for sequence, _ in counts:
+            self._drop_features(sequence)
+        return output
+
+    def _committed_hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
+        """Returns the fused features of the next rows of each sequence, end to end."""
         pieces = [
             piece
             for sequence, count in counts
             for state in [self._states[sequence.key]]
             for piece in state.features.read(state.next_position, count)
         ]
-        rows = [self._committed_rows(*each, with_logits=with_logits) for each in counts]
-        output = self._run(rows, self._runner.fuse(torch.cat(pieces)))
-        for sequence, _ in counts:
-            self._drop_features(sequence)
-        return output
+        return self._runner.fuse(torch.cat(pieces))
 
     def _committed_rows(
         self, sequence: DraftSequence, count: int, *, with_logits: bool
@@ -238,7 +252,7 @@ def _children(
     return choose_children(scores(output.logits, [tail.paths for tail in tails]), shape.topk)
 
 
-def _parent_states(states: Tensor, parents: Tensor) -> Tensor:
+def parent_states(states: Tensor, parents: Tensor) -> Tensor:
     """Returns `[S * K, H]`, the states that the rows of the next beam read.
 
     Args:
