@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared.speculation.noise import gumbel_noise
+from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.draft_heads import TinyHead
 
 EPS, THETA = 1e-5, 10000.0
+Values = dict[tuple[int, ...], float]
 
 
 class HeadOracle:
@@ -129,6 +132,56 @@ class HeadOracle:
             hidden_ones = torch.ones_like(scores, dtype=torch.bool).triu(1)
             outputs.append(scores.masked_fill(hidden_ones, -math.inf).softmax(1) @ values)
         return torch.cat(outputs, dim=1) @ self.tensors[f"{layer}self_attn.o_proj.weight"].T
+
+
+def best_paths(
+    oracle: HeadOracle,
+    token_ids: Sequence[int],
+    features: Tensor,
+    sampling: SamplingParams,
+    shape: TreeShape,
+    *,
+    num_before: int = 0,
+) -> Values:
+    """Returns the paths a tree keeps with their values, each level's logits from scratch.
+
+    Args:
+        token_ids: N committed tokens of the window.
+        features: `[N - 1, W]`.
+        num_before: committed tokens before the window; the noise counts them.
+    """
+    num_tokens, topk = len(token_ids), min(shape.topk, len(oracle.known_tokens()))
+
+    def next_log_probs(path: tuple[int, ...]) -> list[float]:
+        logits = oracle.continue_path(token_ids, features, path)
+        if not sampling.is_greedy:
+            position = torch.tensor([num_before + num_tokens + len(path)])
+            logits = logits + gumbel_noise(torch.tensor([sampling.seed]), position, len(logits))[0]
+        return list(logits.log_softmax(dim=0).tolist())
+
+    values: Values = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(min(shape.num_steps, shape.max_node_count)):
+        children: Values = {}
+        for path in frontier:
+            log_probs = next_log_probs(path)
+            best = sorted(range(len(log_probs)), key=lambda token: -log_probs[token])[:topk]
+            base = values.get(path, 0.0)
+            children.update({(*path, token): base + log_probs[token] for token in best})
+        values.update(children)
+        frontier = sorted(children, key=lambda path: -children[path])[:topk]
+    kept = sorted(values, key=lambda path: -values[path])[: shape.max_node_count]
+    return {path: values[path] for path in kept if values[path] > -math.inf}
+
+
+def path_values(tree: TokenTree) -> Values:
+    """Returns each node's path with the sum of log probabilities along it."""
+    return {
+        tuple(tree.token_ids[n] for n in tree.path(node)): sum(
+            tree.log_probs[n] for n in tree.path(node)
+        )
+        for node in range(len(tree))
+    }
 
 
 def _rotated(heads: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
-from shared.speculation.noise import gumbel_noise
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, head_tensors, write_head
-from tests.helpers.head_oracle import HeadOracle
+from tests.helpers.head_oracle import HeadOracle, Values, best_paths, path_values
 
 VOCAB_SIZE = 64
 PAGE_SIZE = 4
@@ -53,7 +51,6 @@ TREE = TreeShape(3, 3, 9)
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=1234)
 CPU = torch.device("cpu")
-Path_ = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -167,50 +164,21 @@ def _commit(
     drafter.commit(sequence, verdict, rows)
 
 
-def _oracle(
-    setup: Setup, sequence: DraftSequence, shape: TreeShape, *, window: int = 0
-) -> dict[Path_, float]:
-    """Returns the kept paths with their values, each level's logits computed from scratch."""
+def _oracle(setup: Setup, sequence: DraftSequence, shape: TreeShape, *, window: int = 0) -> Values:
     features = setup.features(sequence.token_ids)[window : sequence.num_tokens - 1]
-    known = setup.oracle.known_tokens()
-
-    def next_log_probs(path: Path_) -> list[float]:
-        logits = setup.oracle.continue_path(sequence.token_ids[window:], features, path)
-        if not sequence.sampling.is_greedy:
-            position = torch.tensor([sequence.num_tokens + len(path)])
-            seed = torch.tensor([sequence.sampling.seed])
-            logits = logits + gumbel_noise(seed, position, VOCAB_SIZE)[0]
-        return list(logits.log_softmax(dim=0).tolist())
-
-    topk = min(shape.topk, len(known))
-    values: dict[Path_, float] = {}
-    frontier: list[Path_] = [()]
-    for _ in range(min(shape.num_steps, shape.max_node_count)):
-        children: dict[Path_, float] = {}
-        for path in frontier:
-            log_probs = next_log_probs(path)
-            best = sorted(range(VOCAB_SIZE), key=lambda token: -log_probs[token])[:topk]
-            base = values.get(path, 0.0)
-            children.update({(*path, token): base + log_probs[token] for token in best})
-        values.update(children)
-        frontier = sorted(children, key=lambda path: -children[path])[:topk]
-    kept = sorted(values, key=lambda path: -values[path])[: shape.max_node_count]
-    return {path: values[path] for path in kept if values[path] > -math.inf}
+    return best_paths(
+        setup.oracle,
+        sequence.token_ids[window:],
+        features,
+        sequence.sampling,
+        shape,
+        num_before=window,
+    )
 
 
-def _values(tree: TokenTree) -> dict[Path_, float]:
-    """Returns each node's path with the sum of log probabilities along it."""
-    return {
-        tuple(tree.token_ids[n] for n in tree.path(node)): sum(
-            tree.log_probs[n] for n in tree.path(node)
-        )
-        for node in range(len(tree))
-    }
-
-
-def _assert_same(actual: TokenTree, expected: dict[Path_, float]) -> None:
+def _assert_same(actual: TokenTree, expected: Values) -> None:
     assert expected
-    assert _values(actual) == pytest.approx(expected, abs=1e-3)
+    assert path_values(actual) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -342,7 +310,7 @@ def test_a_batch_proposes_what_each_sequence_alone_would(setup: Setup, shape: Tr
     for text, sampling, tree in zip(texts, samplings, together, strict=True):
         alone, other = _sequence(text, sampling), setup.drafter()
         _open(other, setup, alone)
-        _assert_same(_propose(other, shape, alone)[0], _values(tree))
+        _assert_same(_propose(other, shape, alone)[0], path_values(tree))
 
 
 def test_catching_up_in_chunks_changes_nothing(setup: Setup) -> None:
@@ -384,7 +352,7 @@ def test_a_second_sequence_with_the_same_prompt_reuses_its_pages(setup: Setup) -
     drafter.add_features(second, setup.sent(second, 20, 21))
     assert drafter.backlog(second) == 1
     (tree,) = _propose(drafter, TREE, second)
-    _assert_same(tree, _values(expected))
+    _assert_same(tree, path_values(expected))
     drafter.check()
 
 
