@@ -1,0 +1,165 @@
+"""Tiny random targets with next-token layers in their folder, by the real key names, and what such
+layers compute, written plainly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.dense_layer import DenseLayer, plain_norm
+
+_MTP_KEYS = {
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+
+
+@dataclass(frozen=True)
+class TinyMtp:
+    """A target with next-token layers.
+
+    Attributes:
+        style: deepseek or mimo; MiMo's layers have Qwen2's biases.
+        family: of a DeepSeek-style target and its layers.
+        has_copies: with the copies of embedding and lm_head that DeepSeek's files hold.
+    """
+
+    style: str = "deepseek"
+    num_layers: int = 1
+    family: str = "llama"
+    has_copies: bool = False
+    shape: TinyShape = field(default_factory=lambda: TinyShape(vocab_size=64))
+
+    def prefix(self, layer: int) -> str:
+        """What the keys of a next-token layer begin with."""
+        if self.style == "mimo":
+            return f"model.mtp_layers.{layer}."
+        return f"model.layers.{self.shape.num_layers + layer}."
+
+
+def write_mtp(folder: Path, mtp: TinyMtp, *, seed: int = 11) -> Path:
+    """Writes the target with its next-token layers; returns `folder`."""
+    family = "qwen2" if mtp.style == "mimo" else mtp.family
+    write_checkpoint(folder, family, mtp.shape)
+    change_mtp(folder, config=_config_changes(mtp), tensors=mtp_tensors(mtp, seed=seed))
+    return folder
+
+
+def change_mtp(
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    tensors: dict[str, Tensor | None] | dict[str, Tensor] | None = None,
+) -> None:
+    """Replaces keys of config and weights; None removes one."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | (config or {})
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    weights: dict[str, Any] = load_file(folder / "model.safetensors") | (tensors or {})
+    kept = {key: value for key, value in weights.items() if value is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+def mtp_tensors(mtp: TinyMtp, *, seed: int = 11) -> dict[str, Tensor]:
+    """Returns every tensor of the next-token layers; biases and norms are random, too."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        f"{mtp.prefix(layer)}{key}": (1.0 if "norm" in key else 0.0)
+        + 0.25 * torch.randn(shape, generator=draw)
+        for layer in range(mtp.num_layers)
+        for key, shape in _shapes(mtp).items()
+    }
+
+
+def _config_changes(mtp: TinyMtp) -> dict[str, Any]:
+    changes: dict[str, Any] = {"num_nextn_predict_layers": mtp.num_layers}
+    if mtp.style == "mimo":
+        changes |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    return changes
+
+
+def _shapes(mtp: TinyMtp) -> dict[str, tuple[int, ...]]:
+    shape = mtp.shape
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    first, second, projection, final = _MTP_KEYS[mtp.style]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{first}.weight": (hidden,),
+        f"{second}.weight": (hidden,),
+        f"{projection}.weight": (hidden, 2 * hidden),
+        f"{final}.weight": (hidden,),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+    }
+    if mtp.style == "mimo" or mtp.family == "qwen2":
+        shapes |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"}
+        shapes["self_attn.q_proj.bias"] = (queries,)
+    if mtp.family == "qwen3":
+        shapes |= {f"self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
+    if mtp.has_copies:
+        size = (shape.vocab_size, hidden)
+        shapes |= {"embed_tokens.weight": size, "shared_head.head.weight": size}
+    return shapes
+
+
+class MtpOracle:
+    """Computes next-token layers over whole sequences, from scratch."""
+
+    def __init__(self, mtp: TinyMtp, folder: Path) -> None:
+        self.mtp = mtp
+        self.tensors = load_file(folder / "model.safetensors")
+
+    def states(self, layer: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        """Returns the states `[N, H]` of rows 0 … N-1 (token, hidden state)."""
+        prefix = self.mtp.prefix(layer)
+        embedded = self.tensors["model.embed_tokens.weight"][torch.tensor(tokens)]
+        token_norm, hidden_norm, projection, final = (
+            self.tensors[f"{prefix}{key}.weight"] for key in _MTP_KEYS[self.mtp.style]
+        )
+        if self.mtp.style == "mimo":
+            embedded[0] = 0.0
+            parts = (plain_norm(hidden, hidden_norm), plain_norm(embedded, token_norm))
+        else:
+            parts = (plain_norm(embedded, token_norm), plain_norm(hidden, hidden_norm))
+        rows = torch.cat(parts, dim=1) @ projection.T
+        block = DenseLayer(self.tensors, prefix, self.mtp.shape.head_dim)
+        causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+        return plain_norm(block(rows, torch.arange(len(rows)), causal), final)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states @ self.tensors["lm_head.weight"].T
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor:
+        """Returns the logits `[V]` after N committed tokens and a path of tree tokens.
+
+        Args:
+            features: `[N - 1, H]`, those of positions 0 … N-2.
+        """
+        known, num_rows = [*token_ids, *path], len(token_ids) - 1
+        last = min(len(path), self.mtp.num_layers - 1)
+        hidden = features
+        for layer in range(last):
+            hidden = self.states(layer, known[1 + layer : 1 + layer + num_rows], hidden)
+        tokens = known[1 + last : 1 + last + num_rows]
+        states = self.states(last, tokens, hidden)
+        for token in path[last:]:
+            hidden, tokens = torch.cat((hidden, states[-1:])), [*tokens, token]
+            states = self.states(last, tokens, hidden)
+        return self.logits(states[-1])
