@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpc import StatusCode, aio
@@ -33,6 +34,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 
 Receive = Callable[[Event], None]
+Session = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 _MAX_UNSENT_MESSAGES = 4096
 _log = logging.getLogger(__name__)
@@ -183,10 +185,13 @@ class TargetLink:
             )
 
     async def _carry(self, channel: aio.Channel) -> None:
-        """Runs the session and the health watch; returns by raising, when either ends."""
+        """Runs the session and the health watch; ends by raising, when either ends."""
         self._unsent = asyncio.Queue()
+        # The stubs of grpc do not know that a stream may be written to by hand.
+        call: Session = pb_grpc.TargetServiceStub(channel).Session()  # type: ignore[call-arg]
         tasks = [
-            asyncio.create_task(self._read(channel)),
+            asyncio.create_task(self._read(call)),
+            asyncio.create_task(self._write(call)),
             asyncio.create_task(self._watch_health(channel)),
         ]
         try:
@@ -198,12 +203,17 @@ class TargetLink:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, channel: aio.Channel) -> None:
-        stub = pb_grpc.TargetServiceStub(channel)
-        async for response in stub.Session(_messages(self._unsent)):
+    async def _read(self, call: Session) -> None:
+        async for response in call:
             for event in response.events:
                 self._dispatch(event)
         raise _StreamEnded
+
+    async def _write(self, call: Session) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._unsent.get())
+        await asyncio.Event().wait()  # the call is over, and the reader tells why
 
     def _dispatch(self, message: pb.SessionEvent) -> None:
         live = self._live.get(message.request_id)
@@ -259,8 +269,3 @@ class TargetLink:
         self.epoch += state is TargetState.SERVING
         self.state, self.detail = state, detail
         self._on_change()
-
-
-async def _messages(unsent: asyncio.Queue[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
-    while True:
-        yield await unsent.get()
