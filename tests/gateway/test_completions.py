@@ -7,9 +7,10 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Completion
 
+from gateway.app import Gateway
 from gateway.text.tokenizer import Tokenizer
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from tests.gateway.driving import events, ids_of, say
+from tests.gateway.driving import events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget, Reply, Steps
 
 
@@ -133,11 +134,11 @@ async def test_an_improbable_token_has_openais_least_logprob(
 
 
 async def test_limits_of_the_context_clamp_the_output(
-    openai_client: AsyncOpenAI, target: FakeTarget
+    openai_client: AsyncOpenAI, target: FakeTarget, gateway: Gateway
 ) -> None:
     target.max_context_tokens = 10
     await target.break_sessions()
-    await target.until(lambda: target.num_sessions == 2)
+    await eventually(lambda: gateway.pool.links[0].epoch == 2)
     answer = await openai_client.completions.create(model="fake", prompt=[5] * 4, max_tokens=99)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 6
