@@ -1,4 +1,4 @@
-"""Gated activation of the feed-forward block, reference implementation."""
+"""Gated activation of the feed-forward block: one pass on CUDA, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -11,5 +11,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
     Source: Shazeer, arXiv 2002.05202, equation 6 (SwiGLU).
     """
+    if gate_up.is_cuda:
+        from shared.kernels.fused_triton import fused_silu_mul
+
+        return fused_silu_mul(gate_up)
+    return plain_silu_mul(gate_up)
+
+
+def plain_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` in plain torch, on any device: the kernel's oracle."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

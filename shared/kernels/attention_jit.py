@@ -22,7 +22,7 @@ import triton.language as tl
 def attend_splits(  # type: ignore[no-untyped-def]
     queries, keys, values, sums, maxima, masses,
     block_sequences, block_first_rows, block_counts,
-    row_lengths, shared_lengths, positions, page_table, tail_indices,
+    row_lengths, shared_lengths, positions, page_table, tail_slots,
     query_stride, page_stride, tail_stride, max_splits,
     scale_log2, window,
     HAS_TAIL: tl.constexpr, ROWS: tl.constexpr,
@@ -95,38 +95,37 @@ def attend_splits(  # type: ignore[no-untyped-def]
             best, mass, total = absorb(scores, tile_values, best, mass, total)
         if HAS_TAIL:
             prefix = tl.load(shared_lengths + sequence)
-            for tile in range(tl.maximum(first, common), end, TILE_KEYS):
-                indices = tile + tl.arange(0, TILE_KEYS)
-                for lane_row in range(count):
-                    row = first_row + lane_row
-                    is_key = indices < tl.load(row_lengths + row)
-                    is_tail = is_key & (indices >= prefix)
-                    tail = tl.load(
-                        tail_indices + row.to(tl.int64) * tail_stride + indices - prefix,
-                        mask=is_tail, other=0,
-                    )  # fmt: skip
-                    logical = tl.where(is_tail, tail, indices)
-                    page = tl.load(pages + logical // PAGE_SIZE, mask=is_key, other=0)
-                    offsets = (page.to(tl.int64) * PAGE_SIZE + logical % PAGE_SIZE) * (
-                        NUM_KV_HEADS * HEAD_DIM
-                    )
-                    is_loaded = is_key[:, None] & is_dim[None, :]
-                    tile_keys = tl.load(
-                        head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0.0
-                    )
-                    tile_values = tl.load(
-                        head_values[None, :] + offsets[:, None], mask=is_loaded, other=0.0
-                    )
-                    scores = (
-                        tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee")
-                        * scale_log2
-                    )
-                    is_seen = is_tail[None, :] | (
-                        is_key[None, :] & (indices[None, :] >= lows[:, None])
-                    )
-                    is_seen = is_seen & (lane_rows[:, None] == lane_row)
-                    scores = tl.where(is_seen, scores, float("-inf"))
-                    best, mass, total = absorb(scores, tile_values, best, mass, total)
+            first = tl.maximum(first, common)
+            num_tiles = tl.maximum(end - first + TILE_KEYS - 1, 0) // TILE_KEYS
+            # Rows take turns at each tile: one loop, so that loads of the next turn can start.
+            for turn in range(num_tiles * count):
+                lane_row = turn % count
+                row = first_row + lane_row
+                indices = first + turn // count * TILE_KEYS + tl.arange(0, TILE_KEYS)
+                is_key = indices < tl.load(row_lengths + row)
+                is_tail = is_key & (indices >= prefix)
+                is_prefix = is_key & (indices < prefix)
+                tails = tail_slots + row.to(tl.int64) * tail_stride
+                slots = tl.load(tails + indices - prefix, mask=is_tail, other=0)
+                page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
+                slots += tl.where(is_prefix, page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE, 0)
+                offsets = slots * (NUM_KV_HEADS * HEAD_DIM)
+                is_loaded = is_key[:, None] & is_dim[None, :]
+                tile_keys = tl.load(
+                    head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0.0
+                )
+                tile_values = tl.load(
+                    head_values[None, :] + offsets[:, None], mask=is_loaded, other=0.0
+                )
+                scores = (
+                    tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
+                )
+                is_seen = is_tail[None, :] | (
+                    is_prefix[None, :] & (indices[None, :] >= lows[:, None])
+                )
+                is_seen = is_seen & (lane_rows[:, None] == lane_row)
+                scores = tl.where(is_seen, scores, float("-inf"))
+                best, mass, total = absorb(scores, tile_values, best, mass, total)
         slot = ((block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads).to(tl.int64)
         slot = slot * max_splits + split
         tl.store(maxima + slot, best, mask=is_lane)
@@ -141,7 +140,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
         start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def absorb(scores, values, best, mass, total):  # type: ignore[no-untyped-def]
     """Adds one tile to the running maximum, mass and sum; a row it is hidden from is unchanged."""
     new_best = tl.maximum(best, tl.max(scores, 1))

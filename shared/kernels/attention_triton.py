@@ -99,7 +99,7 @@ def _launch_splits(call: _Call) -> None:
     masses = queries.new_empty(shape, dtype=torch.float32)
     wanted = -(-_TARGET_PROGRAMS // (num_blocks * num_kv_heads))
     split_programs = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
-    tail = plan.page_table if plan.tail_indices is None else plan.tail_indices
+    tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
     options = call.shape_options()
     attend_splits[(num_blocks, num_kv_heads, split_programs)](
         queries, call.keys, call.values, sums, maxima, masses,
@@ -107,7 +107,7 @@ def _launch_splits(call: _Call) -> None:
         plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
         queries.stride(0), plan.page_table.stride(0), tail.stride(0), plan.max_splits,
         call.scale_log2, plan.sliding_window or 0,
-        HAS_TAIL=plan.tail_indices is not None,
+        HAS_TAIL=plan.tail_slots is not None,
         ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
         **options, num_warps=4, num_stages=call.num_stages,

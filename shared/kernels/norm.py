@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, reference implementation."""
+"""Root-mean-square normalisation: one pass on CUDA, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -14,6 +14,30 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
+    if hidden.is_cuda and weight.dim() == 1:
+        from shared.kernels.fused_triton import fused_add_norm
+
+        return fused_add_norm(hidden, None, weight, eps)[1]
+    return plain_rms_norm(hidden, weight, eps)
+
+
+def add_rms_norm(
+    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns `hidden + update` and its norm, both `[T, D]`; `weight` is `[D]`.
+
+    Without an update the first result is `hidden` itself.
+    """
+    if hidden.is_cuda:
+        from shared.kernels.fused_triton import fused_add_norm
+
+        return fused_add_norm(hidden, update, weight, eps)
+    total = hidden if update is None else hidden + update
+    return total, plain_rms_norm(total, weight, eps)
+
+
+def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain torch, on any device: the kernel's oracle."""
     wide = hidden.float()
     mean_square = (wide * wide).mean(-1, keepdim=True)
     return (wide * torch.rsqrt(mean_square.add_(eps))).to(hidden.dtype) * weight

@@ -59,8 +59,8 @@ class SplitPlan:
         positions: `[T]` int64.
         page_table: `[B, P]` int32.
         page_size: tokens a page.
-        tail_indices: `[T, W]` int32, logical indices of a tree row's visible tail keys, in order;
-            None without trees.
+        tail_slots: `[T, W]` int64, slots of a tree row's visible tail keys, in order; None
+            without trees.
         sliding_window: as in `plan_attention`.
         max_splits: splits of the longest row.
         plain_blocks: blocks of plain tokens and trees.
@@ -72,7 +72,7 @@ class SplitPlan:
     positions: Tensor
     page_table: Tensor
     page_size: int
-    tail_indices: Tensor | None
+    tail_slots: Tensor | None
     sliding_window: int | None
     max_splits: int
     plain_blocks: RowBlocks
@@ -87,7 +87,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
     starts = batch.query_starts
     query_lengths = starts[1:] - starts[:-1]
     is_chunk = batch.is_causal & (query_lengths > MAX_PLAIN_ROWS)
-    row_lengths, tail_indices = _row_keys(batch)
+    row_lengths, tail_slots = _row_keys(batch)
     plain_tile = max(PLAIN_TILE, _power_of_two(num_query_groups))
     chunk_blocks = None
     if batch.max_query_length > MAX_PLAIN_ROWS:
@@ -105,7 +105,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
         positions=batch.positions,
         page_table=batch.page_table,
         page_size=batch.page_size,
-        tail_indices=tail_indices,
+        tail_slots=tail_slots,
         sliding_window=sliding_window,
         max_splits=num_splits(batch.max_kv_length),
         plain_blocks=_blocks(
@@ -136,20 +136,27 @@ def _max_plain_rows(batch: PagedRows) -> int:
 
 
 def _row_keys(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    """Returns how many keys each row sees, and the logical indices of those in tree tails."""
+    """Returns how many keys each row sees, and the slots of those in tree tails."""
     sequences = sequence_of_rows(batch)
     rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
     own_index = (batch.kv_lengths - batch.query_starts[1:])[sequences] + rows
     prefix = batch.prefix_lengths[sequences]
     lengths = torch.maximum(own_index + 1, prefix)
-    tail_indices = None
+    tail_slots = None
     if batch.tail_mask is not None:
         tree_lengths = prefix + batch.tail_mask.sum(1, dtype=torch.int32)
         lengths = torch.where(batch.is_causal[sequences], lengths, tree_lengths)
         # A stable sort brings the visible columns to the front and leaves them in order.
         columns = torch.sort(~batch.tail_mask, dim=1, stable=True).indices
-        tail_indices = columns.to(torch.int32) + prefix.unsqueeze(1)
-    return lengths.masked_fill(rows >= batch.query_starts[-1], 0), tail_indices
+        tail_slots = _slots_of(batch, sequences, columns + prefix.unsqueeze(1))
+    return lengths.masked_fill(rows >= batch.query_starts[-1], 0), tail_slots
+
+
+def _slots_of(batch: PagedRows, sequences: Tensor, indices: Tensor) -> Tensor:
+    """Returns the slots of logical indices `[T, W]`; those past the page table are any slot."""
+    pages = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
+    slots = batch.page_table[sequences.unsqueeze(1), pages].long() * batch.page_size
+    return slots + indices % batch.page_size
 
 
 def sequence_of_rows(batch: PagedRows) -> Tensor:

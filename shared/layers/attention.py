@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.kernels.attention import AttentionPlan, PagedRows, paged_attention, plan_attention
-from shared.kernels.rotary import rotate
+from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
+from shared.kernels.paged_rows import PagedRows
+from shared.kernels.rotary_cache import rotate_into_cache
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.linear import Linear
@@ -69,15 +70,17 @@ class Attention:
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
         shape, pool = self.shape, context.pool
-        num_heads, num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
-        heads = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
-        rotated = heads[:, :num_rotated]
-        if self.qk_norm is not None:
-            rotated = self.qk_norm(rotated)
-        rotated = rotate(rotated, context.cos, context.signed_sin)
-        pool.write(self.layer, context.batch.slots, rotated[:, num_heads:], heads[:, num_rotated:])
+        norm = self.qk_norm
+        queries = rotate_into_cache(
+            self.qkv(hidden).view(len(hidden), -1, shape.head_dim),
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+            (context.cos, context.signed_sin),
+            (pool.keys[self.layer], pool.values[self.layer]),
+            context.batch.slots,
+        )
         attended = paged_attention(
-            rotated[:, :num_heads],
+            queries,
             pool.keys[self.layer],
             pool.values[self.layer],
             context.plans[shape.sliding_window],

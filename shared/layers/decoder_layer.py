@@ -22,5 +22,18 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), context)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        hidden, update = self.advance(hidden, None, context)
+        return hidden + update
+
+    def advance(
+        self, hidden: Tensor, update: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the layer on the residual stream `hidden + update`.
+
+        Returns:
+            The stream between the two blocks, and what the second one adds to it. The sum is left
+            to the next norm, which reads the stream anyway.
+        """
+        hidden, normed = self.attention_norm.add(hidden, update)
+        hidden, normed = self.mlp_norm.add(hidden, self.attention(normed, context))
+        return hidden, self.mlp(normed)

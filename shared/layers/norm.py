@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.kernels.norm import rms_norm
+from shared.kernels.norm import add_rms_norm, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +18,7 @@ class RmsNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)
+
+    def add(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns `hidden + update` and its norm, `[T, D]` each; no update leaves `hidden`."""
+        return add_rms_norm(hidden, update, self.weight, self.eps)

@@ -78,14 +78,14 @@ class Decoder:
         """
         context = self._context(batch, pool)
         captured: dict[int, Tensor] = {}
-        hidden = F.embedding(batch.token_ids, self.embedding)
+        hidden, update = F.embedding(batch.token_ids, self.embedding), None
         for index, layer in enumerate(self.layers):
             if index in capture_layers:
-                captured[index] = hidden
-            hidden = layer(hidden, context)
-        captured[len(self.layers)] = hidden
+                captured[index] = hidden if update is None else hidden + update
+            hidden, update = layer.advance(hidden, update, context)
+        captured[len(self.layers)], normed = self.norm.add(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
-        return DecoderOutput(self.norm(hidden), features)
+        return DecoderOutput(normed, features)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """Returns `[L, V]` float32 for `hidden_rows` `[L, H]` after the final norm."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -29,7 +30,10 @@ SHAPES = {
     "qwen2": TinyShape(num_heads=6, num_kv_heads=2, head_dim=16),
     "qwen3": TinyShape(hidden_size=128, head_dim=128),
 }
-LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+LARGEST_FLOAT32_ERROR = 1e-3
+# These models amplify rounding, so bfloat16 is measured against what it costs transformers.
+LARGEST_ERROR_RATIO = 1.3
 
 
 def _runner(folder: Path, dtype: torch.dtype) -> ModelRunner:
@@ -69,20 +73,20 @@ def _tokens() -> list[int]:
     return torch.randint(0, 256, (NUM_TOKENS,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", SHAPES)
 def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     runner = _runner(write_checkpoint(tmp_path, family, SHAPES[family]), dtype)
     model, tokens = build_model(family, SHAPES[family]), _tokens()
-    with torch.no_grad():
-        exact = model(torch.tensor([tokens])).logits[0].double()
+    paths = [tokens]
     split = 70
     found = [_causal(runner, tokens[:split], 0)]
     found += [_causal(runner, [token], split + i) for i, token in enumerate(tokens[split:])]
-    assert _error(torch.cat(found), exact, dtype) < LARGEST_ERROR[dtype]
+    exact, rounded = (_logits(each, paths)[0] for each in (model, _on_device(family, dtype)))
+    _check(torch.cat(found), exact, rounded)
 
 
-@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", SHAPES)
 def test_tree_logits_are_those_of_its_paths(
     family: str, dtype: torch.dtype, tmp_path: Path
@@ -91,17 +95,29 @@ def test_tree_logits_are_those_of_its_paths(
     model, tokens = build_model(family, SHAPES[family]), _tokens()[:77]
     _causal(runner, tokens, 0)
     found = _tree(runner, TREE, len(tokens))
-    rows = []
-    for node in range(len(TREE)):
-        path = [TREE.token_ids[each] for each in TREE.path(node)]
-        with torch.no_grad():
-            rows.append(model(torch.tensor([[*tokens, *path]])).logits[0, -1].double())
-    assert _error(found, torch.stack(rows), dtype) < LARGEST_ERROR[dtype]
+    paths = [[*tokens, *(TREE.token_ids[each] for each in TREE.path(i))] for i in range(len(TREE))]
+    exact, rounded = (
+        torch.stack([logits[-1] for logits in _logits(each, paths)])
+        for each in (model, _on_device(family, dtype))
+    )
+    _check(found, exact, rounded)
 
 
-def _error(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
-    """Returns the largest difference in float32, the relative norm of it in lower precision."""
+def _on_device(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return build_model(family, SHAPES[family]).to(device=CUDA, dtype=dtype)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, paths: list[list[int]]) -> list[Tensor]:
+    return [
+        model(torch.tensor([path], device=model.device)).logits[0].double().cpu() for path in paths
+    ]
+
+
+def _check(found: Tensor, exact: Tensor, rounded: Tensor) -> None:
+    """Checks logits against exact ones; `rounded` are those of transformers in our dtype."""
     difference = found.double().cpu() - exact
-    if dtype == torch.float32:
-        return float(difference.abs().max())
-    return float(difference.norm() / exact.norm())
+    if float((rounded - exact).abs().max()) < LARGEST_FLOAT32_ERROR:
+        assert float(difference.abs().max()) < LARGEST_FLOAT32_ERROR
+    else:
+        assert difference.norm() < LARGEST_ERROR_RATIO * (rounded - exact).norm()
