@@ -38,12 +38,36 @@ class DraftScores:
             paths: `[S][N]`, tree tokens on each row's path, its own included; all of one length.
         """
         num_rows, depth = len(paths[0]), len(paths[0][0])
+        # Rows of one sequence draw the token at one position, so they share their noise.
+        return self._score(logits, paths, range(depth, depth + 1), num_rows)
+
+    def of_block(self, logits: Tensor) -> Tensor:
+        """Returns log probabilities of acceptance `[S, P, V]` float32, -inf for removed tokens.
+
+        Penalties count the committed tokens only, because a block does not know what stands
+        between them and the token it draws.
+
+        Args:
+            logits: `[S * P, V]` raw draft logits; row p of a sequence draws its token after
+                p tokens of the block.
+        """
+        num_rows = len(logits) // len(self._sequences)
+        paths: list[list[Path]] = [[()] * num_rows for _ in self._sequences]
+        return self._score(logits, paths, range(num_rows), 1)
+
+    def _score(
+        self, logits: Tensor, paths: Sequence[Sequence[Path]], depths: range, num_sharing: int
+    ) -> Tensor:
+        """Scores rows that lie depth by depth, `num_sharing` at each."""
+        num_rows = len(depths) * num_sharing
         sampling = self._sampling(num_rows)
         counts = self._counts(paths, logits.shape[1])
         shape = (len(self._sequences), num_rows, logits.shape[1])
         if self._num_coupled == 0:
             return point_mass_confidence(logits, sampling, counts).view(shape)
-        noise = None if sampling.all_greedy else self._noise(sampling, depth, shape)
+        noise = None if sampling.all_greedy else self._noise(sampling, depths, logits.shape[1])
+        if noise is not None:
+            noise = noise.repeat_interleave(num_sharing, dim=0)
         coupled = coupled_confidence(logits, sampling, noise, counts).view(shape)
         if self._num_coupled == len(self._sequences):
             return coupled
@@ -57,13 +81,12 @@ class DraftScores:
             self._samplings[num_rows] = row_sampling(params, row_counts, device=self._device)
         return self._samplings[num_rows]
 
-    def _noise(self, sampling: RowSampling, depth: int, shape: tuple[int, int, int]) -> Tensor:
-        """Rows of one sequence draw the token at one position, so they share their noise."""
-        num_sequences, num_rows, vocab_size = shape
-        seeds = sampling.seeds.view(num_sequences, num_rows)[:, 0]
-        positions = torch.tensor([s.num_tokens + depth for s in self._sequences])
-        noise = gumbel_noise(seeds, positions.to(self._device), vocab_size)
-        return noise.repeat_interleave(num_rows, dim=0)
+    def _noise(self, sampling: RowSampling, depths: range, vocab_size: int) -> Tensor:
+        """Returns the noise of each sequence and depth, `[S * len(depths), V]`."""
+        num_sequences = len(self._sequences)
+        seeds = sampling.seeds.view(num_sequences, -1)[:, :1].expand(-1, len(depths))
+        positions = torch.tensor([[s.num_tokens + d for d in depths] for s in self._sequences])
+        return gumbel_noise(seeds.flatten(), positions.flatten().to(self._device), vocab_size)
 
     def _counts(self, paths: Sequence[Sequence[Path]], vocab_size: int) -> TokenCounts | None:
         if not any(sequence.sampling.has_penalties for sequence in self._sequences):

@@ -1,0 +1,43 @@
+"""Runs the two passes of one DFlash head over one KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.heads.dflash import DflashHead
+
+
+class BlockRunner:
+    """`HeadRunner`'s counterpart for heads that draft blocks."""
+
+    def __init__(self, head: DflashHead, pool: KvPool) -> None:
+        assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
+            f"the pool's layout {pool.layout} does not fit the head"
+        )
+        self.head = head
+        self.pool = pool
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @torch.inference_mode()
+    def write_context(self, rows: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Takes in the features `[R, W]` of R positions, each for the slot beside it."""
+        index = torch.tensor([positions, slots], dtype=torch.int64, device=self.device)
+        self.head.write_context(rows, index[0], index[1], self.pool)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Returns the logits `[L, V]` float32 of the rows of blocks that ask for them."""
+        states = self.head.forward(batch, self.pool)
+        return self.head.logits(states.index_select(0, batch.logit_rows))
