@@ -71,18 +71,18 @@ def block(
     columns = torch.arange(num_context, device=queries.device)
     unseen = columns >= anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)
     before = before.masked_fill(unseen[:, None, None], -math.inf)
-    own_keys, own_values = (part.unflatten(2, (-1, block_size)).unsqueeze(2) for part in own)
-    by_block = grouped.unflatten(3, (-1, block_size))
+    own_keys, own_values = (torch.unflatten(part, 2, (-1, block_size)).unsqueeze(2) for part in own)
+    by_block = torch.unflatten(grouped, 3, (-1, block_size))
     within = (by_block @ own_keys.transpose(-1, -2)).float() / math.sqrt(queries.shape[-1])
     weights = torch.cat((before, within.flatten(3, 4)), dim=-1).softmax(-1).to(queries.dtype)
     mixed = weights[..., :num_context] @ context[1].unsqueeze(2)
-    inner = weights[..., num_context:].unflatten(3, (-1, block_size)) @ own_values
+    inner = torch.unflatten(weights[..., num_context:], 3, (-1, block_size)) @ own_values
     return (mixed + inner.flatten(3, 4)).flatten(1, 2).to(queries.dtype)
 
 
 def group(queries: Tensor, num_kv_heads: int) -> Tensor:
     """`[B, heads, R, D]` to `[B, kv heads, heads of a group, R, D]`."""
-    return queries.unflatten(1, (num_kv_heads, -1))
+    return torch.unflatten(queries, 1, (num_kv_heads, -1))
 
 
 def scores(grouped: Tensor, keys: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class BlockHead(nn.Module):
         rotations = self._rotation(past), self._rotation(positions.unsqueeze(1))
         for layer in self.layers:
             rows = layer(rows, context, rotations, anchors)
-        states: Tensor = self.norm(rows).unflatten(1, (-1, size))
+        states: Tensor = torch.unflatten(self.norm(rows), 1, (-1, size))
         return states[:, :, 1:]
 
     def _masked_blocks(self, known: Tensor) -> Tensor:

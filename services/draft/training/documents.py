@@ -70,7 +70,7 @@ class Documents:
         counts = np.maximum(1, -(-lengths // window))
         begins = np.repeat(self.starts[:-1], counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        found = begins + (np.arange(len(begins)) - first) * window
+        found: Ids = begins + (np.arange(len(begins)) - first) * window
         return found[found + window <= len(self.tokens)]
 
     def counts(self, vocab_size: int) -> Ids:

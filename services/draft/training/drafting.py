@@ -13,9 +13,7 @@ from services.draft.training.recurrent_head import RecurrentHead, Unrolling
 
 
 @torch.inference_mode()
-def draft_chains(
-    head: Head, target: FrozenTarget, token_ids: Tensor, *, num_steps: int
-) -> Tensor:
+def draft_chains(head: Head, target: FrozenTarget, token_ids: Tensor, *, num_steps: int) -> Tensor:
     """Returns `[N - 1, K]` int64; row i holds the greedy draft behind token i + 1, made with the
     features of positions 0 … i.
 

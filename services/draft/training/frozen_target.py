@@ -69,7 +69,7 @@ class FrozenTarget:
         """Raises: CheckpointError if transformers cannot load the folder, or the decoder has
         no `layers` or no `norm`."""
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
         decoder = model.get_decoder()
@@ -159,8 +159,9 @@ def _keeper(streams: dict[int, Tensor], layer: int) -> Any:
 def _rope_theta(config: Any) -> float:
     """Reads transformers 5's spelling, then the older one; scaling is left to the target, whose
     long contexts a head sees through its features."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return float(rope.get("rope_theta") or getattr(config, "rope_theta", 10_000.0))
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10_000.0)
+    return float(theta)
 
 
 def _check(shape: HeadShape) -> None:

@@ -88,15 +88,13 @@ class Projections(nn.Module):
         return out
 
     def _split(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return torch.unflatten(rows, -1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def rotation_at(
-    positions: Tensor, *, head_dim: int, theta: float
-) -> tuple[Tensor, Tensor]:
+def rotation_at(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines `[..., R, D]` in float32 of integer `positions` `[..., R]`."""
     half = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = (positions.float().unsqueeze(-1) * theta**-half)
+    angles = positions.float().unsqueeze(-1) * theta**-half
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from torch.nn import functional as F
 from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget, TargetRows
 from services.draft.training.recurrent_head import RecurrentHead, Unrolling
+
+H = TypeVar("H", RecurrentHead, BlockHead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +89,25 @@ class TokenLoss:
         )
 
 
-class Objective(nn.Module):
-    """A head together with the loss of a batch of the target's rows."""
+class Objective(nn.Module, ABC, Generic[H]):
+    """A head together with the loss of a batch of the target's rows.
 
-    head: RecurrentHead | BlockHead
+    The target stands in a tuple, so that its weights are none of this module's.
+    """
 
+    head: H
+
+    def __init__(self, head: H, target: FrozenTarget, terms: LossTerms) -> None:
+        super().__init__()
+        self.head = head
+        self._target, self._terms = (target,), terms
+
+    @abstractmethod
     def forward(self, rows: TargetRows) -> Outcome:
-        raise NotImplementedError
+        """Returns the loss of a batch."""
 
 
-class RecurrentObjective(Objective):
+class RecurrentObjective(Objective[RecurrentHead]):
     """The training-time test: the head continues its own states for several tokens.
 
     With one step it is EAGLE's own training. Source of more: Li et al., arXiv 2503.01840, section
@@ -104,9 +117,8 @@ class RecurrentObjective(Objective):
     def __init__(
         self, head: RecurrentHead, target: FrozenTarget, terms: LossTerms, *, num_steps: int
     ) -> None:
-        super().__init__()
-        self.head = head
-        self._target, self._terms, self._num_steps = (target,), terms, num_steps
+        super().__init__(head, target, terms)
+        self._num_steps = num_steps
 
     def forward(self, rows: TargetRows) -> Outcome:
         (target,), head = self._target, self.head
@@ -135,7 +147,7 @@ class RecurrentObjective(Objective):
         return features + size * (2 * torch.rand_like(features) - 1)
 
 
-class BlockObjective(Objective):
+class BlockObjective(Objective[BlockHead]):
     """Blocks at random anchors of each window, all of their positions at once.
 
     Source: Chen et al., arXiv 2602.06036, section 3.
@@ -144,9 +156,8 @@ class BlockObjective(Objective):
     def __init__(
         self, head: BlockHead, target: FrozenTarget, terms: LossTerms, *, num_anchors: int
     ) -> None:
-        super().__init__()
-        self.head = head
-        self._target, self._terms, self._num_anchors = (target,), terms, num_anchors
+        super().__init__(head, target, terms)
+        self._num_anchors = num_anchors
 
     def forward(self, rows: TargetRows) -> Outcome:
         (target,), size = self._target, self.head.shape.block_size

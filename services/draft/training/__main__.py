@@ -1,0 +1,49 @@
+"""`python -m services.draft.training`: trains a draft head for a target of your own.
+
+    T="python -m services.draft.training"
+    $T tokenize  --target MODEL --texts chats.jsonl --out data/chats.npz
+    $T generate  --target MODEL --prompts prompts.jsonl --out data/own.npz
+    $T token-map --target MODEL --data data/own.npz --size 32000 --out data/token_map.json
+    $T train     --target MODEL --algorithm EAGLE3 --token-map data/token_map.json \\
+                 --data data/own.npz=3 --data data/chats.npz=1 --out heads/eagle3
+    $T evaluate  --target MODEL --head heads/eagle3 --prompts question.jsonl
+
+Several GPUs: `torchrun --nproc-per-node 8 -m services.draft.training train …`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from services.draft.training.arguments import parser
+from services.draft.training.commands import (
+    draw,
+    evaluate,
+    generate,
+    make_token_map,
+    tokenize,
+    train,
+)
+from shared.errors import OutriderError
+
+
+def main() -> None:
+    """Runs one command."""
+    run = {
+        "tokenize": tokenize,
+        "generate": generate,
+        "token-map": make_token_map,
+        "train": train,
+        "evaluate": evaluate,
+        "curves": draw,
+    }
+    arguments: argparse.Namespace = parser(__doc__ or "").parse_args()
+    try:
+        run[arguments.command](arguments)
+    except OutriderError as error:
+        sys.exit(f"training: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

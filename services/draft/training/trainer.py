@@ -1,0 +1,199 @@
+"""The training loop: windows, the target's rows, a step of the head, now and then a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from services.draft.training.documents import Windows
+from services.draft.training.frozen_target import FrozenTarget
+from services.draft.training.heads import save_head
+from services.draft.training.objectives import Objective, Outcome
+from services.draft.training.optimisers import Optimisers, rate_factor
+from services.draft.training.ranks import Ranks
+from services.draft.training.training_log import LogRow, TrainingLog
+from shared.errors import CheckpointError
+
+STATE_FILE = "state.pt"
+LOG_FILE = "train.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """How long to train, and how often to write.
+
+    Attributes:
+        out: folder of the head; state and log go to `out/training`.
+        num_steps: updates of the weights; the learning rate ends there.
+        seconds: ends the run earlier, the rate with it; None sets no limit.
+        batch_size: windows a process and step.
+        log_every, save_every: steps.
+        max_norm: gradients are clipped to it.
+    """
+
+    out: Path
+    num_steps: int
+    seconds: float | None
+    batch_size: int
+    log_every: int
+    save_every: int
+    seed: int
+    max_norm: float = 1.0
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "training"
+
+
+class Trainer:
+    """One run, from the beginning or from its last checkpoint."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        objective: Objective[Any],
+        target: FrozenTarget,
+        windows: Windows,
+        optimisers: Optimisers,
+        ranks: Ranks,
+    ) -> None:
+        self._plan, self._objective, self._target = plan, objective, target
+        self._windows, self._optimisers, self._ranks = windows, optimisers, ranks
+        self._step, self._tokens, self._seconds = 0, 0, 0.0
+
+    @property
+    def step(self) -> int:
+        """Updates done so far."""
+        return self._step
+
+    def resume(self) -> None:
+        """Goes on from the last checkpoint of `plan.out`.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another head.
+        """
+        path = self._plan.folder / STATE_FILE
+        try:
+            state = torch.load(path, map_location=self._ranks.device, weights_only=True)
+            self._objective.head.load_state_dict(state["head"])
+            self._optimisers.restore(state["optimisers"])
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
+        self._step, self._tokens = state["step"], state["tokens"]
+        self._seconds = state["seconds"]
+
+    def run(self) -> None:
+        """Trains to the end of the plan and writes the head."""
+        plan, ranks = self._plan, self._ranks
+        model = self._parallel()
+        log = self._log()
+        means = _Means()
+        begin = time.monotonic() - self._seconds
+        bar = tqdm(total=plan.num_steps, initial=self._step, disable=_bar_is_off(ranks))
+        while (progress := self._progress()) < 1.0:
+            torch.manual_seed(hash((plan.seed, self._step, ranks.rank)))
+            factor = rate_factor(progress)
+            means.add(self._update(model, factor))
+            self._seconds = ranks.longest(time.monotonic() - begin)
+            bar.update(1)
+            if log and self._step % plan.log_every == 0:
+                row = means.row(self._step, self._tokens, self._seconds, factor)
+                log.write(row)
+                bar.set_postfix(loss=f"{row.loss:.3f}", accepted=f"{row.accepted_length:.2f}")
+            if self._step % plan.save_every == 0:
+                self.save()
+        bar.close()
+        self.save()
+
+    def save(self) -> None:
+        """Writes the head and what `resume` needs; the first process alone does."""
+        if not self._ranks.is_first:
+            return
+        save_head(self._objective.head, self._plan.out)
+        state: dict[str, Any] = {
+            "head": self._objective.head.state_dict(),
+            "optimisers": self._optimisers.state(),
+            "step": self._step,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+        }
+        path = self._plan.folder / STATE_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A run that is killed while it writes must not lose the checkpoint before.
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def _log(self) -> TrainingLog | None:
+        if not self._ranks.is_first:
+            return None
+        return TrainingLog(self._plan.folder / LOG_FILE, resume_step=self._step)
+
+    def _progress(self) -> float:
+        plan = self._plan
+        by_time = self._seconds / plan.seconds if plan.seconds else 0.0
+        return max(self._step / plan.num_steps, by_time)
+
+    def _parallel(self) -> nn.Module:
+        if self._ranks.size == 1:
+            return self._objective
+        devices = [self._ranks.device] if self._ranks.device.type == "cuda" else None
+        return DistributedDataParallel(self._objective, device_ids=devices)
+
+    def _update(self, model: nn.Module, factor: float) -> Outcome:
+        plan, device = self._plan, self._ranks.device
+        batch = self._windows.batch(self._step, size=plan.batch_size, rank=self._ranks.rank)
+        token_ids = torch.from_numpy(batch).to(device, non_blocking=True)
+        rows = self._target.read(token_ids, self._objective.head.shape.feature_layers)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            outcome: Outcome = model(rows)
+        outcome.loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._objective.parameters(), plan.max_norm)
+        self._optimisers.step(factor)
+        self._step += 1
+        self._tokens += batch.size * self._ranks.size
+        return outcome
+
+
+def _bar_is_off(ranks: Ranks) -> bool | None:
+    """None lets tqdm draw on terminals only."""
+    return None if ranks.is_first else True
+
+
+class _Means:
+    """Sums of outcomes on the device; reading them is the only wait for it."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, outcome: Outcome) -> None:
+        parts = (outcome.loss.detach(), outcome.accepted_length)
+        scalars = torch.stack(parts).float()
+        values = torch.cat((scalars, outcome.losses.float(), outcome.agreements))
+        self._sum = values if self._sum is None else self._sum + values
+        self._count += 1
+
+    def row(self, step: int, tokens: int, seconds: float, factor: float) -> LogRow:
+        """Returns the means and begins anew."""
+        assert self._sum is not None
+        loss, accepted, *others = (self._sum / self._count).tolist()
+        half = len(others) // 2
+        self._sum, self._count = None, 0
+        return LogRow(
+            step=step,
+            tokens=tokens,
+            seconds=seconds,
+            rate_factor=factor,
+            loss=loss,
+            losses=tuple(others[:half]),
+            agreements=tuple(others[half:]),
+            accepted_length=accepted,
+        )
