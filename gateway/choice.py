@@ -44,8 +44,8 @@ class Choice:
         num_output_tokens: tokens of the output; when a stop string ends it, up to the token that
             completed the string, even where a step brought more.
         num_accepted: how many of them are accepted draft tokens.
-        stats: None until the target's counters are known. They never are after a stop string: the
-            gateway ends the generation then, and a cancelled one sends no last event.
+        stats: speculation counters of the steps so far. Counted here, because a generation that a
+            stop string ends is cancelled and sends no last event.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
@@ -54,7 +54,7 @@ class Choice:
         self.num_output_tokens = 0
         self.num_accepted = 0
         self.num_cached_tokens = 0
-        self.stats: SpeculationStats | None = None
+        self.stats = SpeculationStats()
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStrings(options.stop_strings, include_in_output=options.include_stop)
@@ -74,6 +74,8 @@ class Choice:
     def push(self, delta: Delta) -> None:
         """Adds the tokens of one engine step."""
         token_ids = delta.token_ids
+        if delta.num_drafted:
+            self.stats = self.stats.with_round(delta.num_drafted, delta.num_accepted)
         if self._is_token_wise:
             num_taken = self._push_each(delta)
         else:
@@ -93,7 +95,6 @@ class Choice:
         stopped = self._stops.matched is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
         self.num_cached_tokens = event.num_cached_tokens
-        self.stats = event.stats
 
     def take(self) -> Piece | None:
         """Returns what is new. None while there is no text: scores and token ids go with text."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.errors import OutriderError
 from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs
@@ -80,6 +80,17 @@ class SpeculationStats:
     num_accepted: int = 0
     histogram: tuple[int, ...] = ()
 
+    def with_round(self, num_drafted: int, num_accepted: int) -> SpeculationStats:
+        """Returns the counters after one more verified round."""
+        histogram = [*self.histogram, *[0] * (num_accepted + 1 - len(self.histogram))]
+        histogram[num_accepted] += 1
+        return SpeculationStats(
+            self.num_verified_rounds + 1,
+            self.num_drafted + num_drafted,
+            self.num_accepted + num_accepted,
+            tuple(histogram),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -97,11 +108,13 @@ class Delta:
     Attributes:
         logprobs: one entry for each token, or empty.
         num_accepted: how many tokens, counted from the front, are accepted draft tokens.
+        num_drafted: draft nodes verified in the step; 0 when it ran without a tree.
     """
 
     token_ids: list[int]
     num_accepted: int
     logprobs: Sequence[TokenLogprobs] = ()
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +124,6 @@ class Finished:
     reason: FinishReason
     num_output_tokens: int
     num_cached_tokens: int
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 @dataclass(frozen=True, slots=True)

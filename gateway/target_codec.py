@@ -8,7 +8,6 @@ from gateway.generation import (
     Failed,
     Finished,
     Generation,
-    SpeculationStats,
     Started,
     TargetModel,
 )
@@ -92,6 +91,7 @@ def _delta(message: pb.TokenDelta) -> Delta:
         list(message.token_ids),
         message.accepted_token_count,
         [_logprobs(each) for each in logprobs] if logprobs else (),
+        message.drafted_token_count,
     )
 
 
@@ -105,17 +105,10 @@ def _finished(message: pb.GenerationFinished) -> Finished | Failed:
     if reason is None:  # cancelled, but not by us: we forget a request when we cancel it
         name = pb.FinishReason.Name(message.finish_reason)
         return Failed(Unavailable(f"the target ended the request: {name}", reason=name))
-    stats = message.speculation
     return Finished(
         reason=reason,
         num_output_tokens=message.output_token_count,
         num_cached_tokens=message.cached_token_count,
-        stats=SpeculationStats(
-            num_verified_rounds=stats.verified_round_count,
-            num_drafted=stats.drafted_token_count,
-            num_accepted=stats.accepted_token_count,
-            histogram=tuple(stats.acceptance_histogram),
-        ),
     )
 
 

@@ -13,17 +13,16 @@ from gateway.plan import Plan
 def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     """Returns OpenAI's `usage`.
 
-    A prompt counts once, whatever `n`; its cached tokens are those of its first choice. Rejected
-    draft tokens are left out when a choice was ended by a stop string: see `Choice.stats`.
+    A prompt counts once, whatever `n`; its cached tokens are those of its first choice.
     """
     num_prompt_tokens = plan.num_prompt_tokens
     num_output_tokens = sum(choice.num_output_tokens for choice in choices)
     num_cached = sum(choice.num_cached_tokens for choice in choices[:: plan.num_choices])
-    details = {"accepted_prediction_tokens": sum(choice.num_accepted for choice in choices)}
-    stats = [choice.stats for choice in choices if choice.stats is not None]
-    if len(stats) == len(choices):
-        rejected = sum(each.num_drafted - each.num_accepted for each in stats)
-        details["rejected_prediction_tokens"] = rejected
+    stats = [choice.stats for choice in choices]
+    details = {
+        "accepted_prediction_tokens": sum(choice.num_accepted for choice in choices),
+        "rejected_prediction_tokens": sum(s.num_drafted - s.num_accepted for s in stats),
+    }
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
@@ -37,15 +36,15 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Returns the root `metrics` object, summed over the choices.
 
     Its fields are the ones vLLM reports and AIPerf reads. `speculative_decoding` is null when no
-    tree was verified, and when a stop string ended a choice: see `Choice.stats`.
+    tree was verified.
     """
     return {"speculative_decoding": _speculative_decoding(choices)}
 
 
 def _speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
-    stats = [choice.stats for choice in choices if choice.stats is not None]
+    stats = [choice.stats for choice in choices]
     num_rounds = sum(each.num_verified_rounds for each in stats)
-    if len(stats) < len(choices) or num_rounds == 0:
+    if num_rounds == 0:
         return None
     num_accepted = sum(each.num_accepted for each in stats)
     num_drafted = sum(each.num_drafted for each in stats)

@@ -282,7 +282,8 @@ class Engine:
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
         )
         logprobs = decision.logprobs[: len(committed)]
-        self._subscriptions.emit(sequence, Delta(committed, logprobs, len(accepted)))
+        delta = Delta(committed, logprobs, len(accepted), len(entry.tree))
+        self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._finish(sequence)
             return len(committed)

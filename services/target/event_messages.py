@@ -37,6 +37,7 @@ def _delta(delta: Delta) -> pb.TokenDelta:
         token_ids=delta.token_ids,
         logprobs=[_logprobs(each) for each in delta.logprobs],
         accepted_token_count=delta.num_accepted,
+        drafted_token_count=delta.num_drafted,
     )
 
 

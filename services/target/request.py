@@ -125,11 +125,16 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens committed by one step; the first `num_accepted` of them were drafted."""
+    """Tokens committed by one step; the first `num_accepted` of them were drafted.
+
+    Attributes:
+        num_drafted: draft nodes verified in the step.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     num_accepted: int
+    num_drafted: int
 
 
 @dataclass(frozen=True, slots=True)

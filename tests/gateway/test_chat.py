@@ -304,7 +304,7 @@ async def test_a_stop_string_inside_a_step_cuts_text_tokens_and_counts(
     details = answer.usage.completion_tokens_details
     assert details is not None
     assert details.accepted_prediction_tokens == len(kept)
-    assert details.rejected_prediction_tokens is None
+    assert details.rejected_prediction_tokens == 2
 
 
 async def test_a_stop_string_can_be_kept(

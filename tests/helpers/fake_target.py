@@ -256,19 +256,26 @@ def _delta(
 ) -> pb.TokenDelta:
     """Makes the message, and counts it as a verified round that drafted two tokens too many."""
     num_accepted = max(len(taken) - 1, 0)
+    num_drafted = 0
     if not request.speculation_params.disabled:
+        num_drafted = num_accepted + 2
         stats = finished.speculation
         stats.round_count += 1
         stats.verified_round_count += 1
         stats.accepted_token_count += num_accepted
-        stats.drafted_token_count += num_accepted + 2
+        stats.drafted_token_count += num_drafted
         missing = num_accepted + 1 - len(stats.acceptance_histogram)
         stats.acceptance_histogram.extend([0] * max(missing, 0))
         stats.acceptance_histogram[num_accepted] += 1
     logprobs = []
     if request.HasField("top_logprob_count"):
         logprobs = [_logprobs(token_id, request.top_logprob_count) for token_id in taken]
-    return pb.TokenDelta(token_ids=taken, accepted_token_count=num_accepted, logprobs=logprobs)
+    return pb.TokenDelta(
+        token_ids=taken,
+        accepted_token_count=num_accepted,
+        drafted_token_count=num_drafted,
+        logprobs=logprobs,
+    )
 
 
 def _logprobs(token_id: int, num_top: int) -> pb.TokenLogprobs:

@@ -396,8 +396,14 @@ class TokenDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     accepted_token_count: _builtins.int
     """How many of `token_ids`, counted from the front, are accepted draft tokens."""
+    drafted_token_count: _builtins.int
+    """Draft nodes verified in this step; 0 when it ran without a tree. Sums up to
+    `SpeculationStats.drafted_token_count`, for a client that ends a request
+    itself and so gets no `finished`.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One or more tokens in order."""
@@ -414,10 +420,11 @@ class TokenDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         accepted_token_count: _builtins.int = ...,
+        drafted_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "drafted_token_count", b"drafted_token_count", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,8 @@ class TargetServiceServicer:
     def Session(self, request_iterator, context):
         """Carries all requests of one gateway. One message down per engine step holds
         the events of every request of the session, so the cost of a token does not
-        include the cost of a message. Ending the stream cancels its requests.
+        include the cost of a message. Half-closing lets open requests finish;
+        cancelling or losing the stream cancels them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,8 @@ class TargetServiceStub:
     Session: _aio.StreamStreamMultiCallable[_target_service_pb2.SessionRequest, _target_service_pb2.SessionResponse]
     """Carries all requests of one gateway. One message down per engine step holds
     the events of every request of the session, so the cost of a token does not
-    include the cost of a message. Ending the stream cancels its requests.
+    include the cost of a message. Half-closing lets open requests finish;
+    cancelling or losing the stream cancels them.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_target_service_pb2.GetModelRequest, _target_service_pb2.GetModelResponse]
     """Returns the identity and limits of the served model."""
@@ -53,7 +54,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_target_service_pb2.SessionResponse]:
         """Carries all requests of one gateway. One message down per engine step holds
         the events of every request of the session, so the cost of a token does not
-        include the cost of a message. Ending the stream cancels its requests.
+        include the cost of a message. Half-closing lets open requests finish;
+        cancelling or losing the stream cancels them.
         """
 
     @_abc_1.abstractmethod
