@@ -9,10 +9,7 @@ from typing import Self
 from shared.errors import CheckpointError
 from shared.models.config import CONFIG_FILE, ModelConfig
 from shared.models.config_file import ConfigFile
-
-DEFAULT_BLOCK_SIZE = 16
-MAX_BLOCK_SIZE = 33
-"""The known token, and as many drafted ones as the deepest tree has levels."""
+from shared.models.heads.block_size import read_block_size
 
 _LAYERS_OF = "Qwen3ForCausalLM"
 
@@ -50,21 +47,6 @@ class DflashConfig:
             block_size=read_block_size(config),
             mask_token_id=_mask_token_id(config, target.vocab_size),
         )
-
-
-def read_block_size(config: ConfigFile) -> int:
-    """Returns the rows of a block.
-
-    Raises:
-        CheckpointError: it is out of range.
-    """
-    key = "block_size"
-    size = config.integer(key, config.nested("dflash_config").integer(key, DEFAULT_BLOCK_SIZE))
-    if not 2 <= size <= MAX_BLOCK_SIZE:
-        raise CheckpointError(
-            f"{config.path}: {key} is {size}; it must be in [2, {MAX_BLOCK_SIZE}]"
-        )
-    return size
 
 
 def _check_target(config: ConfigFile, layers: ModelConfig, target: ModelConfig) -> None:
