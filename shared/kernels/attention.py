@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shared.kernels.paged_rows import PagedRows
 from shared.kernels.split_plan import SplitPlan, plan_splits
+from shared.model_options import AttentionBackend
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows, while
 # fewer rows take kernels of their own.
@@ -58,7 +59,11 @@ AttentionPlan: TypeAlias = TilePlan | SplitPlan
 
 
 def plan_attention(
-    batch: PagedRows, *, sliding_window: int | None, num_query_groups: int
+    batch: PagedRows,
+    *,
+    sliding_window: int | None,
+    num_query_groups: int,
+    backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> AttentionPlan:
     """Computes masks and gather indices of one forward.
 
@@ -67,8 +72,11 @@ def plan_attention(
             position of a prefix key is its logical index. None sees everything. Must exceed the
             depth of any tree, whose nodes are never cut off.
         num_query_groups: query heads that share a key head; rows are padded with it in view.
+        backend: `TORCH` takes the plain path on CUDA, too; `TRITON` needs CUDA.
     """
-    if batch.positions.device.type == "cuda":
+    is_cuda = batch.positions.device.type == "cuda"
+    assert is_cuda or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
+    if is_cuda and backend is not AttentionBackend.TORCH:
         return plan_splits(batch, sliding_window, num_query_groups)
     return plan_tiles(batch, sliding_window=sliding_window, num_query_groups=num_query_groups)
 

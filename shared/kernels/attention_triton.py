@@ -71,9 +71,7 @@ class _Call:
     @property
     def num_stages(self) -> int:
         """Tiles of keys and values that are under way at once, as far as shared memory holds."""
-        if self.head_bytes < _WIDE_BYTES:
-            return 3
-        return 2 if self.head_bytes == _WIDE_BYTES else 1
+        return 2 if self.head_bytes <= _WIDE_BYTES else 1
 
     def shape_options(self) -> dict[str, int | bool]:
         """Returns the compile-time constants that both kernels share."""
@@ -131,5 +129,5 @@ def _launch_chunks(call: _Call, blocks: RowBlocks) -> None:
         call.scale_log2, plan.sliding_window or 0,
         TILE_ROWS=blocks.tile,
         TILE_KEYS=_TILE_KEYS if call.head_bytes < _WIDE_BYTES else _WIDE_TILE_KEYS,
-        **call.shape_options(), num_warps=8, num_stages=min(2, call.num_stages),
+        **call.shape_options(), num_warps=8, num_stages=call.num_stages,
     )  # fmt: skip

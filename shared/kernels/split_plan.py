@@ -84,20 +84,10 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
-    starts = batch.query_starts
-    query_lengths = starts[1:] - starts[:-1]
-    is_chunk = batch.is_causal & (query_lengths > MAX_PLAIN_ROWS)
-    row_lengths, tail_slots = _row_keys(batch)
+    row_lengths, tail_slots = _rows(batch)
     plain_tile = max(PLAIN_TILE, _power_of_two(num_query_groups))
-    chunk_blocks = None
-    if batch.max_query_length > MAX_PLAIN_ROWS:
-        chunk_blocks = _blocks(
-            starts,
-            query_lengths * is_chunk,
-            rows_per_block=CHUNK_TILE // num_query_groups or 1,
-            max_rows=len(batch.positions),
-            tile=max(CHUNK_TILE, _power_of_two(num_query_groups)),
-        )
+    chunk_tile = max(CHUNK_TILE, _power_of_two(num_query_groups))
+    has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
     return SplitPlan(
         row_lengths=row_lengths,
         # Causal rows differ in how far they see, not in where a key stands.
@@ -108,14 +98,10 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
         tail_slots=tail_slots,
         sliding_window=sliding_window,
         max_splits=num_splits(batch.max_kv_length),
-        plain_blocks=_blocks(
-            starts,
-            query_lengths * ~is_chunk,
-            rows_per_block=plain_tile // num_query_groups,
-            max_rows=_max_plain_rows(batch),
-            tile=plain_tile,
-        ),
-        chunk_blocks=chunk_blocks,
+        plain_blocks=_blocks(batch, plain_tile, num_query_groups, of_chunks=False),
+        chunk_blocks=_blocks(batch, chunk_tile, num_query_groups, of_chunks=True)
+        if has_chunks
+        else None,
     )
 
 
@@ -135,8 +121,40 @@ def _max_plain_rows(batch: PagedRows) -> int:
     return min(len(batch.positions), len(batch.kv_lengths) * MAX_PLAIN_ROWS)
 
 
-def _row_keys(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    """Returns how many keys each row sees, and the slots of those in tree tails."""
+def _rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
+    if batch.positions.is_cuda:
+        from shared.kernels.split_plan_triton import rows_on_device
+
+        return rows_on_device(batch)
+    return plain_rows(batch)
+
+
+def _blocks(batch: PagedRows, tile: int, num_query_groups: int, *, of_chunks: bool) -> RowBlocks:
+    """Cuts the rows of chunks, or all others, into blocks that fill a tile."""
+    rows_per_block = tile // num_query_groups
+    max_rows = len(batch.positions) if of_chunks else _max_plain_rows(batch)
+    max_blocks = min(max_rows, max_rows // rows_per_block + len(batch.kv_lengths))
+    has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
+    if batch.positions.is_cuda:
+        from shared.kernels.split_plan_triton import blocks_on_device
+
+        blocks = blocks_on_device(
+            batch, rows_per_block=rows_per_block, max_blocks=max_blocks,
+            max_plain_rows=MAX_PLAIN_ROWS, has_chunks=has_chunks, of_chunks=of_chunks,
+        )  # fmt: skip
+        return RowBlocks(*blocks, tile)
+    num_rows = batch.query_starts[1:] - batch.query_starts[:-1]
+    if has_chunks:
+        is_chunk = batch.is_causal & (num_rows > MAX_PLAIN_ROWS)
+        num_rows = num_rows * (is_chunk == of_chunks)
+    return plain_blocks(batch.query_starts, num_rows, rows_per_block, max_blocks, tile)
+
+
+def plain_rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
+    """Returns how many keys each row sees, and the slots of those in tree tails.
+
+    In plain torch, on any device: the kernel's oracle.
+    """
     sequences = sequence_of_rows(batch)
     rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
     own_index = (batch.kv_lengths - batch.query_starts[1:])[sequences] + rows
@@ -166,20 +184,17 @@ def sequence_of_rows(batch: PagedRows) -> Tensor:
     return sequences.clamp_(max=len(batch.kv_lengths) - 1)
 
 
-def _blocks(
-    starts: Tensor, num_rows: Tensor, *, rows_per_block: int, max_rows: int, tile: int
+def plain_blocks(
+    starts: Tensor, num_rows: Tensor, rows_per_block: int, max_blocks: int, tile: int
 ) -> RowBlocks:
     """Cuts `num_rows[b]` rows from `starts[b]` on into blocks, for all B sequences at once.
 
-    Args:
-        max_rows: no fewer than the sum of `num_rows`; sets the number of blocks.
+    In plain torch, on any device: the kernel's oracle.
     """
-    num_sequences = len(num_rows)
-    max_blocks = min(max_rows, max_rows // rows_per_block + num_sequences)
     num_blocks = (num_rows + (rows_per_block - 1)) // rows_per_block
     ends = num_blocks.cumsum(0, dtype=torch.int32)
     blocks = torch.arange(max_blocks, device=starts.device, dtype=torch.int32)
-    sequences = torch.bucketize(blocks, ends, right=True).clamp_(max=num_sequences - 1)
+    sequences = torch.bucketize(blocks, ends, right=True).clamp_(max=len(num_rows) - 1)
     offsets = (blocks - (ends - num_blocks)[sequences]) * rows_per_block
     counts = (num_rows[sequences] - offsets).clamp_(0, rows_per_block)
     return RowBlocks(sequences.to(torch.int32), starts[sequences] + offsets, counts, tile)

@@ -10,6 +10,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.runtime.graphs import ForwardGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,19 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """The seam between scheduling and computing: everything above it speaks `ForwardBatch`."""
+    """The seam between scheduling and computing: everything above it speaks `ForwardBatch`.
 
-    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+    Args:
+        graphs: computes the forwards that fit it; None computes all of them as they are.
+    """
+
+    def __init__(self, decoder: Decoder, pool: KvPool, graphs: ForwardGraphs | None = None) -> None:
         assert pool.layout == decoder.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the decoder"
         )
         self.decoder = decoder
         self.pool = pool
+        self._graphs = graphs
 
     @property
     def device(self) -> torch.device:
@@ -47,7 +53,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
-        """Computes `batch`, writes its keys and values, and returns logits of its logit rows."""
+        """Computes `batch`, writes its keys and values, and returns logits of its logit rows.
+
+        The tensors of the result may be written again by the next run.
+        """
+        if self._graphs is not None and self._graphs.fits(batch, capture_layers):
+            return self._replay(self._graphs, batch, capture_layers)
         output = self.decoder.forward(batch, self.pool, capture_layers=capture_layers)
         logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
         return RunnerOutput(logits, output.hidden, output.features)
+
+    def _replay(
+        self, graphs: ForwardGraphs, batch: ForwardBatch, capture_layers: tuple[int, ...]
+    ) -> RunnerOutput:
+        captured, num_rows = graphs.run(batch, capture_layers), len(batch.token_ids)
+        return RunnerOutput(
+            captured.logits[: len(batch.logit_rows)],
+            captured.hidden[:num_rows],
+            tuple(feature[:num_rows] for feature in captured.features),
+        )

@@ -1,0 +1,97 @@
+"""The fixed tensors that CUDA graphs read, and copying a batch into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shared.kv.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """What the largest graph holds.
+
+    Attributes:
+        max_rows: rows of a forward.
+        max_sequences: sequences of a forward.
+        max_tail_width: columns of the tail mask.
+        max_context_tokens: longest sequence.
+    """
+
+    max_rows: int
+    max_sequences: int
+    max_tail_width: int
+    max_context_tokens: int
+
+
+class GraphInputs:
+    """A `ForwardBatch` of the largest size, in memory that never moves.
+
+    A bucket of R rows reads the first R of every tensor, so all graphs share these.
+    """
+
+    def __init__(self, limits: GraphLimits, page_size: int, device: torch.device) -> None:
+        num_rows, num_sequences = limits.max_rows, limits.max_sequences
+        num_pages = -(-limits.max_context_tokens // page_size)
+        self._whole = ForwardBatch(
+            token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            query_starts=torch.zeros(num_sequences + 1, dtype=torch.int32, device=device),
+            kv_lengths=torch.zeros(num_sequences, dtype=torch.int32, device=device),
+            prefix_lengths=torch.zeros(num_sequences, dtype=torch.int32, device=device),
+            page_table=torch.zeros((num_sequences, num_pages), dtype=torch.int32, device=device),
+            tail_mask=torch.zeros(
+                num_rows * limits.max_tail_width, dtype=torch.bool, device=device
+            ).view(num_rows, limits.max_tail_width),
+            is_causal=torch.ones(num_sequences, dtype=torch.bool, device=device),
+            logit_rows=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            # One row keeps every sequence out of the chunk kernel, whose blocks a graph lacks.
+            max_query_length=1,
+            max_kv_length=limits.max_context_tokens,
+            page_size=page_size,
+        )
+
+    def bucket(self, num_rows: int, *, has_tail: bool) -> ForwardBatch:
+        """Returns the batch that a graph of this size reads."""
+        whole = self._whole
+        num_sequences = min(num_rows, len(whole.kv_lengths))
+        mask = whole.tail_mask
+        assert mask is not None
+        return replace(
+            whole,
+            token_ids=whole.token_ids[:num_rows],
+            positions=whole.positions[:num_rows],
+            slots=whole.slots[:num_rows],
+            query_starts=whole.query_starts[: num_sequences + 1],
+            kv_lengths=whole.kv_lengths[:num_sequences],
+            prefix_lengths=whole.prefix_lengths[:num_sequences],
+            page_table=whole.page_table[:num_sequences],
+            tail_mask=mask[:num_rows] if has_tail else None,
+            is_causal=whole.is_causal[:num_sequences],
+            logit_rows=whole.logit_rows[:num_rows],
+        )
+
+    def fill(self, bucket: ForwardBatch, batch: ForwardBatch) -> None:
+        """Copies `batch` to the front of `bucket` and pads the rest, in one launch."""
+        from shared.kernels.padding_jit import pad_batch
+
+        mask, target_mask = batch.tail_mask, bucket.tail_mask
+        num_programs = max(len(bucket.token_ids), len(bucket.kv_lengths) + 1)
+        # A batch of causal rows has no mask; its rows read none either.
+        has_tail = mask is not None and target_mask is not None
+        pad_batch[(num_programs,)](
+            batch.token_ids, batch.positions, batch.slots, batch.logit_rows,
+            batch.query_starts, batch.kv_lengths, batch.prefix_lengths, batch.is_causal,
+            batch.page_table, batch.is_causal if mask is None else mask,
+            bucket.token_ids, bucket.positions, bucket.slots, bucket.logit_rows,
+            bucket.query_starts, bucket.kv_lengths, bucket.prefix_lengths, bucket.is_causal,
+            bucket.page_table, bucket.is_causal if target_mask is None else target_mask,
+            len(batch.token_ids), len(batch.logit_rows), len(batch.kv_lengths),
+            batch.page_table.shape[1], 1 if mask is None else mask.shape[1],
+            len(bucket.token_ids), len(bucket.kv_lengths), bucket.page_table.shape[1],
+            1 if target_mask is None else target_mask.shape[1],
+            HAS_TAIL=has_tail, BLOCK=128, num_warps=4,
+        )  # fmt: skip

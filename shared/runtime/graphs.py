@@ -1,0 +1,181 @@
+"""CUDA graphs of small forwards: plain decode, and verification of trees.
+
+A graph fixes shapes and addresses, not contents. One serves every batch of up to its number of
+rows, however they fall to sequences: queries are ragged inside it as they are outside. Padding
+rows touch the padding page alone. Forwards that fit no graph run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_splits
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
+from shared.runtime.graph_inputs import GraphInputs, GraphLimits
+
+logger = logging.getLogger(__name__)
+# Each size costs its captures at start; between two sizes padding costs little, because small
+# products are bound by their weights.
+_ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
+# Most kinds of features that graphs are kept for; more are computed without.
+_MAX_CAPTURE_KINDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What tells graphs apart.
+
+    Attributes:
+        num_rows: rows of the bucket.
+        has_tail: whether some sequence may be a tree.
+        capture_layers: layers whose input the forward returns.
+    """
+
+    num_rows: int
+    has_tail: bool
+    capture_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedForward:
+    """A graph with the tensors it reads and writes, all of bucket size."""
+
+    graph: torch.cuda.CUDAGraph
+    bucket: ForwardBatch
+    logits: Tensor
+    hidden: Tensor
+    features: tuple[Tensor, ...]
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
+    return (*(rows for rows in _ROW_BUCKETS if rows < max_rows), max_rows)
+
+
+class ForwardGraphs:
+    """All graphs of one decoder over one pool.
+
+    Results lie in fixed memory: they hold until the next run.
+    """
+
+    def __init__(self, decoder: Decoder, pool: KvPool, limits: GraphLimits) -> None:
+        assert pool.device.type == "cuda"
+        self.limits = limits
+        self._decoder = decoder
+        self._pool = pool
+        self._inputs = GraphInputs(limits, pool.page_size, pool.device)
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[GraphKey, CapturedForward] = {}
+
+    def capture(self, *, show_progress: bool = False) -> None:
+        """Captures every bucket, the largest first so that the others reuse its memory."""
+        before = torch.cuda.mem_get_info(self._pool.device)[0]
+        keys = [
+            GraphKey(num_rows, has_tail, ())
+            for num_rows in reversed(row_buckets(self.limits.max_rows))
+            for has_tail in (True, False)
+            if has_tail or num_rows <= _bucket_of(self.limits.max_sequences, self.limits)
+        ]
+        for key in tqdm(keys, desc="CUDA graphs", unit="graph", disable=not show_progress):
+            self._graph_of(key)
+        after = torch.cuda.mem_get_info(self._pool.device)[0]
+        logger.info("%s CUDA graphs take %.2f GiB", len(keys), (before - after) / 2**30)
+
+    def fits(self, batch: ForwardBatch, capture_layers: Sequence[int]) -> bool:
+        """Whether a graph can compute `batch`."""
+        limits, has_tail = self.limits, batch.tail_mask is not None
+        kinds = {key.capture_layers for key in self._graphs}
+        return (
+            len(batch.token_ids) <= limits.max_rows
+            and len(batch.kv_lengths) <= limits.max_sequences
+            and batch.max_kv_length <= limits.max_context_tokens
+            and (has_tail or batch.max_query_length <= MAX_PLAIN_ROWS)
+            and (batch.tail_mask is None or batch.tail_mask.shape[1] <= limits.max_tail_width)
+            and (tuple(capture_layers) in kinds or len(kinds) < _MAX_CAPTURE_KINDS)
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, capture_layers: tuple[int, ...]) -> CapturedForward:
+        """Computes a batch that fits.
+
+        The first run of a size with other captured layers captures it, which takes about as long
+        as a hundred steps.
+        """
+        num_rows = _bucket_of(len(batch.token_ids), self.limits)
+        key = GraphKey(num_rows, batch.tail_mask is not None, capture_layers)
+        captured = self._graph_of(key)
+        self._inputs.fill(captured.bucket, batch)
+        captured.graph.replay()
+        return captured
+
+    def _graph_of(self, key: GraphKey) -> CapturedForward:
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(key)
+        return self._graphs[key]
+
+    @torch.inference_mode()
+    def _captured(self, key: GraphKey) -> CapturedForward:
+        bucket = self._inputs.bucket(key.num_rows, has_tail=key.has_tail)
+        nobody = _padding_only(bucket)
+        self._inputs.fill(bucket, nobody)
+        # Loads kernels and makes the workspaces of products outside of the graph.
+        self._forward(bucket, key.capture_layers)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread of this process may use the device meanwhile, for an embedded draft.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            logits, hidden, features = self._forward(bucket, key.capture_layers)
+        return CapturedForward(graph, bucket, logits, hidden, features)
+
+    def _forward(
+        self, bucket: ForwardBatch, capture_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        output = self._decoder.forward(bucket, self._pool, capture_layers=capture_layers)
+        logits = self._decoder.logits(output.hidden.index_select(0, bucket.logit_rows))
+        return logits, output.hidden, output.features
+
+
+def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
+    """Returns about what the largest graph needs beside weights and cache; others share it."""
+    rows = limits.max_rows
+    partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)
+    attention = rows * config.num_heads * partial * 4
+    logits = rows * config.vocab_size * (4 + dtype.itemsize)
+    blocks = rows * (8 * config.hidden_size + 3 * config.intermediate_size) * dtype.itemsize
+    masks = rows * limits.max_tail_width * 9
+    return attention + logits + blocks + masks
+
+
+def _bucket_of(num_rows: int, limits: GraphLimits) -> int:
+    return next(rows for rows in row_buckets(limits.max_rows) if rows >= num_rows)
+
+
+def _padding_only(bucket: ForwardBatch) -> ForwardBatch:
+    """Returns one token in the padding page, the least that a forward can compute."""
+    device = bucket.token_ids.device
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    return ForwardBatch(
+        token_ids=zero,
+        positions=zero,
+        slots=zero,
+        query_starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        kv_lengths=none + 1,
+        prefix_lengths=none,
+        page_table=none.unsqueeze(1),
+        tail_mask=None,
+        is_causal=torch.ones(1, dtype=torch.bool, device=device),
+        logit_rows=zero,
+        max_query_length=1,
+        max_kv_length=1,
+        page_size=bucket.page_size,
+    )
