@@ -1,0 +1,80 @@
+"""What the trainer writes is read as it was meant: served heads draft what training counted on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.draft.drafters.dflash import DflashDrafter
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.training.drafting import draft_chains
+from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.head_shape import Algorithm
+from services.draft.training.heads import build_head, save_head
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetFolder
+from shared.runtime.block_runner import BlockRunner
+from shared.runtime.head_runner import HeadRunner
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+
+CPU = torch.device("cpu")
+NUM_STEPS = 4
+TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 60, 2, 44, 1]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def _mtp(folder: Path, target: TargetFolder) -> Drafter:
+    head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
+    runner = HeadRunner(head, KvPool(head.kv_layout(4), 40, CPU))
+    leases = KvLeases(40, 4)
+    return EagleDrafter(runner, leases, max_context_tokens=128, keeps_features=False)
+
+
+def _dflash(folder: Path, target: TargetFolder) -> Drafter:
+    head = load_dflash(folder, target, dtype=torch.float32, device=CPU)
+    runner = BlockRunner(head, KvPool(head.kv_layout(4), 40, CPU))
+    return DflashDrafter(runner, 40, block_size=head.config.block_size, window_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "build"), [(Algorithm.MTP, _mtp), (Algorithm.DFLASH, _dflash)], ids=str
+)
+def test_a_served_head_drafts_as_in_training(
+    algorithm: Algorithm, build: Callable[[Path, TargetFolder], Drafter], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "target", shape=TinyShape(vocab_size=64, num_layers=6))
+    frozen = FrozenTarget.load(folder, device=CPU, dtype=torch.float32)
+    sizes = HeadSizes(num_layers=2 if algorithm is Algorithm.DFLASH else None, block_size=5)
+    trained = build_head(frozen.head_shape(algorithm, sizes)).eval()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 0.25 * torch.randn(parameter.shape, generator=draw)
+    save_head(trained, tmp_path / "head", dtype=torch.float32)
+    drafter = build(tmp_path / "head", TargetFolder(folder, dtype=torch.float32, device=CPU))
+    expected = draft_chains(trained, frozen, torch.tensor(TOKENS), num_steps=NUM_STEPS)
+    spec = drafter.limits.feature_spec
+    assert spec is not None
+    rows = frozen.read(torch.tensor([TOKENS]), spec.layer_indices).features[0]
+    rows = rows if spec.projection is None else rows @ spec.projection.T
+    shape = TreeShape(NUM_STEPS, 1, NUM_STEPS + 1)
+    for count in range(2, len(TOKENS) + 1):
+        sequence = DraftSequence(
+            SequenceKey(1, count), TOKENS[:count], count, GREEDY, 0, True, 64, 256
+        )
+        drafter.open(sequence)
+        drafter.add_features(sequence, FeatureRows(0, rows[: count - 1]))
+        assert drafter.reserve(sequence, shape)
+        (proposal,) = drafter.propose([sequence], shape)
+        assert list(proposal.tree.token_ids) == expected[count - 2].tolist()
+        drafter.close(sequence)
