@@ -14,7 +14,9 @@ from services.target.process import attachment_terms
 from services.target.settings import TargetSettings
 from shared.settings import load_settings, shown_settings
 
-_NOT_EMBEDDED = frozenset({"target", "host", "port", "maintenance-host", "maintenance-port"})
+_NOT_EMBEDDED = frozenset(
+    {"target", "host", "port", "maintenance-host", "maintenance-port", "num-threads"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ def main() -> None:
     try:
         settings = read_settings(sys.argv[1:])
         configure_logs("draft", level=settings.log_level, log_format=settings.log_format)
+        if settings.algorithm.has_model:
+            # A worker without a model runs where torch is not installed.
+            import torch
+
+            torch.set_num_threads(settings.num_threads)
         uvloop.run(_serve(settings))
     except OutriderError as error:
         sys.exit(f"outrider-draft: {error.message}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from services.draft.algorithm import Algorithm
 from services.draft.corpus import load_encode, read_corpus
 from services.draft.drafters.drafter import Drafter, DrafterLimits
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.settings import Algorithm, DraftSettings
+from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
 from shared.tokenizer_files import tokenizer_sha256
 

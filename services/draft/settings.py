@@ -8,11 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.draft.algorithm import Algorithm
 from services.draft.drafters.ngram import MatchType, NgramOptions
+from services.draft.settings_problems import settings_problems
 from services.draft.shapes import CHAIN_SHAPE, NGRAM_DRAFT_TOKENS, head_shape
 from shared.errors import SettingsError
-from shared.settings import load_settings, setting
-from shared.telemetry.logs import LogFormat
+from shared.model_options import (
+    AttentionBackend,
+    Dtype,
+    LoadFormat,
+    ModelOptions,
+    Quantisation,
+)
+from shared.settings import ProcessSettings, load_settings, setting
 from shared.tokens import TreeShape
 
 DEMO = Path(__file__).parents[2] / "shared" / "demo"
@@ -21,32 +29,15 @@ DEMO_TARGET = DEMO / "target"
 MAX_TREE_DEPTH = 32
 
 
-class Algorithm(enum.Enum):
-    """Drafters this worker has; NEXTN is another name of EAGLE."""
+class AttentionMode(enum.Enum):
+    """How SGLang's drafts extend over committed tokens: as a prefill or row by row."""
 
-    STANDALONE = "STANDALONE"
-    NGRAM = "NGRAM"
-    EAGLE = "EAGLE"
-    NEXTN = "NEXTN"
-    EAGLE3 = "EAGLE3"
-
-    @property
-    def reads_features(self) -> bool:
-        """Whether it is a head on the target's hidden states."""
-        return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
-class Dtype(enum.Enum):
-    """Type of weights and KV; `auto` is bfloat16 on a GPU and float32 on a CPU."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSettings(ProcessSettings):
     """Everything that can be set; the flag's help says what each is."""
 
     target: tuple[str, ...] = setting(
@@ -62,6 +53,24 @@ class DraftSettings:
     speculative_algorithm: Algorithm = setting(Algorithm.STANDALONE, "drafter")
     speculative_draft_model_path: Path | None = setting(
         None, "folder of the draft model or head; the demo's when unset"
+    )
+    speculative_draft_model_revision: str | None = setting(
+        None, "refused: a local folder has one revision"
+    )
+    speculative_draft_load_format: LoadFormat = setting(
+        LoadFormat.AUTO, "auto prefers safetensors to pt, which is pytorch_model.bin"
+    )
+    speculative_draft_model_quantization: Quantisation = setting(
+        Quantisation.UNQUANT, "8 bits a weight in the draft's layers; not in embedding and lm_head"
+    )
+    speculative_attention_mode: AttentionMode = setting(
+        AttentionMode.PREFILL, "no effect: one attention kernel runs both"
+    )
+    speculative_draft_attention_backend: AttentionBackend = setting(
+        AttentionBackend.AUTO, "auto: triton on CUDA, else torch"
+    )
+    speculative_draft_window_size: int | None = setting(
+        None, "committed tokens the draft looks back on at most; its context when unset", minimum=64
     )
     target_model_path: Path | None = setting(
         None, "folder of the target a draft head belongs to; the demo target's when unset"
@@ -99,7 +108,7 @@ class DraftSettings:
     tokenizer: Path | None = setting(
         None, "folder whose tokenizer the target must share; the model's when unset"
     )
-    dtype: Dtype = setting(Dtype.AUTO, "type of weights and KV")
+    dtype: Dtype = setting(Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     num_threads: int = setting(1, "CPU threads of a forward", minimum=1)
     page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=256)
@@ -117,16 +126,9 @@ class DraftSettings:
     chunked_prefill_size: int = setting(
         512, "prompt tokens taken in between two rounds", minimum=16
     )
-    log_level: str = setting("info", "debug, info, warning or error")
-    log_format: LogFormat = setting(LogFormat.TEXT, "text or json")
 
     def __post_init__(self) -> None:
-        problems = (
-            *_shape_problems(self),
-            *_ngram_problems(self),
-            *_head_problems(self),
-            *_other_problems(self),
-        )
+        problems = settings_problems(self)
         if problems:
             raise SettingsError(problems)
 
@@ -157,13 +159,22 @@ class DraftSettings:
         return self.target_model_path or DEMO_TARGET
 
     @property
+    def given_shape(self) -> tuple[int | None, int | None, int | None]:
+        """Steps, topk and tokens, as far as they are set."""
+        return (
+            self.speculative_num_steps,
+            self.speculative_eagle_topk,
+            self.speculative_num_draft_tokens,
+        )
+
+    @property
     def shape(self) -> TreeShape:
         """The live shape at start: what is set, else the algorithm's default.
 
         Raises:
             CheckpointError: a head's default depends on its target, whose config is not readable.
         """
-        steps, topk, tokens = _given_shape(self)
+        steps, topk, tokens = self.given_shape
         if steps is not None and topk is not None and tokens is not None:
             return TreeShape(steps, topk, tokens)
         if self.algorithm.reads_features:
@@ -174,6 +185,14 @@ class DraftSettings:
             num_steps=min(self.speculative_ngram_max_trie_depth - 1, MAX_TREE_DEPTH),
             topk=self.speculative_ngram_max_bfs_breadth,
             num_draft_tokens=tokens or NGRAM_DRAFT_TOKENS,
+        )
+
+    @property
+    def model_options(self) -> ModelOptions:
+        return ModelOptions(
+            load_format=self.speculative_draft_load_format,
+            quantisation=self.speculative_draft_model_quantization,
+            attention_backend=self.speculative_draft_attention_backend,
         )
 
     @property
@@ -193,65 +212,3 @@ def read_settings(arguments: Sequence[str]) -> DraftSettings:
         SettingsError: names every bad setting.
     """
     return load_settings(DraftSettings, service="draft", arguments=arguments, env=os.environ)
-
-
-def _given_shape(settings: DraftSettings) -> tuple[int | None, int | None, int | None]:
-    return (
-        settings.speculative_num_steps,
-        settings.speculative_eagle_topk,
-        settings.speculative_num_draft_tokens,
-    )
-
-
-def _shape_problems(settings: DraftSettings) -> tuple[str, ...]:
-    given = _given_shape(settings)
-    if all(value is None for value in given) or all(value is not None for value in given):
-        return ()
-    # The breadth of n-gram trees has flags of its own, and their depth is the trie's.
-    if settings.speculative_algorithm is Algorithm.NGRAM and given[:2] == (None, None):
-        return ()
-    return (
-        "set all of --speculative-num-steps, --speculative-eagle-topk and "
-        "--speculative-num-draft-tokens, or none of them",
-    )
-
-
-def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
-    if settings.speculative_algorithm is not Algorithm.NGRAM:
-        return ()
-    low = settings.speculative_ngram_min_bfs_breadth
-    high = settings.speculative_ngram_max_bfs_breadth
-    problems = []
-    if low > high:
-        problems.append(
-            f"--speculative-ngram-min-bfs-breadth is {low}; it must not exceed "
-            f"--speculative-ngram-max-bfs-breadth, {high}"
-        )
-    if settings.speculative_draft_model_path is not None:
-        problems.append("--speculative-draft-model-path: NGRAM has no model")
-    return tuple(problems)
-
-
-def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
-    name = settings.speculative_algorithm.value
-    if settings.speculative_algorithm.reads_features:
-        return ()
-    problems = []
-    if settings.speculative_token_map is not None:
-        problems.append(f"--speculative-token-map: {name} has no head to confine; EAGLE has")
-    if settings.target_model_path is not None:
-        problems.append(f"--target-model-path: {name} reads nothing of the target; EAGLE does")
-    return tuple(problems)
-
-
-def _other_problems(settings: DraftSettings) -> tuple[str, ...]:
-    problems = []
-    if settings.log_level.lower() not in ("debug", "info", "warning", "error"):
-        problems.append(
-            f"--log-level: {settings.log_level!r} is not one of debug, info, warning, error"
-        )
-    if settings.device != "auto" and not settings.device.startswith(("cpu", "cuda")):
-        problems.append(f"--device: {settings.device!r} is not auto, cpu, cuda or cuda:N")
-    if len(set(settings.target)) != len(settings.target) or not settings.target:
-        problems.append("--target: give at least one address, and none twice")
-    return tuple(problems)

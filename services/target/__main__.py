@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import torch
 import uvloop
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -29,6 +30,8 @@ def main() -> None:
     try:
         settings, draft_settings = read_settings(sys.argv[1:], os.environ)
         configure_logs("target", level=settings.log_level, log_format=settings.log_format)
+        # Of the process, so a draft it hosts has no say.
+        torch.set_num_threads(settings.num_threads)
         uvloop.run(_serve(settings, draft_settings))
     except OutriderError as error:
         sys.exit(f"outrider-target: {error.message}")

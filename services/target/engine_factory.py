@@ -12,13 +12,14 @@ from services.target.engine import Engine
 from services.target.inbox import Inbox
 from services.target.request import ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
-from services.target.settings import Dtype, TargetSettings
+from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
 from shared.models.loader import load_decoder
+from shared.runtime.device import device_named, dtype_named
 from shared.runtime.memory import num_pages_for
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import Thresholds
@@ -35,10 +36,9 @@ def build_engine(settings: TargetSettings, on_step: Callable[[StepReport], None]
         CheckpointError: the model folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
-    torch.set_num_threads(settings.num_threads)
-    device = _device(settings.device)
+    device = device_named(settings.device)
     config = ModelConfig.from_folder(settings.model_path)
-    dtype = _dtype(settings.dtype, config, device)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
     decoder = load_decoder(settings.model_path, dtype=dtype, device=device, show_progress=True)
     max_context = min(
         settings.context_length or config.max_position_embeddings, config.max_position_embeddings
@@ -93,16 +93,3 @@ def _verifier(settings: TargetSettings) -> Verifier:
             acc=settings.speculative_accept_threshold_acc,
         ),
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def _dtype(dtype: Dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if dtype is not Dtype.AUTO:
-        named: torch.dtype = getattr(torch, dtype.value)
-        return named
-    return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16

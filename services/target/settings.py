@@ -8,18 +8,10 @@ from pathlib import Path
 
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
+from shared.model_options import Dtype, device_problems
 from shared.settings import ProcessSettings, setting
 
 DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
-
-
-class Dtype(enum.Enum):
-    """Element type of weights and KV."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 class DraftPlacement(enum.Enum):
@@ -104,8 +96,7 @@ class TargetSettings(ProcessSettings):
                 "--speculative-accept-threshold-single and -acc need "
                 "--verification-mode point-mass; the coupled rule has no thresholds"
             )
-        if self.device != "auto" and not self.device.startswith(("cpu", "cuda")):
-            problems.append(f"--device: {self.device!r} is not auto, cpu, cuda or cuda:N")
+        problems += device_problems(self.device)
         if problems:
             raise SettingsError(tuple(problems))
 

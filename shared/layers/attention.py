@@ -14,6 +14,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
+from shared.model_options import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,17 @@ class Attention:
         return self.output(attended.view(len(hidden), -1))
 
 
-def plan_for(batch: ForwardBatch, shape: AttentionShape) -> AttentionPlan:
+def plan_for(
+    batch: ForwardBatch,
+    shape: AttentionShape,
+    backend: AttentionBackend = AttentionBackend.AUTO,
+) -> AttentionPlan:
     """Plans attention of every layer that has this shape."""
     return plan_attention(
         _paged_rows(batch),
         sliding_window=shape.sliding_window,
         num_query_groups=shape.num_heads // shape.num_kv_heads,
+        backend=backend,
     )
 
 

@@ -13,7 +13,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.errors import CheckpointError
+from shared.model_options import LoadFormat
 from shared.models.config_file import ConfigFile
+
+_SAFETENSORS = ("model", "safetensors")
+_PICKLED = ("pytorch_model", "bin")
+_FILES = {
+    LoadFormat.AUTO: (_SAFETENSORS, _PICKLED),
+    LoadFormat.SAFETENSORS: (_SAFETENSORS,),
+    LoadFormat.PT: (_PICKLED,),
+}
 
 
 class WeightFile(Protocol):
@@ -39,13 +48,14 @@ class Checkpoint:
     files: Mapping[str, Path]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, load_format: LoadFormat = LoadFormat.AUTO) -> Checkpoint:
         """Finds the weights: safetensors before pickled, an index before a single file.
 
         Raises:
-            CheckpointError: if there are none, or a file is missing or damaged.
+            CheckpointError: if there are none in that format, or a file is missing or damaged.
         """
-        for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        files = _FILES[load_format]
+        for stem, suffix in files:
             index = folder / f"{stem}.{suffix}.index.json"
             single = folder / f"{stem}.{suffix}"
             if index.is_file():
@@ -54,7 +64,8 @@ class Checkpoint:
             if single.is_file():
                 keys = open_weights(single, torch.device("cpu")).keys()
                 return cls(folder, dict.fromkeys(keys, single))
-        raise CheckpointError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+        names = " nor ".join(f"{stem}.{suffix}" for stem, suffix in files)
+        raise CheckpointError(f"{folder} has {'neither' if len(files) > 1 else 'no'} {names}")
 
 
 def open_weights(path: Path, device: torch.device) -> WeightFile:

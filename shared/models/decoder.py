@@ -16,6 +16,7 @@ from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
 
 
@@ -39,6 +40,7 @@ class Decoder:
     Attributes:
         embedding: `[V, H]`; draft heads without one of their own read it too.
         lm_head: `H` to `V`.
+        attention_backend: what computes attention.
     """
 
     config: ModelConfig
@@ -47,6 +49,7 @@ class Decoder:
     norm: RmsNorm
     lm_head: Linear
     rotary: Rotary
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +97,9 @@ class Decoder:
     def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)
         shapes = {layer.attention.shape for layer in self.layers}
-        plans = {shape.sliding_window: plan_for(batch, shape) for shape in shapes}
+        plans = {
+            shape.sliding_window: plan_for(batch, shape, self.attention_backend) for shape in shapes
+        }
         return ForwardContext(batch, pool, cos, signed_sin, plans)
 
 

@@ -13,6 +13,7 @@ from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
@@ -22,16 +23,25 @@ from shared.models.weights import read_weights
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, show_progress: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+    show_progress: bool = False,
 ) -> Decoder:
     """Reads config and weights, cast to `dtype`, straight to `device`.
+
+    Args:
+        options: quantisation is that of the layers. Embedding and lm_head stay as they are: one
+            is only looked up in, the other may be the same tensor, and it ranks the tokens.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or of another architecture; the
             message names the file, the key and, for a wrong shape, both shapes.
     """
     config = ModelConfig.from_folder(folder)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, options.load_format)
     tied_copy = (LM_HEAD_KEY,) if config.tie_word_embeddings else ()
     tensors = read_weights(
         checkpoint,
@@ -43,17 +53,17 @@ def load_decoder(
         device=device,
         show_progress=show_progress,
     )
-    return _build_decoder(config, tensors, device)
+    return _build_decoder(config, tensors, device, options)
 
 
 def _build_decoder(
-    config: ModelConfig, tensors: dict[str, Tensor], device: torch.device
+    config: ModelConfig, tensors: dict[str, Tensor], device: torch.device, options: ModelOptions
 ) -> Decoder:
     """Takes tensors out of the dict as it goes, so that packed weights are not held twice."""
     embedding = tensors.pop("embedding")
     head = embedding if config.tie_word_embeddings else tensors.pop("lm_head")
     layers = tuple(
-        build_layer(config, tensors, attention_shape(config, layer), layer)
+        build_layer(config, tensors, attention_shape(config, layer), layer, options.quantisation)
         for layer in range(config.num_layers)
     )
     decoder = Decoder(
@@ -63,13 +73,18 @@ def _build_decoder(
         norm=RmsNorm(tensors.pop("norm"), config.rms_norm_eps),
         lm_head=Linear.of(head),
         rotary=Rotary(config.rope, config.head_dim, device),
+        attention_backend=options.attention_backend,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return decoder
 
 
 def build_layer(
-    config: ModelConfig, tensors: dict[str, Tensor], shape: AttentionShape, layer: int
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    shape: AttentionShape,
+    layer: int,
+    quantisation: Quantisation = Quantisation.UNQUANT,
 ) -> DecoderLayer:
     """Takes the tensors of `layers.{layer}.` out of the dict; see `decoder_weights.layer_parts`."""
     prefix, eps = f"layers.{layer}.", config.rms_norm_eps
@@ -80,15 +95,20 @@ def build_layer(
         attention_norm=RmsNorm(tensors.pop(f"{prefix}attention_norm"), eps),
         attention=Attention(
             shape=shape,
-            qkv=_linear(tensors, f"{prefix}qkv"),
-            output=_linear(tensors, f"{prefix}output"),
+            qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
+            output=linear_from(tensors, f"{prefix}output", quantisation),
             qk_norm=None if qk_norm is None else RmsNorm(qk_norm, eps),
             layer=layer,
         ),
         mlp_norm=RmsNorm(tensors.pop(f"{prefix}mlp_norm"), eps),
-        mlp=Mlp(_linear(tensors, f"{prefix}gate_up"), _linear(tensors, f"{prefix}down")),
+        mlp=Mlp(
+            linear_from(tensors, f"{prefix}gate_up", quantisation),
+            linear_from(tensors, f"{prefix}down", quantisation),
+        ),
     )
 
 
-def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
-    return Linear.of(tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None))
+def linear_from(tensors: dict[str, Tensor], name: str, quantisation: Quantisation) -> Linear:
+    """Takes weight and, if there is one, bias out of the dict."""
+    weight, bias = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
+    return Linear.of(weight, bias, quantisation)

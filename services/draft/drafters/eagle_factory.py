@@ -6,15 +6,22 @@ import logging
 
 import torch
 
+from services.draft.algorithm import Algorithm
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
-from services.draft.drafters.placement import allocate_kv, context_for, device_for, dtype_for
-from services.draft.settings import Algorithm, DraftSettings
+from services.draft.drafters.placement import (
+    allocate_kv,
+    context_for,
+    device_for,
+    log_quantisation,
+)
+from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder, TargetTensors
 from shared.models.heads.token_map import read_token_map
+from shared.runtime.device import dtype_named
 from shared.runtime.head_runner import HeadRunner
 
 _KINDS = {Algorithm.EAGLE: HeadKind.EAGLE, Algorithm.EAGLE3: HeadKind.EAGLE3}
@@ -32,12 +39,11 @@ def build_eagle(settings: DraftSettings, target: TargetTensors | None = None) ->
         CheckpointError: a folder cannot be served, or the head was made for another target.
         SettingsError: memory does not hold what the settings ask for.
     """
-    torch.set_num_threads(settings.num_threads)
     kind, folder = _KINDS[settings.algorithm], settings.model_folder
     target_config = ModelConfig.from_folder(settings.target_folder)
     config = HeadConfig.from_folder(folder, kind, target_config)
     device = device_for(settings)
-    dtype = dtype_for(settings, config.dtype, device)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
     is_shorter = context < target_config.max_position_embeddings
     if is_shorter:
@@ -53,8 +59,10 @@ def build_eagle(settings: DraftSettings, target: TargetTensors | None = None) ->
         dtype=dtype,
         device=device,
         token_map=_token_map(settings, kind, target_config.vocab_size),
+        options=settings.model_options,
     )
     _log_head(folder.name, head)
+    log_quantisation(settings, head)
     layout = head.kv_layout(settings.page_size, dtype)
     pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
     return EagleDrafter(

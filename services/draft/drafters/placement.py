@@ -1,4 +1,4 @@
-"""Where a drafter's weights and KV go: device, dtype, context and pages, from the settings."""
+"""Where a drafter's weights and KV go: device, context and pages, from the settings."""
 
 from __future__ import annotations
 
@@ -6,31 +6,41 @@ import logging
 
 import torch
 
-from services.draft.settings import DraftSettings, Dtype
-from shared.errors import CheckpointError
+from services.draft.settings import DraftSettings
+from shared.errors import CheckpointError, SettingsError
 from shared.kv.layout import KvLayout
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
+from shared.layers.memory import num_saved_bytes
+from shared.model_options import AttentionBackend, Quantisation
+from shared.runtime.device import device_named
 from shared.runtime.memory import num_pages_for
 
 log = logging.getLogger(__name__)
 
 
 def device_for(settings: DraftSettings) -> torch.device:
-    """Returns the device; `auto` prefers CUDA."""
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(settings.device)
+    """Returns the device.
+
+    Raises:
+        SettingsError: it lacks what other settings need.
+    """
+    device = device_named(settings.device)
+    if device.type == "cuda":
+        return device
+    if settings.speculative_draft_attention_backend is AttentionBackend.TRITON:
+        raise SettingsError(
+            (f"--speculative-draft-attention-backend: triton needs CUDA; the device is {device}",)
+        )
+    return device
 
 
-def dtype_for(
-    settings: DraftSettings, saved: torch.dtype | None, device: torch.device
-) -> torch.dtype:
-    """Returns the dtype of weights and KV; `auto` takes what a GPU's checkpoint was saved in."""
-    if settings.dtype is not Dtype.AUTO:
-        named: torch.dtype = getattr(torch, settings.dtype.value)
-        return named
-    return torch.float32 if device.type == "cpu" else saved or torch.bfloat16
+def log_quantisation(settings: DraftSettings, model: object) -> None:
+    """Says what 8-bit weights save; silent without them."""
+    quantisation = settings.speculative_draft_model_quantization
+    if quantisation is not Quantisation.UNQUANT:
+        saved_mib = num_saved_bytes(model) / 2**20
+        log.info("layers in %s take %.1f MiB less", quantisation.value, saved_mib)
 
 
 def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) -> int:
@@ -38,12 +48,14 @@ def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) ->
 
     Args:
         longest: what the checkpoint was trained on.
-        margin_tokens: what a tree takes of it.
+        margin_tokens: what a tree takes of it; a window size leaves it out of account.
 
     Raises:
         CheckpointError: no room is left for a context beside a tree.
     """
     context = min(settings.context_length or longest, longest, settings.max_total_tokens or longest)
+    if settings.speculative_draft_window_size is not None:
+        context = min(context, settings.speculative_draft_window_size + margin_tokens)
     if context < 2 * margin_tokens:
         raise CheckpointError(
             f"the draft's context is {context} tokens; trees need {margin_tokens} of it, so at "

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
-from services.draft.drafters.placement import allocate_kv, context_for, device_for, dtype_for
+from services.draft.drafters.placement import (
+    allocate_kv,
+    context_for,
+    device_for,
+    log_quantisation,
+)
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.loader import load_decoder
+from shared.runtime.device import dtype_named
 from shared.runtime.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -23,14 +27,16 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
         CheckpointError: the folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
-    torch.set_num_threads(settings.num_threads)
     folder = settings.model_folder
     device = device_for(settings)
     config = ModelConfig.from_folder(folder)
-    dtype = dtype_for(settings, config.dtype, device)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
-    decoder = load_decoder(folder, dtype=dtype, device=device, show_progress=True)
+    decoder = load_decoder(
+        folder, dtype=dtype, device=device, options=settings.model_options, show_progress=True
+    )
     log.info("%s in %s on %s", folder.name, dtype, device)
+    log_quantisation(settings, decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
     pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
     return StandaloneDrafter(ModelRunner(decoder, pool), leases, max_context_tokens=context)

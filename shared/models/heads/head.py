@@ -22,6 +22,7 @@ from shared.kv.layout import KvLayout
 from shared.kv.pool import KvPool
 from shared.layers.attention import ForwardContext, plan_for
 from shared.layers.rotary import Rotary
+from shared.model_options import AttentionBackend
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.fusion import FeatureFusion
 from shared.models.heads.layers import HeadLayer
@@ -50,6 +51,7 @@ class DraftHead:
         fusion: what is left to do to a feature row; None when rows come `H` wide.
         embedding: `[V, H]`.
         layers: one, or the next-token layers of a model that has several.
+        attention_backend: what computes attention.
     """
 
     config: HeadSizes
@@ -59,6 +61,7 @@ class DraftHead:
     layers: tuple[HeadLayer, ...]
     vocabulary: DraftVocabulary
     rotary: Rotary
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +100,7 @@ class DraftHead:
         embedded = F.embedding(batch.token_ids, self.embedding)
         cos, signed_sin = self.rotary.tables(batch.positions)
         shape = self.layers[layer].attention.shape
-        plans = {shape.sliding_window: plan_for(batch, shape)}
+        plans = {shape.sliding_window: plan_for(batch, shape, self.attention_backend)}
         context = ForwardContext(batch, pool, cos, signed_sin, plans)
         return self.layers[layer](embedded, hidden, context)
 

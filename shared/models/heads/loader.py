@@ -13,6 +13,7 @@ from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.model_options import ModelOptions
 from shared.models.checkpoint import Checkpoint, open_weights
 from shared.models.decoder_weights import IGNORED_SUFFIXES
 from shared.models.heads.config import HeadConfig, HeadKind
@@ -30,6 +31,7 @@ from shared.models.heads.weights import (
     head_parts,
     ignored_keys,
 )
+from shared.models.loader import linear_from
 from shared.models.weights import read_weights
 
 
@@ -41,11 +43,14 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device,
     token_map: Tensor | None = None,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
 ) -> DraftHead:
     """Reads config and weights, cast to `dtype`, straight to `device`.
 
     Args:
         token_map: `[Vd]` int64, tokens an EAGLE head is confined to; EAGLE3 heads bring their own.
+        options: quantisation is that of the layer. Embedding and lm_head stay as they are, see
+            `load_decoder`, and so does an `fc` that the target applies.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or made for another target; the
@@ -55,7 +60,7 @@ def load_head(
         "EAGLE3 heads have a vocabulary of their own"
     )
     config = HeadConfig.from_folder(folder, kind, target.config)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, options.load_format)
     keys = HeadKeys.of(checkpoint, kind)
     tensors = read_weights(
         checkpoint,
@@ -66,7 +71,7 @@ def load_head(
         device=device,
     )
     own_map = _own_token_map(checkpoint, config, keys, device)
-    builder = _HeadBuilder(folder, config, tensors, target)
+    builder = _HeadBuilder(folder, config, tensors, target, options)
     head = builder.build(own_map if token_map is None else token_map)
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return head
@@ -76,12 +81,18 @@ class _HeadBuilder:
     """Takes tensors out of the dict as it goes, so that packed weights are not held twice."""
 
     def __init__(
-        self, folder: Path, config: HeadConfig, tensors: dict[str, Tensor], target: TargetTensors
+        self,
+        folder: Path,
+        config: HeadConfig,
+        tensors: dict[str, Tensor],
+        target: TargetTensors,
+        options: ModelOptions,
     ) -> None:
         self._folder = folder
         self._config = config
         self._tensors = tensors
         self._target = target
+        self._options = options
 
     def build(self, token_map: Tensor | None) -> DraftHead:
         embedding = self._embedding()
@@ -99,6 +110,7 @@ class _HeadBuilder:
             layers=(self._layer(norm if self._config.feeds_back_norm else None),),
             vocabulary=vocabulary,
             rotary=Rotary(self._config.rope, self._config.head_dim, device),
+            attention_backend=self._options.attention_backend,
         )
 
     def _embedding(self) -> Tensor:
@@ -142,7 +154,8 @@ class _HeadBuilder:
         weight, bias = tensors.pop("fc.weight"), tensors.pop("fc.bias", None)
         if joint is None and not norms and bias is None:
             return FeatureSpec(layers, dtype, config.hidden_size, weight), None
-        fusion = FeatureFusion(joint, norms, Linear.of(weight, bias))
+        fc = Linear.of(weight, bias, self._options.quantisation)
+        fusion = FeatureFusion(joint, norms, fc)
         return FeatureSpec(layers, dtype, width), fusion
 
     def _layer(self, state_norm: RmsNorm | None) -> HeadLayer:
@@ -178,9 +191,7 @@ class _HeadBuilder:
         return RmsNorm(self._tensors.pop(name), self._config.rms_norm_eps)
 
     def _linear(self, name: str) -> Linear:
-        return Linear.of(
-            self._tensors.pop(f"{name}.weight"), self._tensors.pop(f"{name}.bias", None)
-        )
+        return linear_from(self._tensors, name, self._options.quantisation)
 
 
 def _own_token_map(

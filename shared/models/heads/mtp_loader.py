@@ -13,6 +13,7 @@ from shared.layers.attention import AttentionShape
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import CONFIG_FILE, ModelConfig
 from shared.models.config_file import ConfigFile
@@ -46,16 +47,24 @@ _NAMES = {
 
 
 def load_mtp(
-    folder: Path, target: TargetTensors, *, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    target: TargetTensors,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
 ) -> DraftHead:
     """Reads the next-token layers, cast to `dtype`, straight to `device`.
+
+    Args:
+        options: quantisation is that of the layers, see `load_decoder`.
 
     Raises:
         CheckpointError: if the folder has none, or not as many as its config says, or is damaged
             or made for another target; the message names the file, the key and, for a wrong shape,
             both shapes.
     """
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, options.load_format)
     layers = find_mtp_layers(checkpoint.files)
     config = _config(folder, layers, target.config)
     tensors = read_weights(
@@ -74,10 +83,12 @@ def load_mtp(
         fusion=None,
         embedding=embedding,
         layers=tuple(
-            _build(config, layers, tensors, index) for index in range(len(layers.prefixes))
+            _build(config, layers, tensors, index, options.quantisation)
+            for index in range(len(layers.prefixes))
         ),
         vocabulary=DraftVocabulary(None, lm_head, None, config.vocab_size, config.vocab_size),
         rotary=Rotary(config.rope, config.head_dim, device),
+        attention_backend=options.attention_backend,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return head
@@ -119,7 +130,11 @@ def _parts(config: ModelConfig, layers: MtpLayers) -> Iterator[WeightPart]:
 
 
 def _build(
-    config: ModelConfig, layers: MtpLayers, tensors: dict[str, Tensor], index: int
+    config: ModelConfig,
+    layers: MtpLayers,
+    tensors: dict[str, Tensor],
+    index: int,
+    quantisation: Quantisation,
 ) -> MtpLayer:
     assert layers.style is not None
     prefix, eps = f"layers.{index}.", config.rms_norm_eps
@@ -130,7 +145,7 @@ def _build(
         style=layers.style,
         embedding_norm=RmsNorm(tensors.pop(f"{prefix}embedding_norm"), eps),
         hidden_norm=RmsNorm(tensors.pop(f"{prefix}hidden_norm"), eps),
-        projection=Linear.of(tensors.pop(f"{prefix}projection")),
-        block=build_layer(config, tensors, shape, index),
+        projection=Linear.of(tensors.pop(f"{prefix}projection"), None, quantisation),
+        block=build_layer(config, tensors, shape, index, quantisation),
         state_norm=RmsNorm(tensors.pop(f"{prefix}state_norm"), eps),
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from services.draft.algorithm import Algorithm
 from services.draft.drafters.ngram import MatchType
-from services.draft.settings import Algorithm, DraftSettings
+from services.draft.settings import DraftSettings
 from shared.errors import SettingsError
 from shared.settings import load_settings
 from shared.tokens import TreeShape
@@ -101,7 +102,7 @@ def test_the_demo_draft_is_the_default_model() -> None:
         ((*NGRAM, "--speculative-draft-model-path", "/m"), "NGRAM has no model"),
         ((*NGRAM, "--speculative-ngram-min-bfs-breadth", "11"), "must not exceed"),
         (("--target", "a:1", "--target", "a:1"), "none twice"),
-        (("--log-level", "loud"), "'loud' is not one of"),
+        (("--log-level", "loud"), "--log-level is 'loud'; it must be one of"),
         (("--device", "tpu"), "'tpu' is not auto, cpu"),
     ],
 )

@@ -1,0 +1,25 @@
+"""The drafters this worker has."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Algorithm(enum.Enum):
+    """Values of `--speculative-algorithm`; NEXTN is another name of EAGLE."""
+
+    STANDALONE = "STANDALONE"
+    NGRAM = "NGRAM"
+    EAGLE = "EAGLE"
+    NEXTN = "NEXTN"
+    EAGLE3 = "EAGLE3"
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it is a head on the target's hidden states."""
+        return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it has weights, and needs torch."""
+        return self is not Algorithm.NGRAM

@@ -1,0 +1,107 @@
+"""What is wrong with a draft's settings taken together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.draft.algorithm import Algorithm
+from shared.model_options import device_problems
+from shared.settings_field import declared_fields
+
+if TYPE_CHECKING:
+    from services.draft.settings import DraftSettings
+
+_OF_A_MODEL = frozenset(
+    {
+        "speculative_draft_model_path",
+        "speculative_draft_load_format",
+        "speculative_draft_model_quantization",
+        "speculative_attention_mode",
+        "speculative_draft_attention_backend",
+        "speculative_draft_window_size",
+    }
+)
+
+
+def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
+    """Returns a line for each thing that is wrong, none when all is well."""
+    return (
+        *_shape_problems(settings),
+        *_ngram_problems(settings),
+        *_head_problems(settings),
+        *_revision_problems(settings),
+        *_window_problems(settings),
+        *device_problems(settings.device),
+        *_target_problems(settings),
+    )
+
+
+def _shape_problems(settings: DraftSettings) -> tuple[str, ...]:
+    given = settings.given_shape
+    if all(value is None for value in given) or all(value is not None for value in given):
+        return ()
+    # The breadth of n-gram trees has flags of its own, and their depth is the trie's.
+    if settings.speculative_algorithm is Algorithm.NGRAM and given[:2] == (None, None):
+        return ()
+    return (
+        "set all of --speculative-num-steps, --speculative-eagle-topk and "
+        "--speculative-num-draft-tokens, or none of them",
+    )
+
+
+def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
+    if settings.speculative_algorithm is not Algorithm.NGRAM:
+        return ()
+    low = settings.speculative_ngram_min_bfs_breadth
+    high = settings.speculative_ngram_max_bfs_breadth
+    problems = []
+    if low > high:
+        problems.append(
+            f"--speculative-ngram-min-bfs-breadth is {low}; it must not exceed "
+            f"--speculative-ngram-max-bfs-breadth, {high}"
+        )
+    problems += [
+        f"{field.flag}: NGRAM has no model"
+        for field in declared_fields(type(settings))
+        if field.name in _OF_A_MODEL and getattr(settings, field.name) != field.default
+    ]
+    return tuple(problems)
+
+
+def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
+    name = settings.speculative_algorithm.value
+    if settings.speculative_algorithm.reads_features:
+        return ()
+    problems = []
+    if settings.speculative_token_map is not None:
+        problems.append(f"--speculative-token-map: {name} has no head to confine; EAGLE has")
+    if settings.target_model_path is not None:
+        problems.append(f"--target-model-path: {name} reads nothing of the target; EAGLE does")
+    return tuple(problems)
+
+
+def _revision_problems(settings: DraftSettings) -> tuple[str, ...]:
+    revision = settings.speculative_draft_model_revision
+    if revision is None:
+        return ()
+    return (
+        f"--speculative-draft-model-revision is {revision!r}; models are local folders here, which "
+        f"have one revision: download that one and give its folder as "
+        f"--speculative-draft-model-path",
+    )
+
+
+def _window_problems(settings: DraftSettings) -> tuple[str, ...]:
+    window, context = settings.speculative_draft_window_size, settings.context_length
+    if window is None or context is None or window <= context:
+        return ()
+    return (
+        f"--speculative-draft-window-size is {window}; it must not exceed --context-length, "
+        f"{context}",
+    )
+
+
+def _target_problems(settings: DraftSettings) -> tuple[str, ...]:
+    if settings.target and len(set(settings.target)) == len(settings.target):
+        return ()
+    return ("--target: give at least one address, and none twice",)

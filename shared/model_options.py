@@ -1,0 +1,58 @@
+"""How a model is loaded and run, as settings name it. Free of torch: settings are read without."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+class Dtype(enum.Enum):
+    """Element type of weights and KV; `auto` is the checkpoint's on a GPU, float32 on a CPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Quantisation(enum.Enum):
+    """In what the matrices of a model's layers are held; products are in the model's dtype."""
+
+    UNQUANT = "unquant"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+class LoadFormat(enum.Enum):
+    """Which weight files of a folder are read; `auto` prefers safetensors."""
+
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+    PT = "pt"
+
+
+class AttentionBackend(enum.Enum):
+    """What computes attention; `auto` is Triton on CUDA and plain torch elsewhere."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a loader can be told beside dtype and device."""
+
+    load_format: LoadFormat = LoadFormat.AUTO
+    quantisation: Quantisation = Quantisation.UNQUANT
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
+
+
+def device_problems(name: str) -> tuple[str, ...]:
+    """Returns what is wrong with the value of `--device`, if anything."""
+    if _DEVICE.fullmatch(name):
+        return ()
+    return (f"--device: {name!r} is not auto, cpu, cuda or cuda:N",)
