@@ -59,7 +59,7 @@ def test_a_served_head_drafts_as_in_training(
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trained.parameters():
-            parameter += 0.25 * torch.randn(parameter.shape, generator=draw)
+            parameter.add_(0.25 * torch.randn(parameter.shape, generator=draw))
     save_head(trained, tmp_path / "head", dtype=torch.float32)
     drafter = build(tmp_path / "head", TargetFolder(folder, dtype=torch.float32, device=CPU))
     expected = draft_chains(trained, frozen, torch.tensor(TOKENS), num_steps=NUM_STEPS)
