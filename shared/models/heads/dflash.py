@@ -24,6 +24,7 @@ from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.model_options import AttentionBackend
 from shared.models.heads.dflash_config import DflashConfig
 from shared.models.heads.feature_spec import FeatureSpec
 
@@ -39,6 +40,7 @@ class DflashHead:
         key_norms: one a layer, weight `[num_kv_heads, head_dim]`.
         embedding: `[V, H]`, the target's.
         lm_head: `H` to `V`, the target's.
+        attention_backend: what computes attention.
     """
 
     config: DflashConfig
@@ -51,6 +53,7 @@ class DflashHead:
     norm: RmsNorm
     lm_head: Linear
     rotary: Rotary
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +100,7 @@ class DflashHead:
         Their keys and values are written to `pool`, and are of no use later."""
         cos, signed_sin = self.rotary.tables(batch.positions)
         shape = self.layers[0].attention.shape
-        plans = {shape.sliding_window: plan_for(batch, shape)}
+        plans = {shape.sliding_window: plan_for(batch, shape, self.attention_backend)}
         context = ForwardContext(batch, pool, cos, signed_sin, plans)
         states = F.embedding(batch.token_ids, self.embedding)
         for layer in self.layers:

@@ -12,6 +12,7 @@ from shared.layers.attention import AttentionShape
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
@@ -27,16 +28,24 @@ _SHARED_KEYS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def load_dflash(
-    folder: Path, target: TargetTensors, *, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    target: TargetTensors,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
 ) -> DflashHead:
     """Reads config and weights, cast to `dtype`, straight to `device`.
+
+    Args:
+        options: quantisation is that of the layers, see `load_decoder`.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or made for another target; the
             message names the file, the key and, for a wrong shape, both shapes.
     """
     config = DflashConfig.from_folder(folder, target.config)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, options.load_format)
     tensors = read_weights(
         checkpoint,
         tuple(_parts(config, _root(checkpoint))),
@@ -46,7 +55,7 @@ def load_dflash(
         device=device,
     )
     sizes = config.layers
-    context, key_norms = _context(sizes, tensors)
+    context, key_norms = _context(sizes, tensors, options.quantisation)
     shape = AttentionShape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
     fc = tensors.pop("fc")
     head = DflashHead(
@@ -57,11 +66,13 @@ def load_dflash(
         key_norms=key_norms,
         embedding=target.embedding(),
         layers=tuple(
-            build_layer(sizes, tensors, shape, index) for index in range(sizes.num_layers)
+            build_layer(sizes, tensors, shape, index, options.quantisation)
+            for index in range(sizes.num_layers)
         ),
         norm=RmsNorm(tensors.pop("norm"), sizes.rms_norm_eps),
         lm_head=Linear.of(target.lm_head()),
         rotary=Rotary(sizes.rope, sizes.head_dim, device),
+        attention_backend=options.attention_backend,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return head
@@ -82,7 +93,9 @@ def _parts(config: DflashConfig, root: str) -> Iterator[WeightPart]:
         yield from layer_parts(sizes, f"{root}layers.{layer}.", f"layers.{layer}.")
 
 
-def _context(sizes: ModelConfig, tensors: dict[str, Tensor]) -> tuple[Linear, tuple[RmsNorm, ...]]:
+def _context(
+    sizes: ModelConfig, tensors: dict[str, Tensor], quantisation: Quantisation
+) -> tuple[Linear, tuple[RmsNorm, ...]]:
     """Returns the keys' and values' part of every layer as one product, and the norms of keys.
 
     It is a copy: a layer's own product is packed together with its queries'.
@@ -97,4 +110,4 @@ def _context(sizes: ModelConfig, tensors: dict[str, Tensor]) -> tuple[Linear, tu
         norm = tensors[f"{prefix}qk_norm"].view(-1, sizes.head_dim)[sizes.num_heads :]
         norms.append(RmsNorm(norm, sizes.rms_norm_eps))
     bias = torch.cat(biases) if biases else None
-    return Linear.of(torch.cat(weights), bias), tuple(norms)
+    return Linear.of(torch.cat(weights), bias, quantisation), tuple(norms)
