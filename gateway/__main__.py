@@ -12,12 +12,13 @@ from collections.abc import Mapping
 
 import uvloop
 
-from gateway.app import Gateway, create_app
+from gateway.app import create_app
 from gateway.http_server import HttpServer
 from gateway.maintenance_service import maintenance_server
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
+from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
 from gateway.text.model_text import ModelText
 from shared.errors import OutriderError

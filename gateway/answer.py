@@ -10,7 +10,7 @@ from typing import Self
 
 from gateway.choice import Choice
 from gateway.generation import Delta, Event, Failed, Finished, Started
-from gateway.inbox import ClientGone, Inbox
+from gateway.inbox import Aborted, ClientGone, Inbox
 from gateway.limits import RequestLimits
 from gateway.metrics import RequestTimer
 from gateway.open_answers import OpenAnswers
@@ -48,7 +48,7 @@ class Answer:
         self._num_open = len(self.choices)
 
     def __enter__(self) -> Self:
-        self._setting.open_answers.open()
+        self._setting.open_answers.open(self)
         return self
 
     def __exit__(
@@ -58,8 +58,16 @@ class Answer:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
-        self._setting.open_answers.close()
+        self._setting.open_answers.close(self)
         self._timer.end(self.plan, self.choices, error)
+
+    @property
+    def request_id(self) -> str:
+        return self.plan.request_id
+
+    @property
+    def trace_id(self) -> str:
+        return self.plan.generations[0].trace_id
 
     @property
     def is_complete(self) -> bool:
@@ -82,6 +90,7 @@ class Answer:
         Raises:
             OutriderError: a generation failed; the others are of no use without it.
             ClientGone, ClientTooSlow: nobody reads.
+            Aborted: somebody asked for that.
         """
         touched: dict[int, Choice] = {}
         for index, event in await self._inbox.take():
@@ -96,6 +105,11 @@ class Answer:
         """The client went away: cancels everything and makes `step` raise `ClientGone`."""
         self.cancel()
         self._inbox.close(ClientGone())
+
+    def abort(self) -> None:
+        """Cancels everything and makes `step` raise `Aborted`: the client gets an answer."""
+        self.cancel()
+        self._inbox.close(Aborted.of(self.request_id))
 
     def cancel(self) -> None:
         """Cancels every generation that still runs, each once."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,73 +11,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from gateway import bodies, failures
-from gateway.answer import Answer, Setting
 from gateway.chunks import ChatChunks, CompletionChunks
 from gateway.event_stream import EventStream, whole_answer
 from gateway.inbox import ClientGone
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.middleware import ApiKey, BodyLimit, RequestId
-from gateway.open_answers import OpenAnswers
-from gateway.plan import Plan, Planner
-from gateway.pool import TargetPool
 from gateway.schema import ChatCompletionRequest, CompletionRequest
-from gateway.text.model_text import ModelText
-from shared.errors import OutriderError, Unavailable
-from shared.rpc.lifecycle import Lifecycle, State
+from gateway.serving import Gateway
+from shared.errors import OutriderError
 from shared.telemetry.request_id import current_request_id
+
+__all__ = ["Gateway", "create_app"]
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it but the log
 _JSON = "application/json"
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What the routes work with.
-
-    Attributes:
-        start_time_s: seconds since the epoch.
-        api_key: None lets everybody in.
-    """
-
-    pool: TargetPool
-    text: ModelText
-    limits: RequestLimits
-    metrics: GatewayMetrics
-    lifecycle: Lifecycle
-    open_answers: OpenAnswers
-    version: str
-    start_time_s: float
-    api_key: str | None = None
-
-    @property
-    def planner(self) -> Planner:
-        return Planner(self.text, self.limits)
-
-    def answer(self, plan: Plan, endpoint: str) -> Answer:
-        """Returns the answer to a plan, not begun.
-
-        Raises:
-            Unavailable: the gateway is stopping.
-        """
-        if self.lifecycle.state is State.DRAINING:
-            raise Unavailable.draining()
-        timer = self.metrics.timer(endpoint)
-        setting = Setting(self.pool, self.text.tokenizer, self.limits, self.open_answers)
-        return Answer(plan, setting, timer)
-
-    def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Returns 200 when requests would be answered, else 503, with the reasons."""
-        serving = self.pool.is_serving and self.lifecycle.state is not State.DRAINING
-        detail = {
-            "status": "serving" if serving else "not_serving",
-            "lifecycle": self.lifecycle.state.value,
-            "targets": [
-                {"address": link.address, "state": link.state.value, "detail": link.detail}
-                for link in self.pool.links
-            ],
-        }
-        return HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE, detail
 
 
 def create_app(gateway: Gateway) -> FastAPI:

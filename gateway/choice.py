@@ -68,6 +68,11 @@ class Choice:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._stops.matched
+
     def start(self, event: Started) -> None:
         self.num_cached_tokens = event.num_cached_tokens
 

@@ -1,4 +1,4 @@
-"""Server-sent events of both streaming interfaces, put together from bytes.
+"""Server-sent events of OpenAI's two streaming interfaces, put together from bytes.
 
 A chunk is built once per choice and engine step, so it must cost microseconds: what does not
 change within a stream is encoded once, and only the text goes through the JSON encoder.
@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import orjson
 
 from gateway.choice import Choice, Piece
+from gateway.failures import error_body
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
+from shared.errors import OutriderError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,6 +32,9 @@ class Chunks(Protocol):
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         """Returns the last events of a stream that ended well."""
+
+    def failure(self, error: OutriderError) -> bytes:
+        """Returns the last event of a stream that did not: nobody may take it for complete."""
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -67,6 +72,9 @@ class _Envelope:
         }
         return event(last) + DONE
 
+    def failure(self, error: OutriderError) -> bytes:
+        return event(error_body(error))  # without [DONE]
+
 
 class ChatChunks:
     """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`."""
@@ -100,6 +108,9 @@ class ChatChunks:
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         return self._envelope.closing(choices)
+
+    def failure(self, error: OutriderError) -> bytes:
+        return self._envelope.failure(error)
 
     def _scores(self, piece: Piece) -> bytes:
         if not piece.scores:
@@ -147,6 +158,9 @@ class CompletionChunks:
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         return self._envelope.closing(choices)
+
+    def failure(self, error: OutriderError) -> bytes:
+        return self._envelope.failure(error)
 
     def _chunk(
         self, choice: Choice, text: str, scores: bytes, last: bytes, usage_so_far: bytes

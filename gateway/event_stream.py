@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.answer import Answer
 from gateway.bodies import Finale
 from gateway.choice import Choice, Piece
-from gateway.chunks import Chunks, event
-from gateway.failures import error_body
+from gateway.chunks import Chunks
 from gateway.inbox import ClientGone
 from gateway.usage import usage
 from shared.errors import OutriderError
@@ -65,8 +64,7 @@ class EventStream(Response):
                 body = self._news(await answer.step())
             await _send_body(send, body + chunks.closing(answer.choices), is_last=True)
         except OutriderError as error:
-            # Without [DONE]: the answer is not complete, and nobody should take it for that.
-            await _send_body(send, event(error_body(error)), is_last=True)
+            await _send_body(send, chunks.failure(error), is_last=True)
             raise _Reported from error
 
     def _news(self, choices: Collection[Choice]) -> bytes:

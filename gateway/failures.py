@@ -1,9 +1,14 @@
-"""Errors in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+"""Errors in the shape of the interface that was called.
+
+OpenAI's is `{"error": {message, type, param, code}}`; everything uses it but Anthropic's routes,
+whose shape is `{"type": "error", "error": {type, message}, "request_id"}`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.errors import InvalidArgument, OutriderError, StatusCode
+from shared.telemetry.request_id import current_request_id
+
+_ANTHROPIC_ROUTES = "/v1/messages"
 
 _HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
@@ -21,6 +29,8 @@ _HTTP_STATUS = {
     StatusCode.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
     StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
+    # Clients retry 409, 429 and 5xx; an aborted request must not come back.
+    StatusCode.CANCELLED: HTTPStatus.GONE,
 }
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -31,11 +41,55 @@ _HTTP_CODES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large"}
 _OPENAI_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
 
 
+_ANTHROPIC_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What went wrong, before it has a shape."""
+
+    status: HTTPStatus
+    message: str
+    code: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: OutriderError) -> Problem:
+        param = error.violations[0].field if error.violations else None
+        code = _OPENAI_CODES.get(error.reason, error.reason.lower())
+        return cls(http_status(error), error.message, code, param)
+
+    def openai_body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, self._kind("server_error"))
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, self._kind("api_error"))
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": current_request_id.get()}
+
+    def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
+        """Returns the response in the shape that clients of `path` read."""
+        is_anthropic = path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")
+        body = self.anthropic_body() if is_anthropic else self.openai_body()
+        content = orjson.dumps(body)
+        return Response(content, self.status, headers, media_type="application/json")
+
+    def _kind(self, ours: str) -> str:
+        is_theirs = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        return "invalid_request_error" if is_theirs else ours
+
+
 def error_body(error: OutriderError) -> dict[str, Any]:
-    """Returns the JSON object of an error, for a response or an event of a stream."""
-    param = error.violations[0].field if error.violations else None
-    code = _OPENAI_CODES.get(error.reason, error.reason.lower())
-    return _body(http_status(error), error.message, param, code)
+    """Returns the JSON object of an error in OpenAI's shape, for an event of a stream."""
+    return Problem.of(error).openai_body()
 
 
 def http_status(error: OutriderError) -> HTTPStatus:
@@ -43,42 +97,33 @@ def http_status(error: OutriderError) -> HTTPStatus:
     return _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def error_response(error: OutriderError) -> Response:
-    """Returns the response that ends a request before its first byte."""
+async def on_outrider_error(request: Request, error: Exception) -> Response:
+    """Ends a request before its first byte."""
+    assert isinstance(error, OutriderError)
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    return _response(http_status(error), error_body(error), headers)
+    return Problem.of(error).response(request.url.path, headers)
 
 
-def plain_response(status: HTTPStatus, message: str, code: str) -> Response:
-    """Returns an error that is about HTTP itself."""
-    return _response(status, _body(status, message, None, code), {})
-
-
-async def on_outrider_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, OutriderError)
-    return error_response(error)
-
-
-async def on_validation_error(_request: Request, error: Exception) -> Response:
+async def on_validation_error(request: Request, error: Exception) -> Response:
     """OpenAI answers 400 where FastAPI would answer 422."""
     assert isinstance(error, RequestValidationError)
-    return error_response(_invalid_body(error.errors()))
+    return Problem.of(_invalid_body(error.errors())).response(request.url.path)
 
 
-async def on_http_exception(_request: Request, error: Exception) -> Response:
+async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     code = _HTTP_CODES.get(status, status.name.lower())
-    body = _body(status, str(error.detail), None, code)
-    return _response(status, body, dict(error.headers or {}))
+    return Problem(status, str(error.detail), code).response(request.url.path, error.headers)
 
 
-async def on_bug(_request: Request, _error: Exception) -> Response:
+async def on_bug(request: Request, _error: Exception) -> Response:
     """The traceback goes to the log; the client learns that it is not its fault."""
     message = "the gateway failed; see its log"
-    return plain_response(HTTPStatus.INTERNAL_SERVER_ERROR, message, "gateway_failed")
+    problem = Problem(HTTPStatus.INTERNAL_SERVER_ERROR, message, "gateway_failed")
+    return problem.response(request.url.path)
 
 
 def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
@@ -98,16 +143,3 @@ def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
 def _is_union_form(part: str | int) -> bool:
     """Pydantic puts the form of a union it tried into the path: `str`, `list[int]`."""
     return isinstance(part, str) and (part in ("str", "int") or part.startswith("list["))
-
-
-def _body(status: HTTPStatus, message: str, param: str | None, code: str) -> dict[str, Any]:
-    default = (
-        "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    )
-    kind = _TYPES.get(status, default)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _response(status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]) -> Response:
-    content = orjson.dumps(body)
-    return Response(content, status, headers, media_type="application/json")

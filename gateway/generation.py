@@ -119,11 +119,16 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of a generation that ended well."""
+    """Last event of a generation that ended well.
+
+    Attributes:
+        stop_token_id: the token that ended it; None when the length did.
+    """
 
     reason: FinishReason
     num_output_tokens: int
     num_cached_tokens: int
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,21 @@ from collections.abc import Callable
 from typing import Self
 
 from gateway.generation import Delta, Event
-from shared.errors import OutriderError, StatusCode
+from shared.errors import Cancelled, OutriderError, StatusCode
 
 IndexedEvent = tuple[int, Event]
 
 
 class ClientGone(Exception):
     """The client closed the connection; nobody is left to answer."""
+
+
+class Aborted(Cancelled):
+    """Somebody aborted the request by its id."""
+
+    @classmethod
+    def of(cls, request_id: str) -> Self:
+        return cls(f"request {request_id} was aborted", reason="REQUEST_ABORTED")
 
 
 class ClientTooSlow(OutriderError):
@@ -67,7 +75,7 @@ class Inbox:
         """Returns all unread events, at least one.
 
         Raises:
-            ClientGone, ClientTooSlow: what `close` was given.
+            ClientGone, ClientTooSlow, Aborted: what `close` was given.
         """
         while not self._events:
             if self._closed is not None:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from gateway.choice import Choice
 from gateway.generation import Delta, TargetState
-from gateway.inbox import ClientGone, ClientTooSlow
+from gateway.inbox import Aborted, ClientGone, ClientTooSlow
 from gateway.plan import Plan
 from gateway.pool import TargetPool
 
@@ -32,7 +32,7 @@ class GatewayMetrics:
         self._requests = Counter(
             "outrider_gateway_requests",
             "Generation requests by endpoint and how they ended: finished, failed, "
-            "client_gone, client_too_slow",
+            "client_gone, client_too_slow, aborted",
             ("endpoint", "outcome"),
             registry=self.registry,
         )
@@ -112,7 +112,7 @@ class RequestTimer:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return "finished"
-    names = {ClientGone: "client_gone", ClientTooSlow: "client_too_slow"}
+    names = {ClientGone: "client_gone", ClientTooSlow: "client_too_slow", Aborted: "aborted"}
     return names.get(type(error), "failed")
 
 

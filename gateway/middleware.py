@@ -10,10 +10,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.failures import plain_response
+from gateway.failures import Problem
 from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id, new_request_id
 
 _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+_OPEN_PATHS = frozenset(
+    {"/health", "/ready", "/metrics", "/version", "/docs", "/redoc", "/openapi.json"}
+)
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
@@ -41,19 +44,25 @@ class RequestId:
 
 
 class ApiKey:
-    """Asks for the key on everything below `/v1`; health and metrics stay open."""
+    """Asks for the key everywhere but where probes, scrapers and people without one must get in.
+
+    OpenAI's clients send it as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            headers = Headers(scope=scope)
+            given = headers.get("x-api-key", "")
+            if "authorization" in headers:
+                given = headers["authorization"].removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._expected):
                 message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
-                response = plain_response(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
-                await response(scope, receive, send)
+                problem = Problem(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
+                await problem.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -88,5 +97,5 @@ class BodyLimit:
         await self._app(scope, receive_counted, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = plain_response(_TOO_LARGE, self._message, "body_too_large")
-        await response(scope, receive, send)
+        problem = Problem(_TOO_LARGE, self._message, "body_too_large")
+        await problem.response(scope["path"])(scope, receive, send)

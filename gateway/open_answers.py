@@ -1,31 +1,61 @@
-"""How many answers are being generated: what a drain waits for."""
+"""The answers being generated: what a drain waits for, and what can be aborted by its id."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Protocol
+
+
+class OpenAnswer(Protocol):
+    """An answer between its first and its last byte."""
+
+    @property
+    def request_id(self) -> str:
+        """What the client sees as the answer's `id`."""
+
+    @property
+    def trace_id(self) -> str:
+        """The `x-request-id` of the request."""
+
+    def abort(self) -> None:
+        """Ends it; its client is told."""
 
 
 class OpenAnswers:
-    """Counts answers between their first and their last byte.
-
-    Attributes:
-        num_open: HTTP requests, however many choices each has.
-    """
+    """Knows the open answers: HTTP requests, however many choices each has."""
 
     def __init__(self) -> None:
-        self.num_open = 0
+        self._answers: set[OpenAnswer] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self) -> None:
-        self.num_open += 1
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    def open(self, answer: OpenAnswer) -> None:
+        self._answers.add(answer)
         self._idle.clear()
 
-    def close(self) -> None:
-        self.num_open -= 1
-        if self.num_open == 0:
+    def close(self, answer: OpenAnswer) -> None:
+        self._answers.discard(answer)
+        if not self._answers:
             self._idle.set()
+
+    def abort(self, request_id: str) -> int:
+        """Aborts the answers known by this id or `x-request-id`; returns how many there were."""
+        found = [a for a in self._answers if request_id in (a.request_id, a.trace_id)]
+        for answer in found:
+            answer.abort()
+        return len(found)
+
+    def abort_all(self) -> int:
+        """Aborts every answer; returns how many there were."""
+        found = tuple(self._answers)
+        for answer in found:
+            answer.abort()
+        return len(found)
 
     async def wait_idle(self, grace_s: float) -> int:
         """Waits until none is open, at most `grace_s` seconds; returns how many are left."""

@@ -69,7 +69,7 @@ class Plan:
 class Planner:
     """Turns request bodies into plans.
 
-    Raises (both methods):
+    Raises (every method):
         InvalidArgument: the request can never be served; names the field, value and limit.
     """
 
@@ -86,7 +86,7 @@ class Planner:
         top_logprobs = (
             check_top_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
         )
-        prompt = await self._chat_prompt(body)
+        prompt = await self.chat_prompt(body)
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
@@ -109,7 +109,8 @@ class Planner:
         plan = self._plan(draft, f"cmpl-{uuid.uuid4().hex}", name, prompts)
         return replace(plan, echoed_texts=self._echoed_texts(body, prompts))
 
-    async def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
+    async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
+        """Returns the token ids of a chat."""
         if not body.messages:
             raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
         if self.text.template is None:

@@ -4,12 +4,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.schema import ChatMessage, CompletionRequest, GenerationBody
 from shared.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFields:
+    """Fields that clients of an interface send and the gateway does not read.
+
+    Attributes:
+        harmless: without effect on the text; accepted in silence.
+        unimplemented: refused by name unless they are null, false or empty.
+        neutral: values of further fields that ask for what happens anyway; others are refused.
+    """
+
+    harmless: frozenset[str]
+    unimplemented: frozenset[str]
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def refuse(self, unknown: Mapping[str, Any], prefix: str = "") -> None:
+        """Logs fields nobody knows.
+
+        Raises:
+            InvalidArgument: a field asks for something the gateway cannot do; names it.
+        """
+        strange = [name for name, value in unknown.items() if not self._check(name, value, prefix)]
+        if strange:
+            names = ", ".join(repr(name[:64]) for name in strange)
+            _log.warning("ignored unknown fields: %s", names)
+
+    def _check(self, name: str, value: object, prefix: str) -> bool:
+        """Returns whether the field is known and asks for nothing."""
+        if name in self.harmless:
+            return True
+        if name not in self.unimplemented and name not in self.neutral:
+            return False
+        if value and value not in self.neutral.get(name, ()):
+            raise unimplemented(prefix + name)
+        return True
+
 
 _HARMLESS = frozenset(
     {
@@ -24,7 +62,6 @@ _HARMLESS = frozenset(
         "include_reasoning",
     }
 )
-"""Known to clients, without effect on the text: accepted in silence."""
 
 _UNIMPLEMENTED = frozenset(
     {
@@ -59,13 +96,16 @@ _UNIMPLEMENTED = frozenset(
     }
 )
 
-# Values that ask for what happens anyway.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "length_penalty": (1.0,),
-}
+OPENAI_FIELDS = KnownFields(
+    _HARMLESS,
+    _UNIMPLEMENTED,
+    {
+        "tool_choice": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "length_penalty": (1.0,),
+    },
+)
 
 
 def refuse_unimplemented(body: GenerationBody) -> None:
@@ -74,12 +114,10 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
     """
-    unknown = [name for name, value in body.unknown_fields.items() if not _check(name, value)]
-    if unknown:
-        _log.warning("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in unknown))
+    OPENAI_FIELDS.refuse(body.unknown_fields)
     if body.speculation is not None:
         for name in body.speculation.unknown_fields:
-            raise _unimplemented(f"speculation.{name}")
+            raise unimplemented(f"speculation.{name}")
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
         message = "echo with logprobs is not implemented; ask for one of them"
         raise InvalidArgument.of("NOT_IMPLEMENTED", "logprobs", message)
@@ -90,27 +128,17 @@ def refuse_unimplemented_message(index: int, message: ChatMessage) -> None:
     InvalidArgument: the message needs tools or media.
     """
     if message.role in ("tool", "function"):
-        raise _unimplemented(f"messages[{index}].role", f"role {message.role!r}")
+        raise unimplemented(f"messages[{index}].role", f"role {message.role!r}")
     for name in ("tool_calls", "function_call", "audio"):
         if message.unknown_fields.get(name):
-            raise _unimplemented(f"messages[{index}].{name}")
+            raise unimplemented(f"messages[{index}].{name}")
     if isinstance(message.content, list):
         for number, part in enumerate(message.content):
             if part.type != "text":
-                field = f"messages[{index}].content[{number}].type"
-                raise _unimplemented(field, f"content of type {part.type[:64]!r}")
+                name = f"messages[{index}].content[{number}].type"
+                raise unimplemented(name, f"content of type {part.type[:64]!r}")
 
 
-def _check(name: str, value: object) -> bool:
-    """Returns whether the field is known and asks for nothing."""
-    if name in _HARMLESS:
-        return True
-    if name not in _UNIMPLEMENTED and name not in _NEUTRAL:
-        return False
-    if value and value not in _NEUTRAL.get(name, ()):
-        raise _unimplemented(name)
-    return True
-
-
-def _unimplemented(field: str, what: str | None = None) -> InvalidArgument:
+def unimplemented(field: str, what: str | None = None) -> InvalidArgument:
+    """Returns the refusal of a field; `what` says more than its name."""
     return InvalidArgument.of("NOT_IMPLEMENTED", field, f"{what or field} is not implemented")

@@ -1,0 +1,66 @@
+"""What the routes of every interface share: the targets, the text side, limits and counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from gateway.answer import Answer, Setting
+from gateway.limits import RequestLimits
+from gateway.metrics import GatewayMetrics
+from gateway.open_answers import OpenAnswers
+from gateway.plan import Plan, Planner
+from gateway.pool import TargetPool
+from gateway.text.model_text import ModelText
+from shared.errors import Unavailable
+from shared.rpc.lifecycle import Lifecycle, State
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What the routes work with.
+
+    Attributes:
+        start_time_s: seconds since the epoch.
+        api_key: None lets everybody in.
+    """
+
+    pool: TargetPool
+    text: ModelText
+    limits: RequestLimits
+    metrics: GatewayMetrics
+    lifecycle: Lifecycle
+    open_answers: OpenAnswers
+    version: str
+    start_time_s: float
+    api_key: str | None = None
+
+    @property
+    def planner(self) -> Planner:
+        return Planner(self.text, self.limits)
+
+    def answer(self, plan: Plan, endpoint: str) -> Answer:
+        """Returns the answer to a plan, not begun.
+
+        Raises:
+            Unavailable: the gateway is stopping.
+        """
+        if self.lifecycle.state is State.DRAINING:
+            raise Unavailable.draining()
+        timer = self.metrics.timer(endpoint)
+        setting = Setting(self.pool, self.text.tokenizer, self.limits, self.open_answers)
+        return Answer(plan, setting, timer)
+
+    def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Returns 200 when requests would be answered, else 503, with the reasons."""
+        serving = self.pool.is_serving and self.lifecycle.state is not State.DRAINING
+        detail = {
+            "status": "serving" if serving else "not_serving",
+            "lifecycle": self.lifecycle.state.value,
+            "targets": [
+                {"address": link.address, "state": link.state.value, "detail": link.detail}
+                for link in self.pool.links
+            ],
+        }
+        return HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE, detail
