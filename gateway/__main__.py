@@ -91,6 +91,7 @@ def _compose(settings: GatewaySettings) -> Gateway:
         version=importlib.metadata.version("outrider"),
         start_time_s=time.time(),
         api_key=settings.api_key,
+        target_maintenance=settings.target_maintenance,
     )
 
 

@@ -26,6 +26,8 @@ _ANTHROPIC_ROUTES = "/v1/messages"
 _HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
     StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    # What an operator must change, which asking again does not.
+    StatusCode.FAILED_PRECONDITION: HTTPStatus.NOT_IMPLEMENTED,
     StatusCode.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
     StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.choice import Choice
-from gateway.generation import Delta, TargetState
+from gateway.generation import Delta, SpeculationStats, TargetState
 from gateway.inbox import Aborted, ClientGone, ClientTooSlow
 from gateway.plan import Plan
 from gateway.pool import TargetPool
@@ -23,10 +23,34 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
+class SpeculationTotals:
+    """Speculation since the start, over the requests whose target told its counters.
+
+    Attributes:
+        num_verified_rounds, num_accepted: as in `SpeculationStats`.
+    """
+
+    def __init__(self) -> None:
+        self.num_verified_rounds = 0
+        self.num_accepted = 0
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens a verified round committed, bonus token included; None before the first."""
+        if self.num_verified_rounds == 0:
+            return None
+        return 1 + self.num_accepted / self.num_verified_rounds
+
+    def add(self, stats: SpeculationStats) -> None:
+        self.num_verified_rounds += stats.num_verified_rounds
+        self.num_accepted += stats.num_accepted
+
+
 class GatewayMetrics:
     """Owns the registry behind `/metrics`."""
 
     def __init__(self, pool: TargetPool) -> None:
+        self.speculation = SpeculationTotals()
         self.registry = CollectorRegistry()
         self.registry.register(_PoolCollector(pool))
         self._requests = Counter(
@@ -68,6 +92,9 @@ class GatewayMetrics:
         self._tokens.labels("cached_prompt").inc(sum(c.num_cached_tokens for c in choices))
         self._tokens.labels("output").inc(num_output)
         self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
+        for choice in choices:
+            if choice.stats is not None:
+                self.speculation.add(choice.stats)
         if outcome != "finished" or timer.first_token_s is None:
             return
         now = time.perf_counter()
@@ -112,8 +139,14 @@ class RequestTimer:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return "finished"
-    names = {ClientGone: "client_gone", ClientTooSlow: "client_too_slow", Aborted: "aborted"}
-    return names.get(type(error), "failed")
+    names: dict[type, str] = {
+        ClientGone: "client_gone",
+        ClientTooSlow: "client_too_slow",
+        Aborted: "aborted",
+    }
+    # A failure that a stream has told its client is raised on as the cause of another.
+    known = (names[kind] for kind in (type(error), type(error.__cause__)) if kind in names)
+    return next(known, "failed")
 
 
 class _PoolCollector(Collector):

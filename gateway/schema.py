@@ -32,13 +32,13 @@ class StreamOptions(Body):
     """What a stream carries beside text."""
 
     include_usage: Flag = False
-    continuous_usage_stats: Flag = Field(False, description="usage so far on every chunk")
+    continuous_usage_stats: Flag = Field(default=False, description="usage so far on every chunk")
 
 
 class Speculation(Body):
     """Speculation settings of one request. They change speed, never the output."""
 
-    disable: Flag = Field(False, description="decode without draft tokens")
+    disable: Flag = Field(default=False, description="decode without draft tokens")
 
 
 class GenerationBody(Body):
@@ -47,11 +47,11 @@ class GenerationBody(Body):
     model: str | None = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, description="choices for each prompt; 1 by default")
+    n: int | None = Field(default=None, description="choices for each prompt; 1 by default")
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(None, description="0 or -1 is off")
+    top_k: int | None = Field(default=None, description="0 or -1 is off")
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -24,6 +24,7 @@ class Gateway:
     Attributes:
         start_time_s: seconds since the epoch.
         api_key: None lets everybody in.
+        target_maintenance: `host:port` of the targets' maintenance ports; may be empty.
     """
 
     pool: TargetPool
@@ -35,6 +36,7 @@ class Gateway:
     version: str
     start_time_s: float
     api_key: str | None = None
+    target_maintenance: tuple[str, ...] = ()
 
     @property
     def planner(self) -> Planner:

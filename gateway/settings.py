@@ -26,11 +26,14 @@ class GatewaySettings(ProcessSettings):
     target: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), "host:port of a target; repeat the flag for several"
     )
+    target_maintenance: tuple[str, ...] = setting(
+        (), "host:port of a target's maintenance port, for /flush_cache; repeat for several"
+    )
     tokenizer: Path = setting(
         DEMO_MODEL, "folder with tokenizer.json, chat template and generation_config.json"
     )
     model_name: str | None = setting(None, "name clients pass as `model`; the targets' own")
-    api_key: str | None = setting(None, "key /v1 asks for; none when unset", is_secret=True)
+    api_key: str | None = setting(None, "key requests must carry; none when unset", is_secret=True)
 
     retry_window_s: float = setting(
         5.0, "wait for another target when one is lost before its first answer", minimum=0.0

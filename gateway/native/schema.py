@@ -1,0 +1,77 @@
+"""The JSON bodies of SGLang's and vLLM's own interfaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from gateway.schema import Body, ChatMessage, Flag, Speculation
+
+
+class TokenizeRequest(Body):
+    """Body of `/tokenize`: `prompt`, or `messages` through the chat template.
+
+    `add_special_tokens` is true for a prompt and has no effect on messages: a chat template
+    writes the special tokens itself.
+    """
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: Flag = False
+
+
+class DetokenizeRequest(Body):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool | None = Field(default=None, description="true by default")
+
+
+class AbortRequest(Body):
+    """Body of `/abort_request`."""
+
+    rid: str | None = Field(default=None, description="`rid`, `id` or `x-request-id` of a request")
+    abort_all: Flag = False
+
+
+class NativeSampling(Body):
+    """`sampling_params` of `/generate`, by SGLang's names."""
+
+    max_new_tokens: int | None = Field(default=None, description="128 by default")
+    min_new_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, description="0 or -1 is off")
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: Flag = False
+    skip_special_tokens: bool | None = None
+    no_stop_trim: Flag = Field(default=False, description="keep the stop string in the text")
+
+
+class GenerateRequest(Body):
+    """Body of `/generate`: one prompt or a batch, as `text` or as `input_ids`."""
+
+    model: str | None = None
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: str | list[str] | None = None
+    stream: Flag = False
+    return_logprob: Flag | list[bool] = False
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: Flag = False
+    speculation: Speculation | None = None

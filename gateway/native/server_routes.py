@@ -1,0 +1,80 @@
+"""What SGLang's clients ask about a server, and ask of it: model, figures, cache, abort."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI
+
+from gateway.native.schema import AbortRequest
+from gateway.serving import Gateway
+from gateway.targets import TargetLink
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.rpc.admin_client import flush_prefix_cache
+
+_FLUSH_TIMEOUT_S = 5.0
+
+
+def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the routes."""
+
+    @app.get("/model_info", tags=["server"])
+    @app.get("/get_model_info", tags=["server"])
+    async def model_info(model: str | None = None) -> dict[str, Any]:
+        name, found = gateway.pool.model(model)
+        return {
+            # The name clients use: where the files lie is nobody's business.
+            "model_path": name,
+            "tokenizer_path": name,
+            "is_generation": True,
+            "max_model_len": found.max_context_tokens,
+            "vocab_size": found.vocab_size,
+            "tokenizer_sha256": found.tokenizer_sha256,
+        }
+
+    @app.get("/server_info", tags=["server"])
+    @app.get("/get_server_info", tags=["server"])
+    async def server_info() -> dict[str, Any]:
+        speculation = gateway.metrics.speculation
+        return {
+            "version": gateway.version,
+            "status": gateway.lifecycle.state.value,
+            "start_time": gateway.start_time_s,
+            "models": sorted(gateway.pool.models()),
+            "open_request_count": gateway.open_answers.num_open,
+            "targets": [_target(link) for link in gateway.pool.links],
+            # Load tools take the mean over everything since the start from here.
+            "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
+        }
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"], tags=["server"])
+    async def flush_cache() -> dict[str, Any]:
+        addresses = gateway.target_maintenance
+        if not addresses:
+            message = "flush_cache needs the targets' maintenance ports; set target_maintenance"
+            raise FailedPrecondition(message, reason="TARGET_MAINTENANCE_UNSET")
+        calls = (flush_prefix_cache(address, _FLUSH_TIMEOUT_S) for address in addresses)
+        freed = await asyncio.gather(*calls)
+        pages = dict(zip(addresses, freed, strict=True))
+        return {"success": True, "freed_page_count": pages}
+
+    @app.post("/abort_request", tags=["server"])
+    async def abort_request(body: AbortRequest) -> dict[str, int]:
+        if body.abort_all:
+            return {"aborted_request_count": gateway.open_answers.abort_all()}
+        if not body.rid:
+            message = "rid names no request; give one, or abort_all"
+            raise InvalidArgument.of("RID_MISSING", "rid", message)
+        return {"aborted_request_count": gateway.open_answers.abort(body.rid)}
+
+
+def _target(link: TargetLink) -> dict[str, Any]:
+    return {
+        "address": link.address,
+        "state": link.state.value,
+        "detail": link.detail,
+        "live_request_count": link.num_live,
+        "reserved_token_count": link.num_reserved_tokens,
+        "received_token_count": link.num_tokens,
+    }

@@ -1,0 +1,94 @@
+"""`/tokenize` and `/detokenize`: what a prompt costs, without generating anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+
+from gateway.generation import TargetModel
+from gateway.native.schema import DetokenizeRequest, TokenizeRequest
+from gateway.refusals import KnownFields
+from gateway.schema import ChatCompletionRequest
+from gateway.serving import Gateway
+from shared.errors import InvalidArgument
+
+_TOKENIZE_FIELDS = KnownFields(
+    harmless=frozenset(),
+    unimplemented=frozenset(
+        {"chat_template", "continue_final_message", "documents", "mm_processor_kwargs", "tools"}
+    ),
+)
+
+
+def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the routes, each also below `/v1`."""
+
+    @app.post("/v1/tokenize", tags=["tokens"])
+    @app.post("/tokenize", tags=["tokens"])
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        _, model = gateway.pool.model(body.model)
+        _TOKENIZE_FIELDS.refuse(body.unknown_fields)
+        rows = await _encoded(body, gateway)
+        is_batch = isinstance(body.prompt, list)
+        answer: dict[str, Any] = {
+            "tokens": rows if is_batch else rows[0],
+            "count": [len(row) for row in rows] if is_batch else len(rows[0]),
+            "max_model_len": model.max_context_tokens,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            spelled = [_spelled(row, gateway) for row in rows]
+            answer["token_strs"] = spelled if is_batch else spelled[0]
+        return answer
+
+    @app.post("/v1/detokenize", tags=["tokens"])
+    @app.post("/detokenize", tags=["tokens"])
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        _, model = gateway.pool.model(body.model)
+        rows = [row for row in body.tokens if not isinstance(row, int)]
+        is_batch = bool(rows)
+        if not is_batch:
+            rows = [[token_id for token_id in body.tokens if isinstance(token_id, int)]]
+        for row in rows:
+            _check_token_ids(row, model)
+        skip = body.skip_special_tokens is not False
+        tokenizer = gateway.text.tokenizer
+        texts = [tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+        text = texts if is_batch else texts[0]
+        return {"prompt": text, "text": text}  # vLLM's name and SGLang's
+
+
+async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
+    """Returns the token ids of each prompt, or of the one chat."""
+    if (body.prompt is None) == (body.messages is None):
+        message = "one of prompt and messages must be given"
+        raise InvalidArgument.of("PROMPT_AMBIGUOUS", "prompt", message)
+    if body.messages is not None:
+        chat = ChatCompletionRequest(
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return [await gateway.planner.chat_prompt(chat)]
+    texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+    limit = gateway.limits.max_prompts
+    if not 1 <= len(texts) <= limit:
+        message = f"prompt holds {len(texts)} prompts; it must hold [1, {limit}]"
+        raise InvalidArgument.of("PROMPTS_OUT_OF_RANGE", "prompt", message)
+    add = body.add_special_tokens is not False
+    return [await gateway.text.tokenizer.encode(text, add_special_tokens=add) for text in texts]
+
+
+def _spelled(token_ids: Sequence[int], gateway: Gateway) -> list[str]:
+    """Returns each token's text; half a character becomes U+FFFD."""
+    decode = gateway.text.tokenizer.decode
+    return [decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+
+
+def _check_token_ids(token_ids: Sequence[int], model: TargetModel) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < model.vocab_size:
+            message = f"tokens holds {token_id}; ids must be in [0, {model.vocab_size})"
+            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "tokens", message)

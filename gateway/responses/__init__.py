@@ -1,0 +1,1 @@
+"""OpenAI's newer interface: responses, without the stored ones."""

@@ -1,0 +1,28 @@
+"""Asks a process's maintenance port."""
+
+from __future__ import annotations
+
+from grpc import aio
+
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
+from shared.rpc.channel import open_channel
+from shared.rpc.status import error_from_rpc
+
+
+async def flush_prefix_cache(address: str, timeout_s: float) -> int:
+    """Drops the unused prefix-cache pages of a target; returns how many.
+
+    Args:
+        address: `host:port` of its maintenance port.
+
+    Raises:
+        OutriderError: it did not; in the words of the call's status.
+    """
+    async with open_channel(address) as channel:
+        stub = pb_grpc.AdminServiceStub(channel)
+        try:
+            answer = await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), timeout=timeout_s)
+        except aio.AioRpcError as failure:
+            raise error_from_rpc(failure) from failure
+    return answer.freed_page_count
