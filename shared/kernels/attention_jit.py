@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "window"])  # type: ignore[untyped-decorator]
 def attend_splits(  # type: ignore[no-untyped-def]
     queries, keys, values, sums, maxima, masses,
     block_sequences, block_first_rows, block_counts,
@@ -153,7 +153,7 @@ def absorb(scores, values, best, mass, total):  # type: ignore[no-untyped-def]
     return new_best, mass, total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["max_splits"])  # type: ignore[untyped-decorator]
 def combine(  # type: ignore[no-untyped-def]
     sums, maxima, masses, results, block_first_rows, block_counts, row_lengths, max_splits,
     ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -201,7 +201,7 @@ def combine(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["page_stride", "window"])  # type: ignore[untyped-decorator]
 def attend_chunk(  # type: ignore[no-untyped-def]
     queries, keys, values, results,
     block_sequences, block_first_rows, block_counts,

@@ -5,8 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# They change from step to step; a kernel compiled for each value would stall the engine.
+_SIZES = (
+    "num_rows", "num_logit_rows", "num_sequences", "num_pages", "tail_width",
+    "bucket_rows", "bucket_sequences", "bucket_pages", "bucket_width",
+)  # fmt: skip
 
-@triton.jit  # type: ignore[untyped-decorator]
+
+@triton.jit(do_not_specialize=_SIZES)  # type: ignore[untyped-decorator]
 def pad_batch(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, logit_rows,
     query_starts, kv_lengths, prefix_lengths, is_causal, page_table, tail_mask,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_sequences", "page_stride", "tail_width"])  # type: ignore[untyped-decorator]
 def plan_rows(  # type: ignore[no-untyped-def]
     query_starts, kv_lengths, prefix_lengths, is_causal, page_table, tail_mask,
     row_lengths, tail_slots, num_sequences, page_stride, tail_width,
@@ -46,7 +46,7 @@ def plan_rows(  # type: ignore[no-untyped-def]
     tl.store(row_lengths + row, length)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_sequences"])  # type: ignore[untyped-decorator]
 def plan_blocks(  # type: ignore[no-untyped-def]
     query_starts, is_causal, block_sequences, first_rows, counts, num_sequences,
     ROWS: tl.constexpr, MAX_PLAIN_ROWS: tl.constexpr,

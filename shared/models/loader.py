@@ -53,13 +53,16 @@ def load_decoder(
         device=device,
         show_progress=show_progress,
     )
-    return _build_decoder(config, tensors, device, options)
+    return build_decoder(config, tensors, device, options)
 
 
-def _build_decoder(
+def build_decoder(
     config: ModelConfig, tensors: dict[str, Tensor], device: torch.device, options: ModelOptions
 ) -> Decoder:
-    """Takes tensors out of the dict as it goes, so that packed weights are not held twice."""
+    """Returns the decoder of `tensors`, which are named by `decoder_parts`.
+
+    Takes them out of the dict as it goes, so that packed weights are not held twice.
+    """
     embedding = tensors.pop("embedding")
     head = embedding if config.tie_word_embeddings else tensors.pop("lm_head")
     layers = tuple(

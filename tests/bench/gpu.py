@@ -1,0 +1,257 @@
+"""Speed of the engine's forwards on one GPU, each beside its floor measured in the same run.
+
+The model has the shape of Llama-3.1-8B in bfloat16 and random weights, which cost what trained
+ones cost. Times are device times, medians of repeats, unless the column says otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
+from shared.kv.pool import KvPool
+from shared.layers.rotary import RopeConfig, RopeScaling
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
+from shared.models.decoder_weights import decoder_parts
+from shared.models.loader import build_decoder
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.runner import ModelRunner
+from tests.helpers.attention_batches import chunk, tree, with_pages
+
+CUDA = torch.device("cuda")
+PAGE_SIZE = 16
+CONTEXT = 512
+LIMITS = GraphLimits(max_rows=512, max_sequences=64, max_tail_width=72, max_context_tokens=131_072)
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128_256,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(500_000.0, RopeScaling.LLAMA3, 8.0, 8192, 1.0, 4.0),
+    sliding_windows=(None,) * 32,
+    has_qkv_bias=False,
+    has_output_bias=False,
+    has_mlp_bias=False,
+    has_qk_norm=False,
+    tie_word_embeddings=False,
+    max_position_embeddings=131_072,
+    eos_token_ids=frozenset(),
+    dtype=torch.bfloat16,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the table."""
+
+    name: str
+    time_ms: float
+    floor_ms: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        share = f"{self.floor_ms / self.time_ms:.0%}"
+        return f"| {self.name} | {self.time_ms:.2f} | {self.floor_ms:.2f} | {share} | {self.note} |"
+
+
+def random_decoder(config: ModelConfig) -> Decoder:
+    """Returns a decoder of normal weights of the size that keeps activations in range."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    num_rows: dict[str, int] = {}
+    trailing: dict[str, tuple[int, ...]] = {}
+    for part in decoder_parts(config):
+        num_rows[part.target] = num_rows.get(part.target, 0) + part.num_rows
+        trailing[part.target] = part.shape[1:]
+    tensors = {}
+    for target, count in num_rows.items():
+        weight = torch.empty((count, *trailing[target]), dtype=torch.bfloat16, device=CUDA)
+        tensors[target] = weight.normal_(
+            1.0 if weight.dim() == 1 else 0.0, 0.02, generator=generator
+        )
+    return build_decoder(config, tensors, CUDA)
+
+
+def device_ms(work: Callable[[], object], *, repeats: int = 15, inner: int = 4) -> float:
+    """Returns the median device time of one call."""
+    for _ in range(3):
+        work()
+    times_ms = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(inner):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(start.elapsed_time(end) / inner)
+    return statistics.median(times_ms)
+
+
+def product_floor_ms(decoder: Decoder, num_rows: int) -> float:
+    """Returns the time of the step's matrix products alone, in one CUDA graph."""
+    config = decoder.config
+    hidden = torch.randn(num_rows, config.hidden_size, device=CUDA).to(torch.bfloat16)
+    wide = torch.randn(num_rows, config.intermediate_size, device=CUDA).to(torch.bfloat16)
+
+    def products() -> None:
+        for layer in decoder.layers:
+            F.linear(hidden, layer.attention.qkv.weight.values)
+            F.linear(hidden, layer.attention.output.weight.values)
+            F.linear(hidden, layer.mlp.gate_up.weight.values)
+            F.linear(wide, layer.mlp.down.weight.values)
+        F.linear(hidden, decoder.lm_head.weight.values)
+
+    products()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products()
+    return device_ms(graph.replay)
+
+
+def copy_bandwidth() -> float:
+    """Returns bytes a millisecond of a large device copy, read and written."""
+    source = torch.randn(2**30, device=CUDA)
+    target = torch.empty_like(source)
+    size = 2 * source.numel() * source.element_size()
+    return size / device_ms(lambda: target.copy_(source), inner=2)
+
+
+def product_rate() -> float:
+    """Returns operations a millisecond of a large bfloat16 product."""
+    left, right = (torch.randn(8192, 8192, device=CUDA).to(torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / device_ms(lambda: left @ right, inner=2)
+
+
+def with_tokens(sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
+    """Gives sequences pages, random tokens and the logits a step asks for."""
+    rng = random.Random(1)
+    placed, _ = with_pages(rng, list(sequences), PAGE_SIZE)
+    return [
+        replace(
+            rows,
+            token_ids=[rng.randrange(LLAMA_8B.vocab_size) for _ in rows.token_ids],
+            logit_rows=range(len(rows.token_ids)) if len(rows.token_ids) < 300
+            else [len(rows.token_ids) - 1],
+        )
+        for rows in placed
+    ]  # fmt: skip
+
+
+def batch_of(sequences: Sequence[SequenceRows]) -> ForwardBatch:
+    return build_batch(with_tokens(sequences), page_size=PAGE_SIZE, device=CUDA)
+
+
+def kv_bytes(sequences: Sequence[SequenceRows]) -> int:
+    """Returns the bytes of keys and values that a forward must read."""
+    a_token = 2 * LLAMA_8B.num_layers * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2
+    return a_token * sum(rows.kv_start + len(rows.token_ids) for rows in sequences)
+
+
+def step_line(
+    runner: ModelRunner, name: str, sequences: Sequence[SequenceRows], bandwidth: float
+) -> Line:
+    batch = batch_of(sequences)
+    floor = product_floor_ms(runner.decoder, len(batch.token_ids))
+    floor += kv_bytes(sequences) / bandwidth
+    time_ms = device_ms(lambda: runner.run(batch))
+    return Line(
+        name, time_ms, floor, f"{1e3 * len(sequences) / time_ms:,.0f} steps of a sequence/s"
+    )
+
+
+def host_gap_ms(runner: ModelRunner, num_sequences: int) -> float:
+    """Returns what a step takes beyond its device time when the host waits for its tokens."""
+    rows = with_tokens([chunk(CONTEXT, 1)] * num_sequences)
+    batch = build_batch(rows, page_size=PAGE_SIZE, device=CUDA)
+    on_device_ms = device_ms(lambda: runner.run(batch).logits.argmax(-1))
+    times_ms = []
+    for _ in range(50):
+        start_s = time.perf_counter()
+        batch = build_batch(rows, page_size=PAGE_SIZE, device=CUDA)
+        runner.run(batch).logits.argmax(-1).tolist()
+        times_ms.append((time.perf_counter() - start_s) * 1e3)
+    return statistics.median(times_ms) - on_device_ms
+
+
+def prefill_line(runner: ModelRunner, rate: float) -> Line:
+    sequences = [chunk(0, 2048)] * 8
+    batch, config = batch_of(sequences), LLAMA_8B
+    heads = config.num_heads + 2 * config.num_kv_heads
+    weights = config.num_layers * config.hidden_size * (
+        config.head_dim * (heads + config.num_heads) + 3 * config.intermediate_size
+    )  # fmt: skip
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * 2048 / 2
+    operations = len(batch.token_ids) * (2 * weights + attention)
+    time_ms = device_ms(lambda: runner.run(batch), repeats=5, inner=1)
+    note = f"{operations / time_ms / 1e9:.0f} of {rate / 1e9:.0f} TFLOP/s"
+    return Line("prefill 8 × 2,048", time_ms, operations / rate, note)
+
+
+def same_bits(runner: ModelRunner) -> list[str]:
+    """Says whether a row's logits depend on its company and on being the root of a tree."""
+    rng = random.Random(2)
+    alone = with_tokens([chunk(CONTEXT, 1)])[0]
+    found = []
+    expected = _first_logits(runner, [alone])
+    for count in (2, 8, 32, 64):
+        others = with_tokens([chunk(CONTEXT + 50, 1)] * count)
+        moved = [replace(rows, pages=[page + 40 for page in rows.pages]) for rows in others]
+        same = torch.equal(_first_logits(runner, [alone, *moved[1:]]), expected)
+        found.append(f"batch {count}: {'same' if same else 'other'} bits")
+    for nodes in (8, 32, 48, 64):
+        rows = with_tokens([tree(rng, start=CONTEXT, num_nodes=nodes)])[0]
+        root = replace(rows, token_ids=[alone.token_ids[0], *rows.token_ids[1:]],
+                       pages=[*alone.pages, *range(900, 910)])  # fmt: skip
+        same = torch.equal(_first_logits(runner, [root]), expected)
+        found.append(f"root of {nodes} nodes: {'same' if same else 'other'} bits")
+    return found
+
+
+def _first_logits(runner: ModelRunner, sequences: Sequence[SequenceRows]) -> Tensor:
+    batch = build_batch(sequences, page_size=PAGE_SIZE, device=CUDA)
+    return runner.run(batch).logits[0].clone()
+
+
+def main() -> None:
+    torch.cuda.init()
+    bandwidth, rate = copy_bandwidth(), product_rate()
+    decoder = random_decoder(LLAMA_8B)
+    pool = KvPool(decoder.kv_layout(PAGE_SIZE), 4200, CUDA)
+    for cache in (*pool.keys, *pool.values):
+        cache.normal_()
+    runner = ModelRunner(decoder, pool, ForwardGraphs(decoder, pool, LIMITS))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"copy {bandwidth / 1e9:.2f} TB/s, product {rate / 1e9:.0f} TFLOP/s")
+    print("| forward | ms | floor ms | of floor | |\n|---|---|---|---|---|")
+    rng = random.Random(0)
+    for count in (1, 8, 64):
+        sequences = [chunk(CONTEXT, 1)] * count
+        print(step_line(runner, f"plain decode, batch {count}", sequences, bandwidth), flush=True)
+    for count in (1, 8):
+        for nodes in (8, 32, 64):
+            sequences = [tree(rng, start=CONTEXT, num_nodes=nodes) for _ in range(count)]
+            name = f"verify {nodes} rows, batch {count}"
+            print(step_line(runner, name, sequences, bandwidth), flush=True)
+    print(prefill_line(runner, rate), flush=True)
+    for count in (1, 64):
+        print(f"host gap, batch {count}: {host_gap_ms(runner, count) * 1e3:.0f} us")
+    print("; ".join(same_bits(runner)))
+
+
+if __name__ == "__main__":
+    main()
