@@ -13,13 +13,20 @@ class Algorithm(enum.Enum):
     EAGLE = "EAGLE"
     NEXTN = "NEXTN"
     EAGLE3 = "EAGLE3"
+    MTP = "MTP"
+    DFLASH = "DFLASH"
 
     @property
     def reads_features(self) -> bool:
         """Whether it is a head on the target's hidden states."""
-        return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)
+        return self not in (Algorithm.STANDALONE, Algorithm.NGRAM)
 
     @property
     def has_model(self) -> bool:
         """Whether it has weights, and needs torch."""
         return self is not Algorithm.NGRAM
+
+    @property
+    def takes_token_map(self) -> bool:
+        """Whether `--speculative-token-map` means anything to it."""
+        return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)

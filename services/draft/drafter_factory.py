@@ -25,6 +25,14 @@ def build_drafter(settings: DraftSettings) -> Drafter:
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return _build_ngram(settings)
     # A worker without a model runs where torch is not installed.
+    if settings.algorithm is Algorithm.MTP:
+        from services.draft.drafters.mtp_factory import build_mtp
+
+        return build_mtp(settings)
+    if settings.algorithm is Algorithm.DFLASH:
+        from services.draft.drafters.dflash_factory import build_dflash
+
+        return build_dflash(settings)
     if settings.algorithm.reads_features:
         from services.draft.drafters.eagle_factory import build_eagle
 

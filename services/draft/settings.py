@@ -11,7 +11,14 @@ from pathlib import Path
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.ngram import MatchType, NgramOptions
 from services.draft.settings_problems import settings_problems
-from services.draft.shapes import CHAIN_SHAPE, NGRAM_DRAFT_TOKENS, head_shape
+from services.draft.shapes import (
+    CHAIN_SHAPE,
+    NGRAM_DRAFT_TOKENS,
+    block_shape,
+    head_block_size,
+    head_shape,
+    mtp_shape,
+)
 from shared.errors import SettingsError
 from shared.model_options import (
     AttentionBackend,
@@ -87,6 +94,9 @@ class DraftSettings(ProcessSettings):
     speculative_num_draft_tokens: int | None = setting(
         None, "rows verified a round, the root included", minimum=2, maximum=257
     )
+    speculative_dflash_block_size: int | None = setting(
+        None, "rows of a DFLASH block; the checkpoint's when unset", minimum=2, maximum=33
+    )
     speculative_ngram_min_bfs_breadth: int = setting(
         1, "children of a node after the longest match", minimum=1, maximum=16
     )
@@ -151,6 +161,9 @@ class DraftSettings(ProcessSettings):
         """Of a drafter that has a model."""
         if self.speculative_draft_model_path is not None:
             return self.speculative_draft_model_path
+        if self.algorithm is Algorithm.MTP and self.target_folder != DEMO_TARGET:
+            # A model brings its own next-token layers.
+            return self.target_folder
         return DEMO / self.algorithm.value.lower() if self.algorithm.reads_features else DEMO_DRAFT
 
     @property
@@ -177,6 +190,11 @@ class DraftSettings(ProcessSettings):
         steps, topk, tokens = self.given_shape
         if steps is not None and topk is not None and tokens is not None:
             return TreeShape(steps, topk, tokens)
+        if self.algorithm is Algorithm.DFLASH:
+            size = self.speculative_dflash_block_size or head_block_size(self.model_folder)
+            return block_shape(size)
+        if self.algorithm is Algorithm.MTP:
+            return mtp_shape(self.target_folder)
         if self.algorithm.reads_features:
             return head_shape(self.target_folder)
         if self.algorithm is Algorithm.STANDALONE:

@@ -69,14 +69,35 @@ def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
 
 
 def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
-    name = settings.speculative_algorithm.value
-    if settings.speculative_algorithm.reads_features:
-        return ()
+    algorithm, name = settings.algorithm, settings.speculative_algorithm.value
     problems = []
-    if settings.speculative_token_map is not None:
+    # EAGLE3 heads ignore a map, and say so.
+    if settings.speculative_token_map is not None and not algorithm.takes_token_map:
         problems.append(f"--speculative-token-map: {name} has no head to confine; EAGLE has")
-    if settings.target_model_path is not None:
+    if settings.target_model_path is not None and not algorithm.reads_features:
         problems.append(f"--target-model-path: {name} reads nothing of the target; EAGLE does")
+    block_size = settings.speculative_dflash_block_size
+    if block_size is not None and algorithm is not Algorithm.DFLASH:
+        problems.append(f"--speculative-dflash-block-size: {name} drafts no blocks; DFLASH does")
+    if block_size is not None and algorithm is Algorithm.DFLASH:
+        problems += block_problems(settings, block_size)
+    return tuple(problems)
+
+
+def block_problems(settings: DraftSettings, block_size: int) -> tuple[str, ...]:
+    """Returns what is wrong with the shape that is set, if any is, for blocks of this size."""
+    steps, topk, tokens = settings.given_shape
+    problems = []
+    if steps is not None and steps >= block_size:
+        problems.append(
+            f"--speculative-num-steps is {steps}; a block of {block_size} rows drafts "
+            f"{block_size - 1} tokens"
+        )
+    if topk == 1 and tokens is not None and tokens > block_size:
+        problems.append(
+            f"--speculative-num-draft-tokens is {tokens}; a chain over a block has {block_size} "
+            f"rows; for a tree set --speculative-eagle-topk above 1"
+        )
     return tuple(problems)
 
 

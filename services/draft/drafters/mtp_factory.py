@@ -1,0 +1,60 @@
+"""Loads next-token layers, what they borrow from their target, and their KV pool."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.drafters.placement import (
+    allocate_kv,
+    context_for,
+    device_for,
+    log_quantisation,
+)
+from services.draft.settings import DraftSettings
+from shared.models.config import ModelConfig
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetFolder, TargetTensors
+from shared.runtime.device import dtype_named
+from shared.runtime.head_runner import HeadRunner
+
+log = logging.getLogger(__name__)
+
+
+def build_mtp(settings: DraftSettings, target: TargetTensors | None = None) -> EagleDrafter:
+    """Returns the drafter with weights loaded; one layer is a head like EAGLE's.
+
+    Args:
+        target: the tensors of a target in this process; None reads them from its folder.
+
+    Raises:
+        CheckpointError: a folder cannot be served, or the layers were made for another target.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    folder = settings.model_folder
+    config = ModelConfig.from_folder(folder)
+    device = device_for(settings)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
+    target = target or TargetFolder(settings.target_folder, dtype=dtype, device=device)
+    context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
+    is_shorter = context < target.config.max_position_embeddings
+    if is_shorter:
+        log.warning(
+            "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
+            "their last tokens",
+            *(context, target.config.max_position_embeddings),
+        )
+    head = load_mtp(folder, target, dtype=dtype, device=device, options=settings.model_options)
+    log_quantisation(settings, head)
+    num_layers = len(head.layers)
+    log.info("%s: %d next-token layers in %s on %s", folder.name, num_layers, dtype, device)
+    if num_layers > 1:
+        settings = replace(settings, disable_radix_cache=True)
+    layout = head.kv_layout(settings.page_size, dtype)
+    pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
+    drafter = EagleDrafter if num_layers == 1 else MultiLayerDrafter
+    return drafter(
+        HeadRunner(head, pool), leases, max_context_tokens=context, keeps_features=is_shorter
+    )
