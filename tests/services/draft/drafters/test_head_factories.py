@@ -1,0 +1,111 @@
+"""Drafters built from settings: which one, how long it looks back, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from services.draft.drafter_factory import build_drafter
+from services.draft.drafters.dflash import DflashDrafter
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.settings import DraftSettings
+from shared.errors import CheckpointError, SettingsError
+from shared.settings import load_settings
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.dflash_heads import TinyDflash, write_dflash
+from tests.helpers.mtp_heads import TinyMtp, write_mtp
+
+SHAPE = TinyShape(vocab_size=64, num_layers=6, max_position_embeddings=256)
+
+
+def _settings(algorithm: str, target: Path, *arguments: str) -> DraftSettings:
+    flags = (
+        *("--speculative-algorithm", algorithm, "--target-model-path", str(target)),
+        *("--device", "cpu", "--max-total-tokens", "1024", *arguments),
+    )
+    return load_settings(DraftSettings, service="draft", arguments=flags, env={})
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("mtp", "kind"),
+    [
+        (TinyMtp(shape=SHAPE), EagleDrafter),
+        (TinyMtp("mimo", shape=SHAPE), EagleDrafter),
+        (TinyMtp(num_layers=3, shape=SHAPE), MultiLayerDrafter),
+    ],
+    ids=["deepseek", "mimo", "3 layers"],
+)
+def test_next_token_layers_come_from_the_target_s_own_folder(
+    mtp: TinyMtp, kind: type[EagleDrafter], tmp_path: Path
+) -> None:
+    drafter = build_drafter(_settings("MTP", write_mtp(tmp_path, mtp)))
+    assert type(drafter) is kind
+    assert drafter.limits.max_context_tokens == 256
+    spec = drafter.limits.feature_spec
+    assert spec is not None
+    assert spec.layer_indices == (7,)
+
+
+def test_a_target_without_next_token_layers_is_refused(target: Path) -> None:
+    with pytest.raises(CheckpointError, match="no next-token layers"):
+        build_drafter(_settings("MTP", target))
+
+
+@pytest.mark.parametrize("quantisation", ["unquant", "int8"])
+def test_a_block_head_is_built_with_its_target_s_tensors(
+    quantisation: str, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = write_dflash(tmp_path, TinyDflash())
+    flags = ["--speculative-draft-model-path", str(head)]
+    flags += ["--speculative-draft-model-quantization", quantisation]
+    with caplog.at_level(logging.WARNING):
+        drafter = build_drafter(_settings("DFLASH", target, *flags))
+    assert isinstance(drafter, DflashDrafter)
+    # The head was trained on 128 tokens, the target on 256.
+    assert drafter.limits.max_context_tokens == 128
+    assert "looks back on 123 tokens; the target's context is 256" in caplog.text
+
+
+def test_a_window_confines_what_a_block_sees(target: Path, tmp_path: Path) -> None:
+    flags = ["--speculative-draft-model-path", str(write_dflash(tmp_path, TinyDflash()))]
+    flags += ("--speculative-draft-window-size", "64")
+    drafter = build_drafter(_settings("DFLASH", target, *flags))
+    assert drafter.limits.max_context_tokens == 64 + 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (
+            ("--speculative-num-steps", "5", "--speculative-eagle-topk", "2"),
+            "--speculative-num-steps is 5; a block of 5 rows drafts 4 tokens",
+        ),
+        (
+            ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1"),
+            "--speculative-num-draft-tokens is 9; a chain over a block has 5 rows",
+        ),
+    ],
+)
+def test_a_shape_that_no_block_fills_is_refused(
+    arguments: tuple[str, ...], part: str, target: Path, tmp_path: Path
+) -> None:
+    flags = ["--speculative-draft-model-path", str(write_dflash(tmp_path, TinyDflash()))]
+    flags += (*arguments, "--speculative-num-draft-tokens", "9")
+    with pytest.raises(SettingsError) as caught:
+        build_drafter(_settings("DFLASH", target, *flags))
+    assert part in caught.value.message
+
+
+def test_a_pool_without_room_to_look_back_is_refused(target: Path, tmp_path: Path) -> None:
+    flags = ["--speculative-draft-model-path", str(write_dflash(tmp_path, TinyDflash()))]
+    flags += ("--max-total-tokens", "64", "--page-size", "64")
+    with pytest.raises(SettingsError, match="--max-total-tokens gives 64 tokens"):
+        build_drafter(_settings("DFLASH", target, *flags))
