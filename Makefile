@@ -22,7 +22,7 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
   $(if $(DTYPE),--dtype $(DTYPE))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-gpu serve demo bench load up down clean
+  check-imports test test-gpu serve demo bench bench-gpu load up down clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,7 +67,7 @@ test: $(STAMP) ## every test that needs no GPU
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
-	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)
 
 serve: $(STAMP) ## target, draft and gateway in the foreground; MODEL= DRAFT_MODEL= ALGORITHM= PLACEMENT= DTYPE=
 	@exec $(PY) -m services.serve $(SERVE_FLAGS) $(ARGS)
@@ -77,6 +77,9 @@ demo: $(STAMP) ## a streamed chat against a running `make serve`
 
 bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; ARGS="--help"
 	@$(PY) -m tests.bench $(ARGS)
+
+bench-gpu: $(STAMP) ## forwards on one GPU, each beside its floor
+	@$(PY) -m tests.bench.gpu
 
 load: $(STAMP) ## closed-loop load on a running gateway; ARGS="--help"
 	@$(PY) -m tests.load $(ARGS)

@@ -18,8 +18,11 @@ from services.target.verifier import Verifier
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.device import device_named, dtype_named
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.memory import num_pages_for
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import Thresholds
@@ -44,12 +47,14 @@ def build_engine(settings: TargetSettings, on_step: Callable[[StepReport], None]
         settings.context_length or config.max_position_embeddings, config.max_position_embeddings
     )
     layout = decoder.kv_layout(settings.page_size, dtype)
+    limits = _graph_limits(settings, device, max_context)
     num_pages = num_pages_for(
         layout,
         device,
         mem_fraction_static=settings.mem_fraction_static,
         max_total_tokens=settings.max_total_tokens,
         max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
+        reserved_bytes=0 if limits is None else graph_memory_bytes(config, limits, dtype),
     )
     pool = KvPool(layout, num_pages, device)
     leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
@@ -58,7 +63,7 @@ def build_engine(settings: TargetSettings, on_step: Callable[[StepReport], None]
         settings.model_id, dtype, device, leases.num_pages, settings.page_size,
     )  # fmt: skip
     return Engine(
-        runner=ModelRunner(decoder, pool),
+        runner=ModelRunner(decoder, pool, _graphs(decoder, pool, limits)),
         leases=leases,
         scheduler=Scheduler(leases, _scheduler_limits(settings)),
         verifier=_verifier(settings),
@@ -72,6 +77,26 @@ def build_engine(settings: TargetSettings, on_step: Callable[[StepReport], None]
         clock=time.monotonic,
         on_step=on_step,
     )
+
+
+def _graph_limits(
+    settings: TargetSettings, device: torch.device, max_context: int
+) -> GraphLimits | None:
+    if device.type != "cuda" or settings.disable_cuda_graph:
+        return None
+    return GraphLimits.of(
+        max_sequences=settings.cuda_graph_max_bs,
+        max_tree_nodes=settings.max_tree_nodes,
+        max_context_tokens=max_context,
+    )
+
+
+def _graphs(decoder: Decoder, pool: KvPool, limits: GraphLimits | None) -> ForwardGraphs | None:
+    if limits is None:
+        return None
+    graphs = ForwardGraphs(decoder, pool, limits)
+    graphs.capture(show_progress=True)
+    return graphs
 
 
 def _scheduler_limits(settings: TargetSettings) -> SchedulerLimits:

@@ -55,6 +55,10 @@ class TargetSettings(ProcessSettings):
     max_running_requests: int = setting(64, "sequences that run at once", minimum=1)
     max_queued_requests: int = setting(256, "sequences that wait; more get QUEUE_FULL", minimum=1)
     chunked_prefill_size: int = setting(2048, "prompt tokens computed a step", minimum=1)
+    cuda_graph_max_bs: int = setting(
+        64, "most sequences of a step that runs as a CUDA graph", minimum=1, maximum=256
+    )
+    disable_cuda_graph: bool = setting(False, "run no step as a CUDA graph")
     disable_radix_cache: bool = setting(False, "share no prompt prefixes between requests")
 
     draft: DraftPlacement = setting(

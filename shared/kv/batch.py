@@ -162,7 +162,9 @@ def _aligned(parts: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
 def _cut(packed: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
     multiple = _VECTOR_BYTES // packed.dtype.itemsize
     sizes = [len(part) + -len(part) % multiple for part in parts]
-    return [piece[: len(part)] for piece, part in zip(packed.split(sizes), parts, strict=True)]
+    return [
+        piece[: len(part)] for piece, part in zip(torch.split(packed, sizes), parts, strict=True)
+    ]
 
 
 def _slots(rows: SequenceRows, page_size: int) -> list[int]:

@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shared.kernels.split_plan import MAX_PLAIN_ROWS
 from shared.kv.batch import ForwardBatch
+
+# Rows beyond a few hundred are bound by arithmetic, which hides what launches cost.
+_FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,16 @@ class GraphLimits:
     max_sequences: int
     max_tail_width: int
     max_context_tokens: int
+
+    @classmethod
+    def of(cls, *, max_sequences: int, max_tree_nodes: int, max_context_tokens: int) -> GraphLimits:
+        """Returns limits for steps of up to `max_sequences`, with some rows a sequence."""
+        return cls(
+            max_rows=min(_MOST_ROWS, max(_FEWEST_ROWS, _ROWS_A_SEQUENCE * max_sequences)),
+            max_sequences=max_sequences,
+            max_tail_width=max_tree_nodes + MAX_PLAIN_ROWS,
+            max_context_tokens=max_context_tokens,
+        )
 
 
 class GraphInputs:

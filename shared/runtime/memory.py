@@ -27,6 +27,7 @@ def num_pages_for(
     mem_fraction_static: float | None,
     max_total_tokens: int | None,
     max_sequence_length: int,
+    reserved_bytes: int = 0,
     free_bytes: int | None = None,
 ) -> int:
     """Returns the number of pages to allocate, the padding page included.
@@ -38,6 +39,7 @@ def num_pages_for(
             None chooses one for the kind of device.
         max_total_tokens: tokens the cache shall hold; None takes what the share allows.
         max_sequence_length: longest sequence that will be served, in tokens.
+        reserved_bytes: of the memory now free, what CUDA graphs will take.
         free_bytes: memory now free; None asks the device.
 
     Raises:
@@ -45,6 +47,7 @@ def num_pages_for(
             names the setting to change.
     """
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
+    free = max(0, free - reserved_bytes)
     fraction = mem_fraction_static or _default_fraction(device)
     affordable = int(free * fraction) // layout.page_size_bytes - 1
     needed = _num_pages(max_sequence_length, layout)

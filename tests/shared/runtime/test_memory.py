@@ -19,6 +19,7 @@ def pages(
     fraction: float | None = None,
     tokens: int | None = None,
     length: int = 64,
+    reserved_pages: int = 0,
 ) -> int:
     return num_pages_for(
         LAYOUT,
@@ -26,6 +27,7 @@ def pages(
         mem_fraction_static=fraction,
         max_total_tokens=tokens,
         max_sequence_length=length,
+        reserved_bytes=reserved_pages * LAYOUT.page_size_bytes,
         free_bytes=free_pages * LAYOUT.page_size_bytes,
     )
 
@@ -36,6 +38,12 @@ def test_page_size_counts_keys_and_values_of_all_layers() -> None:
 
 def test_fraction_of_free_memory_is_taken_padding_page_included() -> None:
     assert pages(free_pages=100, fraction=0.5) == 50
+
+
+def test_reserved_memory_is_left_alone() -> None:
+    assert pages(free_pages=100, fraction=0.5, reserved_pages=40) == 30
+    with pytest.raises(SettingsError):
+        pages(free_pages=100, tokens=16 * 70, reserved_pages=40)
 
 
 def test_host_cache_stops_at_a_useful_size() -> None:
