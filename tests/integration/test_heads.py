@@ -22,8 +22,10 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.settings import load_settings
 from shared.tokenizer_files import tokenizer_sha256
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer
+from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.mtp_heads import TinyMtp, write_mtp
 
 VOCAB_SIZE = 300
 PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
@@ -31,10 +33,9 @@ PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    target = tmp_path_factory.mktemp("target")
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
-    write_checkpoint(target, "llama", shape, seed=3, with_tokenizer=True)
-    folders = {"target": target}
+    target = write_mtp(tmp_path_factory.mktemp("target"), TinyMtp(num_layers=2, shape=shape))
+    folders = {"target": write_byte_tokenizer(target)}
     for kind in ("EAGLE", "EAGLE3"):
         head = TinyHead(
             kind=kind,
@@ -43,13 +44,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             target_hidden_size=shape.hidden_size,
         )
         folders[kind] = write_head(tmp_path_factory.mktemp("head") / kind, head)
+    block_head = TinyDflash(vocab_size=VOCAB_SIZE)
+    folders["DFLASH"] = write_dflash(tmp_path_factory.mktemp("head") / "DFLASH", block_head)
     return folders
 
 
 def _flags(folders: dict[str, Path], kind: str) -> list[str]:
+    # Next-token layers are the target's own.
+    own = ("--speculative-draft-model-path", str(folders[kind])) if kind in folders else ()
     return [
-        *("--speculative-algorithm", kind),
-        *("--speculative-draft-model-path", str(folders[kind])),
+        *("--speculative-algorithm", kind, *own),
         *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
         *("--speculative-num-draft-tokens", "6"),
     ]
@@ -130,7 +134,7 @@ async def _outputs(
 
 
 @pytest.mark.parametrize("placement", ["remote", "embedded"])
-@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "MTP", "DFLASH"])
 async def test_head_drafts_and_changes_nothing(
     folders: dict[str, Path], kind: str, placement: str
 ) -> None:
