@@ -18,6 +18,7 @@ from pathlib import Path
 
 from services import probe
 from services.child import Child, ChildSpec
+from services.draft.algorithm import Algorithm
 from services.stack import Part, Patience, Stack
 
 _HOST = "127.0.0.1"
@@ -115,11 +116,14 @@ def _target(settings: ServeSettings) -> ChildSpec:
     return _spec(settings, "target", "services.target", arguments)
 
 
-def _draft(settings: ServeSettings) -> ChildSpec:
+def draft_spec(settings: ServeSettings) -> ChildSpec:
+    """Returns the draft's process; a head is told the folder of its target."""
     arguments = ["--port", str(settings.draft_port)]
     arguments += ["--maintenance-port", str(settings.draft_port + 1)]
     arguments += ["--target", f"{_HOST}:{settings.target_port}"]
     arguments += _drafter(settings) + _flag("--dtype", settings.dtype)
+    if settings.algorithm in {each.value for each in Algorithm if each.reads_features}:
+        arguments += _flag("--target-model-path", settings.model)
     return _spec(settings, "draft", "services.draft", arguments)
 
 
@@ -151,7 +155,7 @@ def _services(settings: ServeSettings) -> tuple[Part, ...]:
     parts = [Part(Child(_target(settings)), lambda: probe.grpc_is_serving(target))]
     if settings.has_draft_process:
         maintenance = f"{_HOST}:{settings.target_port + 1}"
-        draft = Child(_draft(settings))
+        draft = Child(draft_spec(settings))
         parts.append(Part(draft, lambda: probe.has_attachment(maintenance), is_expendable=True))
     gateway = Child(_gateway(settings))
     port = settings.gateway_port

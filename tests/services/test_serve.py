@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.serve import parse
+from services.serve import draft_spec, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +43,19 @@ def test_no_draft_process_means_no_draft_ports(flags: list[str]) -> None:
     settings = parse(flags)
     assert not settings.has_draft_process
     assert settings.ports == (8000, 8001, 50051, 50052)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_head"), [("MTP", True), ("DFLASH", True), ("EAGLE", True), ("NGRAM", False)]
+)
+def test_a_head_in_a_process_of_its_own_is_told_its_target(
+    algorithm: str, is_head: bool, tmp_path: Path
+) -> None:
+    model = _model_folder(tmp_path / "model")
+    arguments = draft_spec(parse(["--model", str(model), "--algorithm", algorithm])).arguments
+    assert ("--target-model-path" in arguments) == (str(model) in arguments) == is_head
+    demo = draft_spec(parse(["--algorithm", algorithm])).arguments
+    assert "--target-model-path" not in demo
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
