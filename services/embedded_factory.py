@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
+from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.target.engine import Engine
 from services.target.process import attachment_terms
@@ -69,6 +70,7 @@ def build_embedded_draft(
         max_sequences=chosen.max_running_requests,
     )
     engine.start()
+    warm_up(engine, drafter.limits.feature_spec)
     worker = worker_identity(chosen, drafter.limits, worker_id="embedded")
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
     return BuiltDraft(EmbeddedDraft(target, engine, worker, attachment_terms(settings)), shown)

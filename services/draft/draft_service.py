@@ -14,7 +14,7 @@ from services.draft.drafters.drafter import DrafterLimits
 from services.draft.engine import DraftEngine
 from services.draft.shape_update import updated_shape
 from services.draft.worker import LinkStatus, WorkerIdentity
-from shared.errors import InvalidArgument, QueueFull, Unavailable
+from shared.errors import FailedPrecondition, InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle, State
@@ -51,6 +51,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         backend = self._backend()
         if self._lifecycle.state is State.DRAINING:
             raise Unavailable.draining()
+        _check_probe(backend)
         _check_prompt(request.token_ids, backend.limits)
         sampling = sampling_from_message(
             request.sampling_params, draw_seed=lambda: random.getrandbits(63)
@@ -100,6 +101,18 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         if self._loaded is None:
             raise Unavailable.starting()
         return self._loaded
+
+
+def _check_probe(backend: DraftBackend) -> None:
+    """Raises:
+    FailedPrecondition: the drafter reads what a probe cannot bring.
+    """
+    if backend.limits.feature_spec is not None:
+        raise FailedPrecondition(
+            f"{backend.identity.algorithm} drafts from the target's hidden states, and a probe "
+            f"brings tokens only: attach the draft to a target and generate there",
+            reason="PROBE_NEEDS_FEATURES",
+        )
 
 
 def _check_prompt(token_ids: Sequence[int], limits: DrafterLimits) -> None:

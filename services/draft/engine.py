@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
     Event,
+    FeatureRows,
     LinkClosed,
     LinkOpened,
     LinkTerms,
@@ -130,10 +131,19 @@ class DraftEngine:
             self._wakeup.notify()
 
     def propose_once(
-        self, token_ids: Sequence[int], sampling: SamplingParams, shape: TreeShape | None
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        shape: TreeShape | None,
+        *,
+        features: FeatureRows | None = None,
     ) -> Future[ProbeDone]:
         """Proposes one tree for a prompt, in a batch with whatever else is due. Cancelling the
         future gives the work up.
+
+        Args:
+            features: of every position but the last; without them a drafter that reads features
+                proposes an empty tree.
 
         Raises:
             QueueFull, EngineFailed: see `submit`.
@@ -143,7 +153,9 @@ class DraftEngine:
         terms = LinkTerms(vocab_size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
         link = self.open_link(terms, lambda output: _resolve_probe(future, output))
         future.add_done_callback(lambda _: self.close_link(link))
-        opening = Opening(0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True)
+        opening = Opening(
+            0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
+        )
         try:
             self.submit(SequencesOpened(link, (opening,)))
         except QueueFull:

@@ -71,6 +71,7 @@ class Opening:
         round: round the first candidate is for.
         shape: overrides the live tree shape.
         is_probe: see `DraftSequence`.
+        features: of the first positions, when they are known at once.
     """
 
     sequence_id: int
@@ -80,6 +81,7 @@ class Opening:
     round: int
     shape: TreeShape | None = None
     is_probe: bool = False
+    features: FeatureRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

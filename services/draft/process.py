@@ -17,6 +17,7 @@ from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
+from services.draft.warm_up import warm_up
 from services.draft.worker import WorkerIdentity
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
@@ -25,7 +26,6 @@ from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.settings import shown_settings
-from shared.tokens import SamplingParams
 
 _DRAFT = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
@@ -79,8 +79,7 @@ class DraftProcess:
         )
         engine.start()
         self._engine = engine
-        warm_up = engine.propose_once((0,), SamplingParams(), None)
-        await asyncio.wrap_future(warm_up)
+        await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec)
         self._clients = [
             AttachClient(address, identity, engine, Backoff()) for address in self._settings.target
         ]

@@ -134,6 +134,8 @@ class Roster:
         self._sequences[key] = sequence
         self.due[key] = sequence
         self._drafter.open(sequence)
+        if opening.features is not None:
+            self._drafter.add_features(sequence, opening.features)
         return True
 
     def _is_full(self, link: int, terms: LinkTerms) -> bool:

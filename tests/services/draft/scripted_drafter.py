@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.tokens import TokenTree, TreeShape, Verdict
 
 
@@ -19,12 +20,18 @@ class ScriptedDrafter:
         fails: makes `propose` raise.
     """
 
-    def __init__(self, *, num_slots: int = 1_000, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int = 1_000,
+        vocab_size: int | None = None,
+        feature_spec: FeatureSpec | None = None,
+    ) -> None:
         self.batches: list[list[int]] = []
         self.chunks: list[int] = []
         self.fails = False
         self.num_slots = num_slots
-        self.limits = DrafterLimits(vocab_size=vocab_size)
+        self.limits = DrafterLimits(vocab_size=vocab_size, feature_spec=feature_spec)
         self.num_seen: dict[SequenceKey, int] = {}
         self.reserved: set[SequenceKey] = set()
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import torch
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
@@ -13,7 +14,8 @@ from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.draft.engine import DraftEngine
 from services.draft.worker import LinkStatus, WorkerIdentity
-from shared.errors import InvalidArgument, OutriderError, QueueFull, Unavailable
+from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
@@ -148,6 +150,17 @@ async def test_a_draft_without_memory_says_so(small: Bench) -> None:
     assert isinstance(error, QueueFull)
     assert error.reason == "DRAFT_KV_FULL"
     assert error.retry_after_s == 1.0
+
+
+async def test_a_drafter_of_hidden_states_refuses_probes_and_says_why() -> None:
+    async for bench in _running(
+        Bench(ScriptedDrafter(feature_spec=FeatureSpec((1,), torch.float32, 4)))
+    ):
+        error = await bench.refusal("ProposeTree", pb.ProposeTreeRequest(token_ids=[3]))
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "PROBE_NEEDS_FEATURES"
+        assert "hidden states" in error.message
+        assert bench.drafter.batches == []
 
 
 async def test_info_shows_identity_links_and_shape(bench: Bench) -> None:

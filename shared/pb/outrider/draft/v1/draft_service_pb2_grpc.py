@@ -41,8 +41,9 @@ class DraftServiceServicer:
 
     def ProposeTree(self, request, context):
         """Proposes one tree for a prompt. Stateless; reuses the prefix cache. Fails
-        with PROMPT_EMPTY, PROMPT_TOO_LONG or RESOURCE_EXHAUSTED (reason
-        DRAFT_KV_FULL).
+        with PROMPT_EMPTY, PROMPT_TOO_LONG, RESOURCE_EXHAUSTED (reason
+        DRAFT_KV_FULL) or, for drafters that read the target's hidden states,
+        FAILED_PRECONDITION (reason PROBE_NEEDS_FEATURES).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,8 +18,9 @@ class DraftServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     ProposeTree: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.ProposeTreeRequest, _draft_service_pb2.ProposeTreeResponse]
     """Proposes one tree for a prompt. Stateless; reuses the prefix cache. Fails
-    with PROMPT_EMPTY, PROMPT_TOO_LONG or RESOURCE_EXHAUSTED (reason
-    DRAFT_KV_FULL).
+    with PROMPT_EMPTY, PROMPT_TOO_LONG, RESOURCE_EXHAUSTED (reason
+    DRAFT_KV_FULL) or, for drafters that read the target's hidden states,
+    FAILED_PRECONDITION (reason PROBE_NEEDS_FEATURES).
     """
     GetDraftInfo: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.GetDraftInfoRequest, _draft_service_pb2.GetDraftInfoResponse]
     """Returns model identity, attachments and load."""
@@ -38,8 +39,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_draft_service_pb2.ProposeTreeRequest, _abc.Awaitable[_draft_service_pb2.ProposeTreeResponse]],
     ) -> _abc.Awaitable[_draft_service_pb2.ProposeTreeResponse]:
         """Proposes one tree for a prompt. Stateless; reuses the prefix cache. Fails
-        with PROMPT_EMPTY, PROMPT_TOO_LONG or RESOURCE_EXHAUSTED (reason
-        DRAFT_KV_FULL).
+        with PROMPT_EMPTY, PROMPT_TOO_LONG, RESOURCE_EXHAUSTED (reason
+        DRAFT_KV_FULL) or, for drafters that read the target's hidden states,
+        FAILED_PRECONDITION (reason PROBE_NEEDS_FEATURES).
         """
 
     @_abc_1.abstractmethod
