@@ -3,6 +3,7 @@ computes, written plainly."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shared.speculation.noise import gumbel_noise
+from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.dense_layer import DenseLayer, plain_norm
+from tests.helpers.head_oracle import Values
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,29 @@ class DflashOracle:
                 torch.arange(start, first),
             )
         return plain_norm(rows, self.tensors["norm.weight"])[1:] @ self.lm_head.T
+
+
+def best_block_paths(
+    logits: Tensor, sampling: SamplingParams, shape: TreeShape, *, num_tokens: int
+) -> Values:
+    """Returns the best paths over a block with their values, by enumeration of all.
+
+    Args:
+        logits: `[P, V]`, of the P tokens after the committed ones.
+        num_tokens: committed tokens; the noise counts them.
+    """
+    if not sampling.is_greedy:
+        positions = torch.arange(len(logits)) + num_tokens
+        seeds = torch.full_like(positions, sampling.seed)
+        logits = logits + gumbel_noise(seeds, positions, logits.shape[1])
+    best = logits.log_softmax(1)[: shape.num_steps].topk(shape.topk, dim=1)
+    marginals = [
+        list(zip(*row, strict=True))
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    values = {
+        tuple(token for token, _ in path): sum(score for _, score in path)
+        for length in range(1, len(marginals) + 1)
+        for path in itertools.product(*marginals[:length])
+    }
+    return dict(sorted(values.items(), key=lambda item: -item[1])[: shape.max_node_count])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -134,8 +135,18 @@ class HeadOracle:
         return torch.cat(outputs, dim=1) @ self.tensors[f"{layer}self_attn.o_proj.weight"].T
 
 
+class PathOracle(Protocol):
+    """Scores the tokens after any path."""
+
+    def known_tokens(self) -> list[int]: ...
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor: ...
+
+
 def best_paths(
-    oracle: HeadOracle,
+    oracle: PathOracle,
     token_ids: Sequence[int],
     features: Tensor,
     sampling: SamplingParams,

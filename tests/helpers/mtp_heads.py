@@ -141,6 +141,9 @@ class MtpOracle:
         causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
         return plain_norm(block(rows, torch.arange(len(rows)), causal), final)
 
+    def known_tokens(self) -> list[int]:
+        return list(range(self.mtp.shape.vocab_size))
+
     def logits(self, states: Tensor) -> Tensor:
         return states @ self.tensors["lm_head.weight"].T
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +18,15 @@ from shared.models.heads.dflash import DflashHead
 from shared.models.heads.dflash_loader import load_dflash
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.block_runner import BlockRunner
-from shared.speculation.noise import gumbel_noise
 from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
-from tests.helpers.dflash_heads import DflashOracle, TinyDflash, write_dflash
+from tests.helpers.dflash_heads import (
+    DflashOracle,
+    TinyDflash,
+    best_block_paths,
+    write_dflash,
+)
+from tests.helpers.head_oracle import Values, path_values
 
 VOCAB_SIZE = 64
 PAGE_SIZE = 4
@@ -34,7 +38,6 @@ TREE = TreeShape(BLOCK_SIZE - 1, 4, 24)
 SHAPES = [CHAIN, TREE, TreeShape(2, 1, 8), TreeShape(9, 1, 3), TreeShape(2, 3, 12)]
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=1234)
-Path_ = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -128,38 +131,17 @@ def _oracle(
     *,
     start: int = 0,
     block_size: int = BLOCK_SIZE,
-) -> dict[Path_, float]:
-    """Returns the best paths with their values, by enumeration of all."""
+) -> Values:
     features = setup.features(sequence.token_ids)[: sequence.num_tokens - 1]
     logits = setup.oracle.block_logits(
         sequence.token_ids, features, start=start, block_size=block_size
     )
-    if not sequence.sampling.is_greedy:
-        positions = torch.arange(len(logits)) + sequence.num_tokens
-        seeds = torch.full_like(positions, sequence.sampling.seed)
-        logits = logits + gumbel_noise(seeds, positions, VOCAB_SIZE)
-    best = logits.log_softmax(1)[: shape.num_steps].topk(shape.topk, dim=1)
-    marginals = [
-        list(zip(*row, strict=True))
-        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    values = {
-        tuple(token for token, _ in path): sum(score for _, score in path)
-        for length in range(1, len(marginals) + 1)
-        for path in itertools.product(*marginals[:length])
-    }
-    return dict(sorted(values.items(), key=lambda item: -item[1])[: shape.max_node_count])
+    return best_block_paths(logits, sequence.sampling, shape, num_tokens=sequence.num_tokens)
 
 
-def _assert_same(actual: TokenTree, expected: dict[Path_, float]) -> None:
-    values = {
-        tuple(actual.token_ids[n] for n in actual.path(node)): sum(
-            actual.log_probs[n] for n in actual.path(node)
-        )
-        for node in range(len(actual))
-    }
+def _assert_same(actual: TokenTree, expected: Values) -> None:
     assert expected
-    assert values == pytest.approx(expected, abs=1e-3)
+    assert path_values(actual) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -21,8 +21,8 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
-from shared.speculation.noise import gumbel_noise
 from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from tests.helpers.head_oracle import Values, best_paths, path_values
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 
 VOCAB_SIZE = 64
@@ -47,7 +47,6 @@ SHAPES = [
 TREE = TreeShape(4, 3, 9)
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=1234)
-Path_ = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -131,48 +130,15 @@ def _commit(
     drafter.commit(sequence, verdict, setup.sent(sequence, start, sequence.num_tokens - 1))
 
 
-def _oracle(
-    setup: Setup, sequence: DraftSequence, shape: TreeShape, *, window: int = 0
-) -> dict[Path_, float]:
-    """Returns the kept paths with their values, each level's logits computed from scratch."""
+def _oracle(setup: Setup, sequence: DraftSequence, shape: TreeShape, *, window: int = 0) -> Values:
     features = setup.features(sequence.token_ids)[window : sequence.num_tokens - 1]
-
-    def next_log_probs(path: Path_) -> list[float]:
-        logits = setup.oracle.continue_path(sequence.token_ids[window:], features, path)
-        if not sequence.sampling.is_greedy:
-            position = torch.tensor([sequence.num_tokens + len(path)])
-            seed = torch.tensor([sequence.sampling.seed])
-            logits = logits + gumbel_noise(seed, position, VOCAB_SIZE)[0]
-        return list(logits.log_softmax(dim=0).tolist())
-
-    values: dict[Path_, float] = {}
-    frontier: list[Path_] = [()]
-    for _ in range(min(shape.num_steps, shape.max_node_count)):
-        children: dict[Path_, float] = {}
-        for path in frontier:
-            log_probs = next_log_probs(path)
-            best = sorted(range(VOCAB_SIZE), key=lambda token: -log_probs[token])[: shape.topk]
-            base = values.get(path, 0.0)
-            children.update({(*path, token): base + log_probs[token] for token in best})
-        values.update(children)
-        frontier = sorted(children, key=lambda path: -children[path])[: shape.topk]
-    kept = sorted(values, key=lambda path: -values[path])[: shape.max_node_count]
-    return {path: values[path] for path in kept}
+    tokens, sampling = sequence.token_ids[window:], sequence.sampling
+    return best_paths(setup.oracle, tokens, features, sampling, shape, num_before=window)
 
 
-def _values(tree: TokenTree) -> dict[Path_, float]:
-    """Returns each node's path with the sum of log probabilities along it."""
-    return {
-        tuple(tree.token_ids[n] for n in tree.path(node)): sum(
-            tree.log_probs[n] for n in tree.path(node)
-        )
-        for node in range(len(tree))
-    }
-
-
-def _assert_same(actual: TokenTree, expected: dict[Path_, float]) -> None:
+def _assert_same(actual: TokenTree, expected: Values) -> None:
     assert expected
-    assert _values(actual) == pytest.approx(expected, abs=1e-3)
+    assert path_values(actual) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -1,0 +1,138 @@
+"""What next-token layers and block heads draft from a real target's features is what they would
+draft from transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.draft.drafters.dflash import DflashDrafter
+from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.sequence import DraftSequence
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetFolder
+from shared.models.loader import load_decoder
+from shared.runtime.block_runner import BlockRunner
+from shared.runtime.head_runner import HeadRunner
+from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
+from tests.helpers.checkpoints import TinyShape, build_model
+from tests.helpers.dflash_heads import (
+    DflashOracle,
+    TinyDflash,
+    best_block_paths,
+    write_dflash,
+)
+from tests.helpers.engines import CPU, PAGE_SIZE, VOCAB_SIZE, build_engine, request, run
+from tests.helpers.head_oracle import Values, best_paths, path_values
+from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
+from tests.helpers.wired_draft import WiredDraft
+
+TARGET = TinyShape(vocab_size=VOCAB_SIZE)
+MTP = TinyMtp(num_layers=2, shape=TARGET)
+DFLASH = TinyDflash(
+    vocab_size=VOCAB_SIZE,
+    mask_token_id=VOCAB_SIZE - 1,
+    num_features=2,
+    target_layer_ids=(1, 0),
+    config={"num_target_layers": 3},
+)
+SHAPE = TreeShape(3, 3, 9)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+Expected = Callable[[list[int], Sequence[Tensor], SamplingParams], Values]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A target's folder, a drafter for it, and what that should propose.
+
+    Attributes:
+        expected: of committed tokens and the target's hidden states in transformers: the inputs of
+            its layers, and last the output of its final norm.
+    """
+
+    folder: Path
+    drafter: Drafter
+    expected: Expected
+
+
+def _mtp(folder: Path) -> Setup:
+    write_mtp(folder, MTP)
+    target = TargetFolder(folder, dtype=torch.float32, device=CPU)
+    head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
+    drafter = MultiLayerDrafter(
+        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)),
+        KvLeases(200, PAGE_SIZE, prefix_cache=False),
+        max_context_tokens=128,
+        keeps_features=False,
+    )
+    oracle = MtpOracle(MTP, folder)
+    return Setup(folder, drafter, lambda t, h, s: best_paths(oracle, t, h[-1], s, SHAPE))
+
+
+def _dflash(folder: Path) -> Setup:
+    write_mtp(folder, TinyMtp(shape=TARGET))
+    target = TargetFolder(folder, dtype=torch.float32, device=CPU)
+    head_folder = write_dflash(folder / "head", DFLASH)
+    head = load_dflash(head_folder, target, dtype=torch.float32, device=CPU)
+    runner = BlockRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU))
+    drafter = DflashDrafter(runner, 200, block_size=5, window_tokens=100)
+    oracle = DflashOracle(
+        DFLASH, target_embedding=target.embedding(), target_lm_head=target.lm_head()
+    )
+
+    def expected(tokens: list[int], states: Sequence[Tensor], sampling: SamplingParams) -> Values:
+        # The outputs of layers 1 and 0 are the inputs of layers 2 and 1.
+        logits = oracle.block_logits(tokens, torch.cat((states[2], states[1]), dim=1))
+        return best_block_paths(logits, sampling, SHAPE, num_tokens=len(tokens))
+
+    return Setup(folder, drafter, expected)
+
+
+@pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("build", [_mtp, _dflash], ids=["mtp", "dflash"])
+def test_trees_are_those_of_the_targets_true_features(
+    build: Callable[[Path], Setup],
+    seed: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = build(tmp_path)
+    seen: list[tuple[list[int], SamplingParams, TokenTree]] = []
+    propose = setup.drafter.propose
+
+    def recorded(sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        proposals = propose(sequences, shape)
+        seen.extend((list(p.sequence.token_ids), p.sequence.sampling, p.tree) for p in proposals)
+        return proposals
+
+    monkeypatch.setattr(setup.drafter, "propose", recorded)
+    decoder = load_decoder(setup.folder, dtype=torch.float32, device=CPU)
+    engine = build_engine(decoder, max_step_rows=16)
+    WiredDraft(engine, setup.drafter, SHAPE).attach()
+    sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
+    requests = [
+        request(prompt, sampling, StopParams(12)) for prompt in (PROMPT, PROMPT[:9], PROMPT[4:])
+    ]
+    answers, plain = run(engine, requests), run(build_engine(decoder), requests)
+    assert [answers.token_ids(i) for i in range(3)] == [plain.token_ids(i) for i in range(3)]
+    model = build_model("llama", TARGET)
+    num_grown = 0
+    for token_ids, own_sampling, tree in seen:
+        if len(tree):
+            with torch.no_grad():
+                output = model(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
+            states = [each[0] for each in output.hidden_states]
+            expected = setup.expected(token_ids, states, own_sampling)
+            assert path_values(tree) == pytest.approx(expected, abs=2e-3)
+            num_grown += 1
+    assert num_grown >= 12
+    setup.drafter.check()
