@@ -44,6 +44,7 @@ class Choice:
         num_output_tokens: tokens of the output; when a stop string ends it, up to the token that
             completed the string, even where a step brought more.
         num_accepted: how many of them are accepted draft tokens.
+        stop_token_id: the token that ended it, where one did and no stop string.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
     """
@@ -54,6 +55,7 @@ class Choice:
         self.num_output_tokens = 0
         self.num_accepted = 0
         self.num_cached_tokens = 0
+        self.stop_token_id: int | None = None
         self.stats = SpeculationStats()
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
@@ -99,7 +101,13 @@ class Choice:
             self._texts.append(self._stops.flush())
         stopped = self._stops.matched is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
+        self.stop_token_id = None if stopped else event.stop_token_id
         self.num_cached_tokens = event.num_cached_tokens
+
+    def cut(self) -> Piece:
+        """Returns all that is new of a choice that was aborted, what was held back included."""
+        text = "".join([*self._texts, self._stops.flush(), self._detokenizer.flush()])
+        return Piece(text, self._token_ids, self._scores)
 
     def take(self) -> Piece | None:
         """Returns what is new. None while there is no text: scores and token ids go with text."""

@@ -24,7 +24,7 @@ _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class SpeculationTotals:
-    """Speculation since the start, over the requests whose target told its counters.
+    """Speculation since the start, over the requests that ended.
 
     Attributes:
         num_verified_rounds, num_accepted: as in `SpeculationStats`.
@@ -93,8 +93,7 @@ class GatewayMetrics:
         self._tokens.labels("output").inc(num_output)
         self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
         for choice in choices:
-            if choice.stats is not None:
-                self.speculation.add(choice.stats)
+            self.speculation.add(choice.stats)
         if outcome != "finished" or timer.first_token_s is None:
             return
         now = time.perf_counter()

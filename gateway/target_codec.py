@@ -109,6 +109,7 @@ def _finished(message: pb.GenerationFinished) -> Finished | Failed:
         reason=reason,
         num_output_tokens=message.output_token_count,
         num_cached_tokens=message.cached_token_count,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
 
 

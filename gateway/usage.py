@@ -38,10 +38,11 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     Its fields are the ones vLLM reports and AIPerf reads. `speculative_decoding` is null when no
     tree was verified.
     """
-    return {"speculative_decoding": _speculative_decoding(choices)}
+    return {"speculative_decoding": speculative_decoding(choices)}
 
 
-def _speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
+def speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """Returns the speculation figures, or None when there are none to tell."""
     stats = [choice.stats for choice in choices]
     num_rounds = sum(each.num_verified_rounds for each in stats)
     if num_rounds == 0:

@@ -69,9 +69,10 @@ class GenerateRequest(Body):
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
-    rid: str | list[str] | None = None
+    rid: str | None = Field(default=None, description="names the request, for /abort_request")
     stream: Flag = False
     return_logprob: Flag | list[bool] = False
     top_logprobs_num: int | list[int] | None = None
+    logprob_start_len: int | None = Field(default=None, description="-1: of the output only")
     return_text_in_logprobs: Flag = False
     speculation: Speculation | None = None

@@ -1,0 +1,146 @@
+"""The answers of `/generate`: text so far, token ids so far, and `meta_info`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gateway.choice import Choice, Piece, TokenScore
+from gateway.chunks import DONE, event
+from gateway.failures import error_body
+from gateway.inbox import Aborted
+from gateway.native.generate_plan import GeneratePlan
+from gateway.text.tokenizer import Tokenizer
+from gateway.usage import speculative_decoding
+from shared.errors import OutriderError
+from shared.tokens import FinishReason
+
+
+class GeneratedText:
+    """One choice as `/generate` shows it: everything so far, every time.
+
+    A request that was aborted ends like any other, with what it had and `finish_reason` abort.
+    """
+
+    def __init__(self, asked: GeneratePlan, choice: Choice, tokenizer: Tokenizer) -> None:
+        self.choice = choice
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._begin_s = time.perf_counter()
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[list[Any]] = []
+        self._top: list[list[list[Any]] | None] = []
+
+    def add(self, piece: Piece) -> None:
+        self._text += piece.text
+        self._token_ids += piece.token_ids
+        for score in piece.scores:
+            self._logprobs.append(self._entry(score.token_id, score.logprobs.log_prob))
+            self._top.append(self._alternatives(score))
+
+    def body(self, aborted: Aborted | None = None) -> dict[str, Any]:
+        """Returns the JSON object."""
+        index = {"index": self.choice.index} if self._asked.is_batch else {}
+        return {
+            "text": self._text,
+            "output_ids": self._token_ids,
+            "meta_info": self._meta_info(aborted),
+            **index,
+        }
+
+    def _meta_info(self, aborted: Aborted | None) -> dict[str, Any]:
+        choice = self.choice
+        prompt = self._asked.plan.generations[choice.index].prompt_token_ids
+        info: dict[str, Any] = {
+            "id": self._asked.id_of(choice.index),
+            "finish_reason": _finish_reason(choice, aborted),
+            "prompt_tokens": len(prompt),
+            "completion_tokens": choice.num_output_tokens,
+            "cached_tokens": choice.num_cached_tokens,
+        }
+        if info["finish_reason"] is not None:
+            info["e2e_latency"] = time.perf_counter() - self._begin_s
+        if self._asked.num_top is not None:
+            info["input_token_logprobs"] = []
+            info["output_token_logprobs"] = self._logprobs
+        if self._asked.num_top:
+            info["input_top_logprobs"] = []
+            info["output_top_logprobs"] = self._top
+        return info | speculation_fields(choice)
+
+    def _entry(self, token_id: int, log_prob: float) -> list[Any]:
+        spelled = None
+        if self._asked.spells_tokens:
+            spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return [log_prob, token_id, spelled]
+
+    def _alternatives(self, score: TokenScore) -> list[list[Any]]:
+        return [self._entry(token_id, log_prob) for token_id, log_prob in score.logprobs.top]
+
+
+class GenerateChunks:
+    """Events of a `/generate` stream."""
+
+    def __init__(self, asked: GeneratePlan, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._texts: dict[int, GeneratedText] = {}
+
+    def opening(self, choice: Choice) -> bytes:
+        self._texts[choice.index] = GeneratedText(self._asked, choice, self._tokenizer)
+        return b""
+
+    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        piece = choice.take()
+        if piece is None and not choice.is_finished:
+            return b""
+        text = self._texts[choice.index]
+        text.add(piece or Piece(""))
+        return event(text.body())
+
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        return DONE
+
+    def failure(self, error: OutriderError) -> bytes:
+        if not isinstance(error, Aborted):
+            return event(error_body(error))
+        running = [text for text in self._texts.values() if not text.choice.is_finished]
+        for text in running:
+            text.add(text.choice.cut())
+        return b"".join([event(text.body(error)) for text in running]) + DONE
+
+
+def speculation_fields(choice: Choice) -> dict[str, Any]:
+    """Returns the speculation counters under the names of old and new releases of SGLang.
+
+    As there, they are absent when no tree was verified.
+    """
+    figures, stats = speculative_decoding([choice]), choice.stats
+    if figures is None:
+        return {}
+    histogram = list(stats.histogram)
+    return {
+        "spec_verify_ct": stats.num_verified_rounds,
+        "spec_accept_length": figures["mean_acceptance_length"],
+        "spec_accept_rate": figures["draft_acceptance_rate"],
+        "spec_accept_token_num": stats.num_accepted,
+        "spec_draft_token_num": stats.num_drafted,
+        "spec_accept_histogram": histogram,
+        "spec_num_correct_drafts": stats.num_accepted,
+        "spec_num_proposed_drafts": stats.num_drafted,
+        "spec_accepted_drafts": stats.num_accepted,
+        "spec_proposed_drafts": stats.num_drafted,
+        "spec_correct_drafts_histogram": histogram,
+    }
+
+
+def _finish_reason(choice: Choice, aborted: Aborted | None) -> dict[str, Any] | None:
+    if aborted is not None:
+        return {"type": "abort", "message": aborted.message}
+    if choice.finish_reason is None:
+        return None
+    if choice.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": choice.num_output_tokens}
+    matched = choice.matched_stop
+    return {"type": "stop", "matched": choice.stop_token_id if matched is None else matched}
