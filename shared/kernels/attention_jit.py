@@ -33,11 +33,12 @@ def attend_splits(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks."""
-    block = tl.program_id(0)
+    # Heads run side by side: their parts of a key lie side by side in memory.
+    block = tl.program_id(1)
     count = tl.load(block_counts + block)
     if count == 0:
         return
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     lanes = tl.arange(0, TILE_ROWS)

@@ -99,7 +99,7 @@ def _launch_splits(call: _Call) -> None:
     split_programs = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
     tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
     options = call.shape_options()
-    attend_splits[(num_blocks, num_kv_heads, split_programs)](
+    attend_splits[(num_kv_heads, num_blocks, split_programs)](
         queries, call.keys, call.values, sums, maxima, masses,
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
@@ -115,7 +115,7 @@ def _launch_splits(call: _Call) -> None:
         blocks.first_rows, blocks.counts, plan.row_lengths, plan.max_splits,
         ROWS=rows_per_block, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
         BLOCK_DIM=options["BLOCK_DIM"],
-        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=4,
+        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=2,
     )  # fmt: skip
 
 

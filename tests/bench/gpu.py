@@ -19,6 +19,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.layers.rotary import RopeConfig, RopeScaling
+from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
@@ -83,7 +84,7 @@ def random_decoder(config: ModelConfig) -> Decoder:
         tensors[target] = weight.normal_(
             1.0 if weight.dim() == 1 else 0.0, 0.02, generator=generator
         )
-    return build_decoder(config, tensors, CUDA)
+    return build_decoder(config, tensors, CUDA, ModelOptions())
 
 
 def device_ms(work: Callable[[], object], *, repeats: int = 15, inner: int = 4) -> float:
