@@ -14,16 +14,7 @@ from torch import Tensor
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.events import CandidatesReady, LinkOpened, LinkTerms, Output
-from services.draft.link_codec import attach_request, event_from_response
-from services.draft.roster import Roster
-from services.draft.rounds import Rounds
 from services.draft.sequence import DraftSequence
-from services.draft.worker import WorkerIdentity
-from services.target.attachments import Attachment, DraftIdentity, DraftMessage
-from services.target.draft_messages import draft_messages, feature_spec
-from services.target.engine import Engine
-from services.target.patience import Patience
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
@@ -31,7 +22,6 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.runtime.head_runner import HeadRunner
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
@@ -46,6 +36,7 @@ from tests.helpers.engines import (
     tiny_decoder,
 )
 from tests.helpers.head_oracle import HeadOracle, best_paths, path_values
+from tests.helpers.wired_draft import WiredDraft
 
 SHAPE = TreeShape(3, 3, 9)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
@@ -81,41 +72,6 @@ class RecordingDrafter(EagleDrafter):
         proposals = super().propose(sequences, shape)
         self.seen += [(list(p.sequence.token_ids), p.sequence.sampling, p.tree) for p in proposals]
         return proposals
-
-
-class WiredDraft:
-    """A `DraftPort` that reads the bytes of the wire and answers within the target's step."""
-
-    def __init__(self, engine: Engine, drafter: EagleDrafter) -> None:
-        self.engine = engine
-        self.spec = drafter.limits.feature_spec
-        self.roster = Roster(drafter, max_sequences=8, deliver=self._deliver)
-        self.rounds = Rounds(self.roster, drafter, SHAPE, chunk_tokens=16, deliver=self._deliver)
-        self.roster.apply(LinkOpened(1, LinkTerms(VOCAB_SIZE, 64, 8, mirrors_noise=True)))
-
-    def attach(self) -> None:
-        worker = WorkerIdentity("w", "m", "EAGLE", None, 8, 128, feature_spec=self.spec)
-        message = pb.SpeculateRequest.FromString(attach_request(worker).SerializeToString())
-        spec = feature_spec(message.attach.feature_spec)
-        identity = DraftIdentity("wired", "w", "m", "EAGLE", 8, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(0.5), spec))
-
-    def send(self, message: DraftMessage) -> bool:
-        for response in draft_messages(message):
-            wire = pb.SpeculateResponse.FromString(response.SerializeToString())
-            event = event_from_response(1, wire, self.spec)
-            assert event is not None
-            self.roster.apply(event)
-        while self.rounds.step():
-            pass
-        return True
-
-    def close(self) -> None:
-        raise AssertionError("the target gave the draft up")
-
-    def _deliver(self, output: Output) -> None:
-        assert isinstance(output, CandidatesReady)
-        self.engine.offer("wired", output.candidates)
 
 
 def _drafter(folder: Path, target: Path, tiny: TinyHead) -> RecordingDrafter:
@@ -176,7 +132,7 @@ def test_trees_are_those_of_the_targets_true_features(
 ) -> None:
     engine = build_engine(decoder, max_step_rows=16)
     drafter = _drafter(tmp_path, folder, tiny)
-    draft = WiredDraft(engine, drafter)
+    draft = WiredDraft(engine, drafter, SHAPE)
     draft.attach()
     sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
     prompts = [PROMPT, PROMPT[:9], PROMPT[4:]]
@@ -193,7 +149,7 @@ def test_a_prompt_from_the_prefix_cache_is_drafted_for_as_a_new_one_is(
 ) -> None:
     engine = build_engine(decoder)
     drafter = _drafter(tmp_path, folder, tiny)
-    WiredDraft(engine, drafter).attach()
+    WiredDraft(engine, drafter, SHAPE).attach()
     for _ in range(2):
         run(engine, [request(PROMPT, stop=StopParams(6))])
     half = len(drafter.seen) // 2
