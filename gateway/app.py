@@ -14,6 +14,7 @@ from gateway import bodies, failures
 from gateway.chunks import ChatChunks, CompletionChunks
 from gateway.event_stream import EventStream, whole_answer
 from gateway.inbox import ClientGone
+from gateway.messages.routes import add_message_routes
 from gateway.middleware import ApiKey, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
 from gateway.native.server_routes import add_server_routes
@@ -38,6 +39,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, failures.on_bug)
     _add_openai_routes(app, gateway)
+    add_message_routes(app, gateway)
     add_generate_routes(app, gateway)
     add_token_routes(app, gateway)
     add_server_routes(app, gateway)

@@ -25,5 +25,5 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
         inside = error.violations[0].field if error.violations else ""
         if inside not in names:
             raise
-        message = re.sub(rf"\b{re.escape(inside)}\b", names[inside], error.message, count=1)
+        message = re.sub(rf"^{re.escape(inside)}\b", names[inside], error.message)
         raise InvalidArgument.of(error.reason, names[inside], message) from error

@@ -1,0 +1,35 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, Anthropic's interface."""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from gateway.event_stream import EventStream, whole_answer
+from gateway.messages.answer import MessageChunks, message
+from gateway.messages.chat import messages_plan, prompt_chat
+from gateway.messages.schema import MessagesRequest, Prompt
+from gateway.serving import Gateway
+from shared.telemetry.request_id import current_request_id
+
+
+def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the routes."""
+
+    @app.post("/v1/messages", tags=["anthropic"])
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        name, model = gateway.pool.model(body.model)
+        trace_id = current_request_id.get()
+        plan = await messages_plan(body, gateway.planner, name, model, trace_id)
+        answer = gateway.answer(plan, "messages")
+        if plan.is_stream:
+            return EventStream(answer, MessageChunks(plan))
+        (finale,) = await whole_answer(answer, request.receive)
+        content = orjson.dumps(message(plan, finale.choice, finale.piece.text))
+        return Response(content, media_type="application/json")
+
+    @app.post("/v1/messages/count_tokens", tags=["anthropic"])
+    async def count_tokens(body: Prompt) -> dict[str, int]:
+        gateway.pool.model(body.model)
+        return {"input_tokens": len(await gateway.planner.chat_prompt(prompt_chat(body)))}
