@@ -19,6 +19,7 @@ from gateway.middleware import ApiKey, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
 from gateway.native.server_routes import add_server_routes
 from gateway.native.token_routes import add_token_routes
+from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from shared.errors import OutriderError
@@ -39,6 +40,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, failures.on_bug)
     _add_openai_routes(app, gateway)
+    add_response_routes(app, gateway)
     add_message_routes(app, gateway)
     add_generate_routes(app, gateway)
     add_token_routes(app, gateway)
