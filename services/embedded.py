@@ -27,12 +27,7 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
-from services.target.attachments import (
-    Attachment,
-    DraftIdentity,
-    DraftMessage,
-    OpenedSequence,
-)
+from services.target.attachment import Attachment, DraftIdentity, DraftMessage, OpenedSequence
 from services.target.engine import Engine
 from services.target.feature_rows import FeatureRows as TargetRows
 from services.target.feature_store import FeatureSpec

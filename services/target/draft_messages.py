@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from services.target.attachments import DraftMessage, OpenedSequence
+from services.target.attachment import DraftMessage, OpenedSequence
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb

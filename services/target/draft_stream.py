@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import deque
 
-from services.target.attachments import DraftMessage
+from services.target.attachment import DraftMessage
 
 
 class DraftStream:

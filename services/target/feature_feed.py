@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from services.target.attachments import Attachment, Attachments, FeatureNeed
+from services.target.attachment import Attachment
+from services.target.attachments import Attachments, FeatureNeed
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec, FeatureStore, FeatureStores
 from services.target.scheduler import StepPlan

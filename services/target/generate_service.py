@@ -10,11 +10,12 @@ from typing import Any
 
 from grpc import aio
 
-from services.target.engine import Clock, Engine
+from services.target.engine import Engine
 from services.target.event_messages import response_message, session_event
 from services.target.event_stream import EventStream
 from services.target.open_requests import OpenRequests
 from services.target.request import Failed, Finished, GenerationRequest
+from services.target.step_loop import Clock
 from shared.errors import InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc

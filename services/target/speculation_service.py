@@ -12,11 +12,8 @@ from typing import Any
 
 from grpc import aio
 
-from services.target.attachments import (
-    MAX_CONDITIONAL_CANDIDATES,
-    Attachment,
-    DraftIdentity,
-)
+from services.target.attachment import Attachment, DraftIdentity
+from services.target.attachments import MAX_CONDITIONAL_CANDIDATES
 from services.target.draft_messages import draft_messages, feature_spec
 from services.target.draft_stream import DraftStream
 from services.target.engine import Engine

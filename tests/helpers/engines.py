@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.target.attachments import Attachment, DraftIdentity, DraftMessage
+from services.target.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.engine import Engine
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec
@@ -24,6 +24,8 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import EXACT, Thresholds
 from shared.tokens import (
@@ -69,12 +71,14 @@ def build_engine(
     max_context_tokens: int = 200,
     eos_token_ids: frozenset[int] = frozenset(),
     on_step: Callable[[StepReport], None] = lambda report: None,
+    graph_limits: GraphLimits | None = None,
 ) -> Engine:
     """Returns an engine over `decoder`, on its device, whose thread is not started."""
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, decoder.device)
+    graphs = None if graph_limits is None else ForwardGraphs(decoder, pool, graph_limits)
     leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=prefix_cache)
     return Engine(
-        runner=ModelRunner(decoder, pool),
+        runner=ModelRunner(decoder, pool, graphs),
         leases=leases,
         scheduler=Scheduler(leases, SchedulerLimits(max_running, 64, max_step_rows)),
         verifier=Verifier(mode, generator=torch.Generator().manual_seed(0), thresholds=thresholds),

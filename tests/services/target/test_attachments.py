@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from services.target.attachments import (
-    Attachment,
-    Attachments,
-    DraftIdentity,
-    DraftMessage,
-)
+from services.target.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.attachments import Attachments
 from services.target.patience import FIRST_PROBE_S, MISSES_UNTIL_COLD, Patience
 from services.target.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence

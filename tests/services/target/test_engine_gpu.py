@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shared.models.decoder import Decoder
+from shared.runtime.graph_inputs import GraphLimits
 from shared.tokens import SamplingParams
 from tests.helpers.engines import (
     Proposal,
@@ -37,10 +38,17 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return tiny_decoder(tmp_path_factory.mktemp("decoder"), torch.device("cuda"))
 
 
+GRAPHS = GraphLimits(max_rows=48, max_sequences=8, max_tail_width=24, max_context_tokens=200)
+
+
 def _outputs(
-    decoder: Decoder, sampling: SamplingParams, propose: Proposal | None = None, seed: int = 0
+    decoder: Decoder,
+    sampling: SamplingParams,
+    propose: Proposal | None = None,
+    seed: int = 0,
+    graph_limits: GraphLimits | None = None,
 ) -> list[list[int]]:
-    engine = build_engine(decoder)
+    engine = build_engine(decoder, graph_limits=graph_limits)
     if propose is not None:
         ScriptedDraft(engine, propose, disturb=shuffled_drops(seed)).attach()
     requests = [
@@ -64,6 +72,15 @@ def test_output_is_that_of_plain_decoding_for_every_draft(decoder: Decoder, name
         script = oracle_trees(_wholes(expected), seed, quality=quality)
         assert _outputs(decoder, sampling, script, seed) == expected
     assert _outputs(decoder, sampling, random_trees(2)) == expected
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_graphs_change_nothing(decoder: Decoder, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    expected = _outputs(decoder, sampling)
+    assert _outputs(decoder, sampling, graph_limits=GRAPHS) == expected
+    script = oracle_trees(_wholes(expected), 3, quality=0.7)
+    assert _outputs(decoder, sampling, script, seed=3, graph_limits=GRAPHS) == expected
 
 
 def test_output_is_that_of_the_cpu(
