@@ -73,7 +73,7 @@ def _completion(base_url: str) -> dict[str, object]:
     return answer
 
 
-@pytest.mark.parametrize("flags", [(), ("--algorithm", "NONE")])
+@pytest.mark.parametrize("flags", [(), ("--algorithm", "NONE"), ("--placement", "embedded")])
 def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: Path) -> None:
     with _serving(tmp_path, *flags) as (process, ready_line, base_url):
         assert ready_line.startswith(f"ready: {base_url}/v1"), process.communicate()[1]
