@@ -35,7 +35,7 @@ def completion_logprobs(
     """
     return {
         "tokens": [_spelling(score.token_id, tokenizer) for score in scores],
-        "token_logprobs": [_finite(score.logprobs.log_prob) for score in scores],
+        "token_logprobs": [finite(score.logprobs.log_prob) for score in scores],
         "top_logprobs": [_top(score, tokenizer) for score in scores],
         "text_offset": [echo_length + score.offset for score in scores],
     }
@@ -45,7 +45,7 @@ def _entry(token_id: int, log_prob: float, tokenizer: Tokenizer) -> dict[str, An
     token_bytes = tokenizer.token_bytes.get(token_id, b"")
     return {
         "token": token_bytes.decode("utf-8", "replace"),
-        "logprob": _finite(log_prob),
+        "logprob": finite(log_prob),
         "bytes": list(token_bytes),
     }
 
@@ -55,7 +55,7 @@ def _top(score: TokenScore, tokenizer: Tokenizer) -> dict[str, float]:
     top: dict[str, float] = {}
     for token_id, log_prob in (*score.logprobs.top, (score.token_id, score.logprobs.log_prob)):
         # Two tokens may be spelled alike; the more probable one comes first.
-        top.setdefault(_spelling(token_id, tokenizer), _finite(log_prob))
+        top.setdefault(_spelling(token_id, tokenizer), finite(log_prob))
     return top
 
 
@@ -68,5 +68,6 @@ def _spelling(token_id: int, tokenizer: Tokenizer) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-def _finite(log_prob: float) -> float:
+def finite(log_prob: float) -> float:
+    """Returns what JSON can say of a log probability."""
     return max(log_prob, _LEAST)

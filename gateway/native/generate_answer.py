@@ -9,6 +9,7 @@ from gateway.choice import Choice, Piece, TokenScore
 from gateway.chunks import DONE, event
 from gateway.failures import error_body
 from gateway.inbox import Aborted
+from gateway.logprobs import finite
 from gateway.native.generate_plan import GeneratePlan
 from gateway.text.tokenizer import Tokenizer
 from gateway.usage import speculative_decoding
@@ -73,7 +74,7 @@ class GeneratedText:
         spelled = None
         if self._asked.spells_tokens:
             spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return [log_prob, token_id, spelled]
+        return [finite(log_prob), token_id, spelled]
 
     def _alternatives(self, score: TokenScore) -> list[list[Any]]:
         return [self._entry(token_id, log_prob) for token_id, log_prob in score.logprobs.top]

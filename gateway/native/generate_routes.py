@@ -23,7 +23,8 @@ def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
     """Adds the route."""
     tokenizer = gateway.text.tokenizer
 
-    @app.api_route("/generate", methods=["POST", "PUT"], tags=["sglang"])
+    @app.put("/generate", tags=["sglang"])
+    @app.post("/generate", tags=["sglang"])
     async def generate(body: GenerateRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         trace_id = current_request_id.get()

@@ -48,7 +48,8 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"], tags=["server"])
+    @app.get("/flush_cache", tags=["server"])
+    @app.post("/flush_cache", tags=["server"])
     async def flush_cache() -> dict[str, Any]:
         addresses = gateway.target_maintenance
         if not addresses:

@@ -150,3 +150,11 @@ async def test_the_key_guards_every_interface_but_probes(
             assert (await client.get(path, headers=headers)).status_code == 200
         for path in ("/health", "/metrics", "/version", "/ready"):
             assert (await client.get(path)).status_code == 200
+
+
+async def test_every_route_is_described(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids)
+    assert {"/generate", "/tokenize", "/v1/messages", "/v1/responses"} <= set(document["paths"])
