@@ -18,21 +18,25 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "num_shared", "window"])  # type: ignore[untyped-decorator]
 def attend_splits(  # type: ignore[no-untyped-def]
     queries, keys, values, sums, maxima, masses,
     block_sequences, block_first_rows, block_counts,
     row_lengths, shared_lengths, positions, page_table, tail_slots,
-    query_stride, page_stride, tail_stride, max_splits,
+    query_stride, page_stride, tail_stride, max_splits, num_shared,
     scale_log2, window,
-    HAS_TAIL: tl.constexpr, ROWS: tl.constexpr,
+    HAS_TAIL: tl.constexpr, ALL_SHARED: tl.constexpr, ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks."""
+    """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks.
+
+    The first `num_shared` programs along the last axis serve a block's shared splits; with trees,
+    one more for each of its rows serves the splits where keys are the row's own.
+    """
     # Heads run side by side: their parts of a key lie side by side in memory.
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
@@ -46,6 +50,33 @@ def attend_splits(  # type: ignore[no-untyped-def]
     is_lane = lane_rows < count
     heads = kv_head * NUM_GROUPS + lanes % NUM_GROUPS
     rows = first_row + lane_rows
+    lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
+    longest = tl.max(lengths, 0)
+    common = tl.load(shared_lengths + sequence)
+    split = tl.program_id(2)
+    step = num_shared
+    # No split that ends behind it is shared by all rows; without trees every split is.
+    last_shared = ALL_SHARED
+    tails = tail_slots
+    if HAS_TAIL:
+        has_own = common < longest
+        # Such a program serves one tree row, from the split on where its keys are its own.
+        serves_row = split >= num_shared
+        own_row = tl.maximum(split - num_shared, 0)
+        is_lane = is_lane & ((not serves_row) | (has_own & (lane_rows == own_row)))
+        lengths = tl.where(is_lane, lengths, 0)
+        longest = tl.max(lengths, 0)
+        tails += (first_row + own_row).to(tl.int64) * tail_stride
+        own_split = split_of(common, FIRST_SPLIT, LEVEL_SPLITS)
+        split = tl.where(serves_row, own_split, split)
+        step = tl.where(serves_row, 1, num_shared)
+        last_shared = tl.where(has_own & (not serves_row), common, ALL_SHARED)
+    # The first key of each row's window. Tree nodes never lose a key of their own tail.
+    lows = tl.zeros_like(lengths)
+    if HAS_WINDOW:
+        last = tl.load(positions + rows, mask=is_lane, other=0).to(tl.int32)
+        lows = tl.maximum(last - window + 1, 0)
+    lowest = tl.min(tl.where(is_lane, lows, longest), 0)
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     tile_queries = tl.load(
@@ -53,32 +84,22 @@ def attend_splits(  # type: ignore[no-untyped-def]
         + heads[:, None] * HEAD_DIM + dims[None, :],
         mask=is_lane[:, None] & is_dim[None, :], other=0.0,
     )  # fmt: skip
-    lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
-    # The first key of each row's window. Tree nodes never lose a key of their own tail.
-    lows = tl.zeros_like(lengths)
-    if HAS_WINDOW:
-        last = tl.load(positions + rows, mask=is_lane, other=0).to(tl.int32)
-        lows = tl.maximum(last - window + 1, 0)
-    longest = tl.max(lengths, 0)
-    lowest = tl.min(tl.where(is_lane, lows, longest), 0)
-    # Whole tiles below it are common to all rows; above it every row has keys of its own.
-    common = tl.load(shared_lengths + sequence)
-    if HAS_TAIL:
-        common = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
     pages = page_table + sequence * page_stride
     head_keys = keys + kv_head * HEAD_DIM + dims
     head_values = values + kv_head * HEAD_DIM + dims
-    split = tl.program_id(2)
-    level = split // LEVEL_SPLITS
-    size = FIRST_SPLIT << level
+    # Whole tiles below it are common to all rows.
+    common_tiles = common
+    if HAS_TAIL:
+        common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
+    size = FIRST_SPLIT << (split // LEVEL_SPLITS)
     start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
-    while start < longest:
+    while (start < longest) & (start + size <= last_shared):
         best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([TILE_ROWS], tl.float32)
         total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
         end = tl.minimum(start + size, longest)
         first = tl.maximum(start, lowest // TILE_KEYS * TILE_KEYS)
-        for tile in range(first, tl.minimum(end, common), TILE_KEYS):
+        for tile in range(first, tl.minimum(end, common_tiles), TILE_KEYS):
             indices = tile + tl.arange(0, TILE_KEYS)
             is_key = indices < longest
             page = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
@@ -95,23 +116,15 @@ def attend_splits(  # type: ignore[no-untyped-def]
             scores = tl.where(is_seen, scores, float("-inf"))
             best, mass, total = absorb(scores, tile_values, best, mass, total)
         if HAS_TAIL:
-            prefix = tl.load(shared_lengths + sequence)
-            first = tl.maximum(first, common)
-            num_tiles = tl.maximum(end - first + TILE_KEYS - 1, 0) // TILE_KEYS
-            # Rows take turns at each tile: one loop, so that loads of the next turn can start.
-            for turn in range(num_tiles * count):
-                lane_row = turn % count
-                row = first_row + lane_row
-                indices = first + turn // count * TILE_KEYS + tl.arange(0, TILE_KEYS)
-                is_key = indices < tl.load(row_lengths + row)
-                is_tail = is_key & (indices >= prefix)
-                is_prefix = is_key & (indices < prefix)
-                tails = tail_slots + row.to(tl.int64) * tail_stride
-                slots = tl.load(tails + indices - prefix, mask=is_tail, other=0)
+            for tile in range(tl.maximum(first, common_tiles), end, TILE_KEYS):
+                indices = tile + tl.arange(0, TILE_KEYS)
+                is_prefix = indices < common
+                is_tail = (indices >= common) & (indices < longest)
+                slots = tl.load(tails + indices - common, mask=is_tail, other=0)
                 page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
                 slots += tl.where(is_prefix, page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE, 0)
                 offsets = slots * (NUM_KV_HEADS * HEAD_DIM)
-                is_loaded = is_key[:, None] & is_dim[None, :]
+                is_loaded = (is_prefix | is_tail)[:, None] & is_dim[None, :]
                 tile_keys = tl.load(
                     head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0.0
                 )
@@ -124,8 +137,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
                 is_seen = is_tail[None, :] | (
                     is_prefix[None, :] & (indices[None, :] >= lows[:, None])
                 )
-                is_seen = is_seen & (lane_rows[:, None] == lane_row)
-                scores = tl.where(is_seen, scores, float("-inf"))
+                scores = tl.where(is_seen & is_lane[:, None], scores, float("-inf"))
                 best, mass, total = absorb(scores, tile_values, best, mass, total)
         slot = ((block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads).to(tl.int64)
         slot = slot * max_splits + split
@@ -135,10 +147,24 @@ def attend_splits(  # type: ignore[no-untyped-def]
             sums + slot[:, None] * HEAD_DIM + dims[None, :], total,
             mask=is_lane[:, None] & is_dim[None, :],
         )  # fmt: skip
-        split += tl.num_programs(2)
-        level = split // LEVEL_SPLITS
-        size = FIRST_SPLIT << level
+        split += step
+        size = FIRST_SPLIT << (split // LEVEL_SPLITS)
         start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def split_of(  # type: ignore[no-untyped-def]
+    key, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
+):
+    """Returns the index of the split that holds a key."""
+    level_start = 0
+    first = 0
+    size = FIRST_SPLIT
+    while key >= level_start + LEVEL_SPLITS * size:
+        level_start += LEVEL_SPLITS * size
+        first += LEVEL_SPLITS
+        size *= 2
+    return first + (key - level_start) // size
 
 
 @triton.jit

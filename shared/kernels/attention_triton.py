@@ -20,6 +20,8 @@ from shared.kernels.split_plan import (
 # About eight programs a multiprocessor; more would only find nothing to do.
 _TARGET_PROGRAMS = 1024
 _MIN_SPLIT_PROGRAMS = 8
+# Above the end of any split.
+_ALL_SHARED = 2**30
 _TILE_KEYS = 64
 # Where one head of a key is this wide, a chunk's tile holds fewer keys, or shared memory overflows.
 _WIDE_TILE_KEYS = 32
@@ -97,15 +99,17 @@ def _launch_splits(call: _Call) -> None:
     masses = queries.new_empty(shape, dtype=torch.float32)
     wanted = -(-_TARGET_PROGRAMS // (num_blocks * num_kv_heads))
     split_programs = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
+    own_programs = 0 if plan.tail_slots is None else rows_per_block
     tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
     options = call.shape_options()
-    attend_splits[(num_kv_heads, num_blocks, split_programs)](
+    attend_splits[(num_kv_heads, num_blocks, split_programs + own_programs)](
         queries, call.keys, call.values, sums, maxima, masses,
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
-        queries.stride(0), plan.page_table.stride(0), tail.stride(0), plan.max_splits,
+        queries.stride(0), plan.page_table.stride(0), tail.stride(0),
+        plan.max_splits, split_programs,
         call.scale_log2, plan.sliding_window or 0,
-        HAS_TAIL=plan.tail_slots is not None,
+        HAS_TAIL=plan.tail_slots is not None, ALL_SHARED=_ALL_SHARED,
         ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
         **options, num_warps=4, num_stages=call.num_stages,
