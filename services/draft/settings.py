@@ -34,6 +34,7 @@ DEMO = Path(__file__).parents[2] / "shared" / "demo"
 DEMO_DRAFT = DEMO / "draft"
 DEMO_TARGET = DEMO / "target"
 MAX_TREE_DEPTH = 32
+COMPILED_SEQUENCES = 32
 
 
 class AttentionMode(enum.Enum):
@@ -71,13 +72,17 @@ class DraftSettings(ProcessSettings):
         Quantisation.UNQUANT, "8 bits a weight in the draft's layers; not in embedding and lm_head"
     )
     speculative_attention_mode: AttentionMode = setting(
-        AttentionMode.PREFILL, "no effect: one attention kernel runs both"
+        AttentionMode.PREFILL, "no effect: one kernel serves prefill, decode and trees"
     )
     speculative_draft_attention_backend: AttentionBackend = setting(
         AttentionBackend.AUTO, "auto: triton on CUDA, else torch"
     )
     speculative_draft_window_size: int | None = setting(
         None, "committed tokens the draft looks back on at most; its context when unset", minimum=64
+    )
+    enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
+    torch_compile_max_bs: int | None = setting(
+        None, f"sequences of a compiled forward at most; {COMPILED_SEQUENCES} when unset", minimum=1
     )
     target_model_path: Path | None = setting(
         None, "folder of the target a draft head belongs to; the demo target's when unset"
@@ -212,6 +217,13 @@ class DraftSettings(ProcessSettings):
             quantisation=self.speculative_draft_model_quantization,
             attention_backend=self.speculative_draft_attention_backend,
         )
+
+    @property
+    def max_compiled_sequences(self) -> int | None:
+        """Most sequences of a forward that is compiled; None compiles none."""
+        if not self.enable_torch_compile:
+            return None
+        return self.torch_compile_max_bs or COMPILED_SEQUENCES
 
     @property
     def ngram_options(self) -> NgramOptions:

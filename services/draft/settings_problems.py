@@ -19,6 +19,7 @@ _OF_A_MODEL = frozenset(
         "speculative_attention_mode",
         "speculative_draft_attention_backend",
         "speculative_draft_window_size",
+        "enable_torch_compile",
     }
 )
 
@@ -30,6 +31,7 @@ def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
         *_ngram_problems(settings),
         *_head_problems(settings),
         *_revision_problems(settings),
+        *_compile_problems(settings),
         *_window_problems(settings),
         *device_problems(settings.device),
         *_target_problems(settings),
@@ -110,6 +112,12 @@ def _revision_problems(settings: DraftSettings) -> tuple[str, ...]:
         f"have one revision: download that one and give its folder as "
         f"--speculative-draft-model-path",
     )
+
+
+def _compile_problems(settings: DraftSettings) -> tuple[str, ...]:
+    if settings.torch_compile_max_bs is None or settings.enable_torch_compile:
+        return ()
+    return ("--torch-compile-max-bs: set --enable-torch-compile, too, or neither",)
 
 
 def _window_problems(settings: DraftSettings) -> tuple[str, ...]:

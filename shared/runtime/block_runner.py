@@ -10,17 +10,25 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead
+from shared.runtime.compiled import compile_small
 
 
 class BlockRunner:
-    """`HeadRunner`'s counterpart for heads that draft blocks."""
+    """`HeadRunner`'s counterpart for heads that draft blocks.
 
-    def __init__(self, head: DflashHead, pool: KvPool) -> None:
+    Args:
+        max_compiled_sequences: see `compile_small`.
+    """
+
+    def __init__(
+        self, head: DflashHead, pool: KvPool, *, max_compiled_sequences: int | None = None
+    ) -> None:
         assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the head"
         )
         self.head = head
         self.pool = pool
+        self._forward = compile_small(head.forward, max_compiled_sequences)
 
     @property
     def device(self) -> torch.device:
@@ -39,5 +47,5 @@ class BlockRunner:
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> Tensor:
         """Returns the logits `[L, V]` float32 of the rows of blocks that ask for them."""
-        states = self.head.forward(batch, self.pool)
+        states = self._forward(batch, self.pool)
         return self.head.logits(states.index_select(0, batch.logit_rows))

@@ -10,6 +10,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
+from shared.runtime.compiled import compile_small
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,21 @@ class HeadOutput:
 
 
 class HeadRunner:
-    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state."""
+    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state.
 
-    def __init__(self, head: DraftHead, pool: KvPool) -> None:
+    Args:
+        max_compiled_sequences: see `compile_small`.
+    """
+
+    def __init__(
+        self, head: DraftHead, pool: KvPool, *, max_compiled_sequences: int | None = None
+    ) -> None:
         assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the head"
         )
         self.head = head
         self.pool = pool
+        self._forward = compile_small(head.forward, max_compiled_sequences)
 
     @property
     def device(self) -> torch.device:
@@ -51,7 +59,7 @@ class HeadRunner:
     @torch.inference_mode()
     def states(self, batch: ForwardBatch, hidden: Tensor, *, layer: int) -> Tensor:
         """Returns the states `[T, H]` of every row of `batch`, computed by one layer."""
-        return self.head.forward(batch, hidden, self.pool, layer=layer)
+        return self._forward(batch, hidden, self.pool, layer=layer)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -61,5 +69,5 @@ class HeadRunner:
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
         """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
-        states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
+        states = self._forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
         return HeadOutput(self.head.logits(states), states)

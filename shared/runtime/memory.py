@@ -65,6 +65,8 @@ def num_pages_for(
 def free_memory_bytes(device: torch.device) -> int:
     """Returns bytes free on a CUDA device, or available to this process on the host."""
     if device.type == "cuda":
+        # What loading freed, as quantised weights' originals, is the allocator's until told.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

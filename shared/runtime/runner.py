@@ -10,6 +10,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.runtime.compiled import compile_small
 from shared.runtime.graphs import ForwardGraphs
 
 
@@ -33,15 +34,24 @@ class ModelRunner:
 
     Args:
         graphs: computes the forwards that fit it; None computes all of them as they are.
+        max_compiled_sequences: see `compile_small`; graphs hold what is not compiled.
     """
 
-    def __init__(self, decoder: Decoder, pool: KvPool, graphs: ForwardGraphs | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KvPool,
+        graphs: ForwardGraphs | None = None,
+        *,
+        max_compiled_sequences: int | None = None,
+    ) -> None:
         assert pool.layout == decoder.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the decoder"
         )
         self.decoder = decoder
         self.pool = pool
         self._graphs = graphs
+        self._forward = compile_small(decoder.forward, max_compiled_sequences)
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +69,7 @@ class ModelRunner:
         """
         if self._graphs is not None and self._graphs.fits(batch, capture_layers):
             return self._replay(self._graphs, batch, capture_layers)
-        output = self.decoder.forward(batch, self.pool, capture_layers=capture_layers)
+        output = self._forward(batch, self.pool, capture_layers=capture_layers)
         logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
         return RunnerOutput(logits, output.hidden, output.features)
 

@@ -61,7 +61,8 @@ def build_dflash(settings: DraftSettings, target: TargetTensors | None = None) -
             "the draft looks back on %d tokens; the target's context is %d",
             *(window, target_config.max_position_embeddings),
         )
-    runner = BlockRunner(head, KvPool(layout, num_pages, device))
+    pool = KvPool(layout, num_pages, device)
+    runner = BlockRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
     return DflashDrafter(runner, num_pages, block_size=block_size, window_tokens=window)
 
 

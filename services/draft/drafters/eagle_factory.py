@@ -65,9 +65,8 @@ def build_eagle(settings: DraftSettings, target: TargetTensors | None = None) ->
     log_quantisation(settings, head)
     layout = head.kv_layout(settings.page_size, dtype)
     pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
-    return EagleDrafter(
-        HeadRunner(head, pool), leases, max_context_tokens=context, keeps_features=is_shorter
-    )
+    runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    return EagleDrafter(runner, leases, max_context_tokens=context, keeps_features=is_shorter)
 
 
 def _token_map(settings: DraftSettings, kind: HeadKind, vocab_size: int) -> torch.Tensor | None:

@@ -55,6 +55,5 @@ def build_mtp(settings: DraftSettings, target: TargetTensors | None = None) -> E
     layout = head.kv_layout(settings.page_size, dtype)
     pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
     drafter = EagleDrafter if num_layers == 1 else MultiLayerDrafter
-    return drafter(
-        HeadRunner(head, pool), leases, max_context_tokens=context, keeps_features=is_shorter
-    )
+    runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    return drafter(runner, leases, max_context_tokens=context, keeps_features=is_shorter)

@@ -28,10 +28,14 @@ def device_for(settings: DraftSettings) -> torch.device:
     device = device_named(settings.device)
     if device.type == "cuda":
         return device
+    problems = []
     if settings.speculative_draft_attention_backend is AttentionBackend.TRITON:
-        raise SettingsError(
-            (f"--speculative-draft-attention-backend: triton needs CUDA; the device is {device}",)
-        )
+        problems.append("--speculative-draft-attention-backend: triton needs CUDA")
+    if settings.enable_torch_compile:
+        # Its compiler does not take the packed weights that make CPU forwards fast.
+        problems.append("--enable-torch-compile needs CUDA")
+    if problems:
+        raise SettingsError(tuple(f"{problem}; the device is {device}" for problem in problems))
     return device
 
 

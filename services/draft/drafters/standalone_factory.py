@@ -39,4 +39,5 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
     log_quantisation(settings, decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
     pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
-    return StandaloneDrafter(ModelRunner(decoder, pool), leases, max_context_tokens=context)
+    runner = ModelRunner(decoder, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    return StandaloneDrafter(runner, leases, max_context_tokens=context)

@@ -1,0 +1,44 @@
+"""From names to device and element type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.model_options import Dtype, device_problems
+from shared.runtime.device import device_named, dtype_named
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_available, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_available: answer)
+        assert device_named("auto").type == expected
+    assert device_named("cuda:1") == CUDA
+
+
+@pytest.mark.parametrize(
+    ("dtype", "saved", "device", "expected"),
+    [
+        (Dtype.AUTO, torch.float16, CPU, torch.float32),
+        (Dtype.AUTO, torch.float16, CUDA, torch.float16),
+        (Dtype.AUTO, None, CUDA, torch.bfloat16),
+        (Dtype.FLOAT16, torch.bfloat16, CPU, torch.float16),
+        (Dtype.BFLOAT16, None, CUDA, torch.bfloat16),
+    ],
+)
+def test_an_element_type_is_the_named_the_saved_or_the_devices(
+    dtype: Dtype, saved: torch.dtype | None, device: torch.device, expected: torch.dtype
+) -> None:
+    assert dtype_named(dtype, saved, device) is expected
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:3"])
+def test_devices_have_these_names(name: str) -> None:
+    assert device_problems(name) == ()
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "cudagraph", "cuda:", "cpu:0", "cuda:x"])
+def test_other_names_are_refused(name: str) -> None:
+    assert device_problems(name) == (f"--device: {name!r} is not auto, cpu, cuda or cuda:N",)
