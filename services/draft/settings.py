@@ -33,6 +33,7 @@ from shared.tokens import TreeShape
 DEMO = Path(__file__).parents[2] / "shared" / "demo"
 DEMO_DRAFT = DEMO / "draft"
 DEMO_TARGET = DEMO / "target"
+DEMO_HEADS = DEMO / "heads"
 MAX_TREE_DEPTH = 32
 COMPILED_SEQUENCES = 32
 
@@ -166,10 +167,14 @@ class DraftSettings(ProcessSettings):
         """Of a drafter that has a model."""
         if self.speculative_draft_model_path is not None:
             return self.speculative_draft_model_path
-        if self.algorithm is Algorithm.MTP and self.target_folder != DEMO_TARGET:
+        if (
+            self.algorithm is Algorithm.MTP
+            and self.target_folder.resolve() != DEMO_TARGET.resolve()
+        ):
             # A model brings its own next-token layers.
             return self.target_folder
-        return DEMO / self.algorithm.value.lower() if self.algorithm.reads_features else DEMO_DRAFT
+        is_head = self.algorithm.reads_features
+        return DEMO_HEADS / self.algorithm.value.lower() if is_head else DEMO_DRAFT
 
     @property
     def target_folder(self) -> Path:
