@@ -47,7 +47,9 @@ def _dflash(folder: Path, target: TargetFolder) -> Drafter:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "build"), [(Algorithm.MTP, _mtp), (Algorithm.DFLASH, _dflash)], ids=str
+    ("algorithm", "build"),
+    [(Algorithm.MTP, _mtp), (Algorithm.DFLASH, _dflash)],
+    ids=["MTP", "DFLASH"],
 )
 def test_a_served_head_drafts_as_in_training(
     algorithm: Algorithm, build: Callable[[Path, TargetFolder], Drafter], tmp_path: Path
