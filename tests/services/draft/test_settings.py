@@ -10,7 +10,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.drafters.ngram import MatchType
 from services.draft.settings import DraftSettings
 from shared.errors import SettingsError
-from shared.settings import load_settings
+from shared.settings import load_settings, shown_settings
 from shared.tokens import TreeShape
 
 STEPS, TOPK, TOKENS = (
@@ -104,10 +104,46 @@ def test_the_demo_draft_is_the_default_model() -> None:
         (("--target", "a:1", "--target", "a:1"), "none twice"),
         (("--log-level", "loud"), "--log-level is 'loud'; it must be one of"),
         (("--device", "tpu"), "'tpu' is not auto, cpu"),
+        (("--speculative-draft-model-quantization", "int4"), "one of unquant, int8, fp8"),
+        (("--speculative-attention-mode", "verify"), "one of prefill, decode"),
+        (("--speculative-draft-attention-backend", "fa3"), "one of auto, torch, triton"),
+        (("--speculative-draft-load-format", "gguf"), "one of auto, safetensors, pt"),
+        (("--speculative-draft-model-revision", "v2"), "-revision is 'v2'; models are local"),
+        (("--speculative-draft-window-size", "8"), "--speculative-draft-window-size is '8'"),
+        (
+            ("--speculative-draft-window-size", "200", "--context-length", "100"),
+            "--speculative-draft-window-size is 200; it must not exceed --context-length, 100",
+        ),
+        (("--torch-compile-max-bs", "4"), "--torch-compile-max-bs: set --enable-torch-compile"),
+        (("--speculative-adaptive",), "--speculative-adaptive is not a setting"),
     ],
 )
 def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], part: str) -> None:
     assert part in _problems(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--speculative-draft-load-format", "pt"),
+        ("--speculative-draft-model-quantization", "int8"),
+        ("--speculative-attention-mode", "decode"),
+        ("--speculative-draft-attention-backend", "torch"),
+        ("--speculative-draft-window-size", "100"),
+        ("--enable-torch-compile",),
+    ],
+)
+def test_flags_of_a_model_are_echoed_and_refused_without_one(arguments: tuple[str, ...]) -> None:
+    flag, value = arguments[0], "true" if len(arguments) == 1 else arguments[1]
+    assert shown_settings(_read(*arguments))[flag.removeprefix("--")] == value
+    assert _problems(*NGRAM, *arguments) == f"{flag}: NGRAM has no model"
+
+
+def test_compiled_forwards_have_a_default_limit() -> None:
+    assert _read().max_compiled_sequences is None
+    assert _read("--enable-torch-compile").max_compiled_sequences == 32
+    flags = ("--enable-torch-compile", "--torch-compile-max-bs", "4")
+    assert _read(*flags).max_compiled_sequences == 4
 
 
 def _head(algorithm: str, target: Path, *arguments: str) -> DraftSettings:
@@ -140,8 +176,8 @@ def test_nextn_is_another_name_of_eagle(tmp_path: Path) -> None:
 
 def test_heads_default_to_those_of_the_demo_target() -> None:
     eagle, eagle3 = (_read("--speculative-algorithm", name) for name in ("NEXTN", "EAGLE3"))
-    assert eagle.model_folder.parts[-2:] == ("demo", "eagle")
-    assert eagle3.model_folder.parts[-2:] == ("demo", "eagle3")
+    assert eagle.model_folder.parts[-2:] == ("heads", "eagle")
+    assert eagle3.model_folder.parts[-2:] == ("heads", "eagle3")
     assert eagle.target_folder.parts[-2:] == ("demo", "target")
 
 
