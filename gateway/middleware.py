@@ -57,8 +57,9 @@ class ApiKey:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             headers = Headers(scope=scope)
             given = headers.get("x-api-key", "")
-            if "authorization" in headers:
-                given = headers["authorization"].removeprefix("Bearer ")
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            if scheme.lower() == "bearer":
+                given = token
             if not hmac.compare_digest(given.encode(), self._expected):
                 message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
                 problem = Problem(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")

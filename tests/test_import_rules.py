@@ -26,6 +26,7 @@ TORCH_LAYERS = ("kernels", "kv", "layers", "models", "runtime")
 TORCH_FREE = (
     "gateway",
     "shared.errors",
+    "shared.model_options",
     "shared.settings",
     "shared.settings_argv",
     "shared.settings_field",

@@ -282,7 +282,7 @@ async def test_a_key_is_asked_for_below_v1_only(
 ) -> None:
     gateway = await make_gateway(target, api_key="sesame")
     async with http_client(gateway) as client:
-        for headers in ({}, {"authorization": "Bearer open"}):
+        for headers in ({}, {"authorization": "Bearer open"}, {"authorization": "sesame"}):
             response = await client.get("/v1/models", headers=headers)
             assert (await error_of(response))[::2] == (401, "invalid_api_key")
         allowed = await client.get("/v1/models", headers={"authorization": "Bearer sesame"})

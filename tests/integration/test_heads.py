@@ -61,7 +61,7 @@ def _flags(folders: dict[str, Path], kind: str) -> list[str]:
 
 @asynccontextmanager
 async def _serving(
-    folders: dict[str, Path], kind: str, placement: str
+    folders: dict[str, Path], kind: str, placement: str, *embedded_flags: str
 ) -> AsyncIterator[pb_grpc.TargetServiceStub]:
     folder = folders["target"]
     arguments = [
@@ -70,7 +70,7 @@ async def _serving(
         *("--candidate-wait-ms", "2000", "--draft", placement),
     ]
     if placement == "embedded":
-        arguments += _flags(folders, kind)
+        arguments += [*_flags(folders, kind), *embedded_flags]
     settings, draft_settings = read_settings(arguments, {})
     engine = build_engine(settings, lambda report: None)
     process = TargetProcess(engine, settings, tokenizer_sha256(folder))
@@ -145,3 +145,16 @@ async def test_head_drafts_and_changes_nothing(
                 found, num_verified = await _outputs(stub, temperature, disabled=False)
                 assert found == expected
                 assert num_verified > 0
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "fp8"])
+async def test_a_draft_in_8_bits_changes_nothing(
+    folders: dict[str, Path], quantisation: str
+) -> None:
+    flags = ("--speculative-draft-model-quantization", quantisation)
+    async with _serving(folders, "EAGLE3", "embedded", *flags) as stub:
+        for temperature in (0.0, 1.0):
+            expected, _ = await _outputs(stub, temperature, disabled=True)
+            found, num_verified = await _outputs(stub, temperature, disabled=False)
+            assert found == expected
+            assert num_verified > 0

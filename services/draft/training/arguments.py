@@ -90,6 +90,7 @@ def _train(command: argparse.ArgumentParser) -> None:
         "--data", type=data_source, action="append", required=True, help="archive, or archive=share"
     )
     command.add_argument("--out", type=Path, required=True, help="folder of the head")
+    command.add_argument("--init", type=Path, help="begin with a trained head, sizes included")
     command.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     _sizes(command.add_argument_group("the head; left out, the target's own sizes"))
     _loss(command.add_argument_group("the loss"))
@@ -122,6 +123,7 @@ def _run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     group.add_argument("--weight-decay", type=float, default=0.05)
     group.add_argument("--optimiser", type=OptimiserKind, default=OptimiserKind.ADAMW)
+    group.add_argument("--compile", action="store_true", help="fuse the passes over scores")
     group.add_argument("--log-every", type=int, default=20, help="steps")
     group.add_argument("--save-every", type=int, default=1000, help="steps")
     group.add_argument("--seed", type=int, default=0)

@@ -31,6 +31,7 @@ from services.draft.training.texts import TextReader
 from services.draft.training.token_map import frequent_tokens, load_token_map, write_token_map
 from services.draft.training.trainer import LOG_FILE, Trainer, TrainingPlan
 from services.draft.training.training_log import read_log
+from shared.errors import CheckpointError
 
 UNROLL = {Algorithm.EAGLE: 1, Algorithm.EAGLE3: 5, Algorithm.MTP: 3}
 
@@ -134,6 +135,8 @@ def _target(arguments: argparse.Namespace, device: torch.device) -> FrozenTarget
 
 
 def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
+    if arguments.init:
+        return _trained_head(arguments).to(target.device)
     algorithm: Algorithm = arguments.algorithm
     token_ids = None
     if algorithm is Algorithm.EAGLE3 and arguments.token_map:
@@ -156,6 +159,16 @@ def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
     return head.to(target.device)
 
 
+def _trained_head(arguments: argparse.Namespace) -> Head:
+    head = load_head(arguments.init).train()
+    if head.shape.algorithm is not arguments.algorithm:
+        raise CheckpointError(
+            f"{arguments.init} holds a head of {head.shape.algorithm.value}; "
+            f"--algorithm is {arguments.algorithm.value}"
+        )
+    return head
+
+
 def _objective(arguments: argparse.Namespace, target: FrozenTarget, head: Head) -> Objective[Any]:
     is_eagle = arguments.algorithm is Algorithm.EAGLE
     terms = LossTerms(
@@ -165,9 +178,13 @@ def _objective(arguments: argparse.Namespace, target: FrozenTarget, head: Head) 
         decay=arguments.decay,
     )
     if isinstance(head, BlockHead):
-        return BlockObjective(head, target, terms, num_anchors=arguments.anchors)
+        return BlockObjective(
+            head, target, terms, num_anchors=arguments.anchors, is_compiled=arguments.compile
+        )
     num_steps = _given(arguments.unroll, UNROLL[arguments.algorithm])
-    return RecurrentObjective(head, target, terms, num_steps=num_steps)
+    return RecurrentObjective(
+        head, target, terms, num_steps=num_steps, is_compiled=arguments.compile
+    )
 
 
 def _given(value: Any, default: Any) -> Any:

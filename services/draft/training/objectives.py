@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.draft.training.attention import unrolled
 from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget, TargetRows
 from services.draft.training.recurrent_head import RecurrentHead, Unrolling
@@ -52,35 +53,36 @@ class Outcome:
     accepted_length: Tensor
 
 
-class TokenLoss:
-    """Compares scores with the target's distribution, position by position."""
+def divergence(logits: Tensor, aim: Tensor, hard: float) -> Tensor:
+    """Returns the mean KL(target || draft), plus `hard` times the cross-entropy to the target's
+    best token.
 
-    def __init__(self, terms: LossTerms) -> None:
-        self._terms = terms
+    Args:
+        logits, aim: `[R, Vd]`, the head's and the target's scores of the same tokens.
+    """
+    log_probs, log_aim = logits.float().log_softmax(-1), aim.float().log_softmax(-1)
+    soft = (log_aim.exp() * (log_aim - log_probs)).sum(-1)
+    best = log_aim.argmax(-1, keepdim=True)
+    return (soft - hard * log_probs.gather(-1, best).squeeze(-1)).mean()
+
+
+class DraftTally:
+    """Gathers the positions of many drafts of one batch."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
         self._losses: list[Tensor] = []
         self._matches: list[Tensor] = []
 
-    def add(self, logits: Tensor, aim: Tensor, best: Tensor, draft_best: Tensor) -> None:
-        """Counts the next position of the drafts.
-
-        Args:
-            logits: `[..., Vd]` of the head.
-            aim: `[..., Vd]`, the target's logits of the same tokens.
-            best, draft_best: `[...]`, the preferred token of each, as the target's ids.
-        """
-        flat, wanted = logits.float().flatten(0, -2), aim.float().flatten(0, -2)
-        probs = wanted.softmax(-1)
-        entropy = -(probs * wanted.log_softmax(-1)).sum(-1).mean()
-        loss = F.cross_entropy(flat, probs) - entropy
-        if self._terms.hard:
-            loss = loss + self._terms.hard * F.cross_entropy(flat, wanted.argmax(-1))
+    def add(self, loss: Tensor, matches: Tensor) -> None:
+        """Counts the next position; `matches` `[...]` says where both models agree."""
         self._losses.append(loss)
-        self._matches.append(best == draft_best)
+        self._matches.append(matches)
 
     def outcome(self, extra: Tensor) -> Outcome:
         """Weighs the positions; `extra` is added to the loss."""
         losses, matches = torch.stack(self._losses), torch.stack(self._matches).float()
-        weights = self._terms.decay ** torch.arange(len(losses), device=losses.device)
+        weights = self._decay ** torch.arange(len(losses), device=losses.device)
         return Outcome(
             loss=(losses * weights).sum() / weights.sum() + extra,
             losses=losses.detach(),
@@ -93,14 +95,20 @@ class Objective(nn.Module, ABC, Generic[H]):
     """A head together with the loss of a batch of the target's rows.
 
     The target stands in a tuple, so that its weights are none of this module's.
+
+    Args:
+        is_compiled: fuse the passes over scores, where most of the time goes.
     """
 
     head: H
 
-    def __init__(self, head: H, target: FrozenTarget, terms: LossTerms) -> None:
+    def __init__(
+        self, head: H, target: FrozenTarget, terms: LossTerms, *, is_compiled: bool
+    ) -> None:
         super().__init__()
         self.head = head
         self._target, self._terms = (target,), terms
+        self._divergence = torch.compile(divergence) if is_compiled else divergence
 
     @abstractmethod
     def forward(self, rows: TargetRows) -> Outcome:
@@ -115,29 +123,38 @@ class RecurrentObjective(Objective[RecurrentHead]):
     """
 
     def __init__(
-        self, head: RecurrentHead, target: FrozenTarget, terms: LossTerms, *, num_steps: int
+        self,
+        head: RecurrentHead,
+        target: FrozenTarget,
+        terms: LossTerms,
+        *,
+        num_steps: int,
+        is_compiled: bool = False,
     ) -> None:
-        super().__init__(head, target, terms)
+        super().__init__(head, target, terms, is_compiled=is_compiled)
         self._num_steps = num_steps
+        self._attention = torch.compile(unrolled) if is_compiled else unrolled
 
     def forward(self, rows: TargetRows) -> Outcome:
         (target,), head = self._target, self.head
         num_rows = rows.token_ids.shape[1] - self._num_steps
         hidden = head.fuse(self._noisy(rows.features[:, :num_rows]))
-        unrolling, tokens = Unrolling(head.shape), TokenLoss(self._terms)
+        unrolling, tally = Unrolling(head.shape, self._attention), DraftTally(self._terms.decay)
+        aim_head, best = head.select(target.lm_head), target.logits(rows.states).argmax(-1)
         distance = hidden.new_zeros(())
         for step in range(self._num_steps):
             ahead = slice(step + 1, step + 1 + num_rows)
             embedded = F.embedding(rows.token_ids[:, ahead], target.embedding)
             hidden = head.advance(embedded, hidden, unrolling)
-            logits, aim = head.scores(hidden, target.lm_head), target.logits(rows.states[:, ahead])
-            drafted = head.target_ids(logits.argmax(-1))
-            tokens.add(logits, head.select(aim), aim.argmax(-1), drafted)
+            logits = head.scores(hidden, target.lm_head)
+            aim = F.linear(rows.states[:, ahead], aim_head)
+            loss = self._divergence(logits.flatten(0, 1), aim.flatten(0, 1), self._terms.hard)
+            tally.add(loss, head.target_ids(logits.argmax(-1)) == best[:, ahead])
             if self._terms.regression:
                 distance = distance + F.smooth_l1_loss(
                     hidden.float(), rows.states[:, ahead].float()
                 )
-        return tokens.outcome(self._terms.regression * distance / self._num_steps)
+        return tally.outcome(self._terms.regression * distance / self._num_steps)
 
     def _noisy(self, features: Tensor) -> Tensor:
         features = features.float()
@@ -154,9 +171,15 @@ class BlockObjective(Objective[BlockHead]):
     """
 
     def __init__(
-        self, head: BlockHead, target: FrozenTarget, terms: LossTerms, *, num_anchors: int
+        self,
+        head: BlockHead,
+        target: FrozenTarget,
+        terms: LossTerms,
+        *,
+        num_anchors: int,
+        is_compiled: bool = False,
     ) -> None:
-        super().__init__(head, target, terms)
+        super().__init__(head, target, terms, is_compiled=is_compiled)
         self._num_anchors = num_anchors
 
     def forward(self, rows: TargetRows) -> Outcome:
@@ -166,10 +189,11 @@ class BlockObjective(Objective[BlockHead]):
             1, length - size + 2, (batch, self._num_anchors), device=rows.token_ids.device
         )
         states = self.head(target.embedding, rows.token_ids, rows.features.float(), anchors)
-        tokens = TokenLoss(self._terms)
+        tally = DraftTally(self._terms.decay)
         for index in range(size - 1):
             logits = F.linear(states[:, :, index], target.lm_head)
             scored = (anchors + index).unsqueeze(-1).expand(-1, -1, rows.states.shape[-1])
             aim = target.logits(rows.states.gather(1, scored))
-            tokens.add(logits, aim, aim.argmax(-1), logits.argmax(-1))
-        return tokens.outcome(states.new_zeros(()))
+            loss = self._divergence(logits.flatten(0, 1), aim.flatten(0, 1), self._terms.hard)
+            tally.add(loss, logits.argmax(-1) == aim.argmax(-1))
+        return tally.outcome(states.new_zeros(()))

@@ -7,7 +7,7 @@ p + 2 and is what the next row reads in place of the target's hidden state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,18 @@ from services.draft.training.modules import (
     rotation_at,
 )
 
+Attention = Callable[[Tensor, list[KeysValues]], Tensor]
+
 
 class Unrolling:
-    """Keys and values of the steps taken so far; each step stands one position further right."""
+    """Keys and values of the steps taken so far; each step stands one position further right.
 
-    def __init__(self, shape: HeadShape) -> None:
-        self._shape = shape
+    Args:
+        attention: `unrolled`, or a compiled form of it.
+    """
+
+    def __init__(self, shape: HeadShape, attention: Attention = unrolled) -> None:
+        self._shape, self._attention = shape, attention
         self._steps: list[KeysValues] = []
 
     def without_first(self, embedded: Tensor) -> Tensor:
@@ -44,7 +50,7 @@ class Unrolling:
         positions = torch.arange(rows.shape[1], device=rows.device) + len(self._steps)
         rotation = rotation_at(positions, head_dim=shape.head_dim, theta=shape.rope_theta)
         self._steps.append(attention.keys_values(rows, rotation))
-        return attention.output(unrolled(attention.queries(rows, rotation), self._steps))
+        return attention.output(self._attention(attention.queries(rows, rotation), self._steps))
 
 
 class RecurrentHead(nn.Module, ABC):
@@ -81,9 +87,9 @@ class RecurrentHead(nn.Module, ABC):
         """Returns the target's ids of draft ids."""
         return draft_ids
 
-    def select(self, target_logits: Tensor) -> Tensor:
-        """Returns the columns `[..., Vd]` of the target's logits `[..., V]` that the head has."""
-        return target_logits
+    def select(self, lm_head: Tensor) -> Tensor:
+        """Returns the rows `[Vd, H]` of the target's `lm_head` `[V, H]` that the head has."""
+        return lm_head
 
 
 class EagleHead(RecurrentHead):
@@ -160,9 +166,9 @@ class Eagle3Head(RecurrentHead):
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids]
 
-    def select(self, target_logits: Tensor) -> Tensor:
+    def select(self, lm_head: Tensor) -> Tensor:
         size = self.shape.draft_vocab_size
-        return target_logits[..., self.target_ids(torch.arange(size, device=self.d2t.device))]
+        return lm_head[self.target_ids(torch.arange(size, device=self.d2t.device))]
 
 
 class Eagle3Layer(nn.Module):

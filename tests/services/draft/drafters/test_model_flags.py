@@ -1,0 +1,71 @@
+"""What flags of the draft's model do once it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.draft.drafter_factory import build_drafter
+from services.draft.settings import DraftSettings
+from shared.errors import CheckpointError, SettingsError
+from shared.settings import load_settings
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyShape(max_position_embeddings=256)
+    return write_checkpoint(tmp_path_factory.mktemp("draft"), shape=shape)
+
+
+def _settings(folder: Path, *arguments: str) -> DraftSettings:
+    flags = ("--speculative-draft-model-path", str(folder), "--device", "cpu", *arguments)
+    return load_settings(DraftSettings, service="draft", arguments=flags, env={})
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "fp8"])
+def test_the_memory_saved_is_said_at_start(
+    folder: Path, quantisation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        build_drafter(_settings(folder))
+        assert "MiB less" not in caplog.text
+        build_drafter(_settings(folder, "--speculative-draft-model-quantization", quantisation))
+    assert f"layers in {quantisation} take 0.1 MiB less" in caplog.text
+
+
+def test_a_window_bounds_the_context_beside_the_tree(folder: Path) -> None:
+    assert build_drafter(_settings(folder)).limits.max_context_tokens == 256
+    windowed = build_drafter(_settings(folder, "--speculative-draft-window-size", "100"))
+    assert windowed.limits.max_context_tokens == 133
+    wide = build_drafter(_settings(folder, "--speculative-draft-window-size", "5000"))
+    assert wide.limits.max_context_tokens == 256
+
+
+def test_a_load_format_reads_no_other(folder: Path) -> None:
+    build_drafter(_settings(folder, "--speculative-draft-load-format", "safetensors"))
+    with pytest.raises(CheckpointError, match=r"has no pytorch_model\.bin"):
+        build_drafter(_settings(folder, "--speculative-draft-load-format", "pt"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--speculative-draft-attention-backend", "triton"), ("--enable-torch-compile",)],
+)
+def test_what_needs_cuda_is_refused_on_a_cpu_by_name(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SettingsError, match=rf"{arguments[0]}.*needs CUDA; the device is cpu"):
+        build_drafter(_settings(folder, *arguments))
+
+
+def test_a_draft_leaves_the_threads_of_its_process_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    build_drafter(_settings(folder, "--num-threads", "7"))
+    assert calls == []
