@@ -87,7 +87,7 @@ def train(source: Iterator[str]) -> Tokenizer:
 def write(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the two tokenizer files into a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 
