@@ -9,6 +9,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 COMPOSE ?= docker compose
+CHROMIUM ?= /usr/bin/chromium
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # `make test-gpu PY=python3` uses an interpreter that has the packages already.
@@ -19,19 +20,21 @@ endif
 # Flags of `make serve`; each is passed on when it is set.
 SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model $(DRAFT_MODEL)) \
   $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(PLACEMENT),--placement $(PLACEMENT)) \
-  $(if $(DTYPE),--dtype $(DTYPE))
+  $(if $(DTYPE),--dtype $(DTYPE)) $(if $(CERTS),--certs $(CERTS))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-gpu serve demo bench bench-gpu load up down clean
+  check-imports test test-browser screenshots test-gpu serve certs demo bench bench-drafters \
+  bench-async bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
+  up down clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything pinned; does nothing when up to date
 
 .venv/.installed: pyproject.toml constraints.txt
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[gateway,engine,dev]'
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[gateway,engine,tracing,dev]'
 	touch $@
 
 protos: $(STAMP) ## write shared/pb/ from protos/
@@ -66,23 +69,66 @@ check-imports:
 test: $(STAMP) ## every test that needs no GPU
 	$(PY) -m pytest -n 2 $(ARGS)
 
+test-browser: $(STAMP) ## the playground in headless Chromium; CHROMIUM=/usr/bin/chromium
+	@test -x "$(CHROMIUM)" || { echo "there is no Chromium at $(CHROMIUM): install it (Debian: apt-get install chromium)" \
+	  "or say where it is, CHROMIUM=PATH" >&2; exit 1; }
+	CHROMIUM=$(CHROMIUM) $(PY) -m pytest -m browser tests/browser $(ARGS)
+
+screenshots: $(STAMP) ## write docs/images/ from a running demo in headless Chromium
+	CHROMIUM=$(CHROMIUM) $(PY) -m tests.browser.screenshots
+
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)
 
-serve: $(STAMP) ## target, draft and gateway in the foreground; MODEL= DRAFT_MODEL= ALGORITHM= PLACEMENT= DTYPE=
+serve: $(STAMP) ## target, draft and gateway in the foreground; MODEL= DRAFT_MODEL= ALGORITHM= PLACEMENT= DTYPE= CERTS=
 	@exec $(PY) -m services.serve $(SERVE_FLAGS) $(ARGS)
+
+certs: $(STAMP) ## a trial authority with server and client certificates in .certs/
+	@$(PY) -m services.certs $(ARGS)
 
 demo: $(STAMP) ## a streamed chat against a running `make serve`
 	@$(PY) -m gateway.demo $(ARGS)
 
-bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; ARGS="--help"
-	@$(PY) -m tests.bench $(ARGS)
+bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; on a GPU at the size of 8B
+	@$(PY) -m tests.bench.choose $(ARGS)
 
-bench-gpu: $(STAMP) ## forwards on one GPU, each beside its floor
+bench-drafters: $(STAMP) ## every drafter of the demo on the same prompts; ARGS="--prompts FILE"
+	@$(PY) -m tests.bench.drafters $(ARGS)
+
+bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU each; ARGS="--help"
+	@$(PY) -m tests.bench.ahead $(ARGS)
+
+bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, then plain decode by the engine
 	@$(PY) -m tests.bench.gpu
+	@$(PY) -m tests.bench.engine_gpu
 
-load: $(STAMP) ## closed-loop load on a running gateway; ARGS="--help"
+bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 2 4"
+	@$(PY) -m tests.bench.tensor_parallel $(ARGS)
+
+load: $(STAMP) ## load on a running gateway, closed or open loop; ARGS="--help"
 	@$(PY) -m tests.load $(ARGS)
+
+load-gateway: $(STAMP) ## what the gateway itself costs, in front of a target without a model
+	@$(PY) -m tests.load.gateway $(ARGS)
+
+load-target: $(STAMP) ## gRPC load on a running target, to its knee
+	@$(PY) -m tests.load.target $(ARGS)
+
+load-draft: $(STAMP) ## gRPC load on a running draft, to its knee
+	@$(PY) -m tests.load.draft $(ARGS)
+
+tune: $(STAMP) ## the best tree shape, placement and concurrency for a workload; ARGS="--help"
+	@$(PY) -m tests.tune $(ARGS)
+
+test-clients: $(STAMP) .venv-clients/.installed ## other people's clients against the gateway
+	@$(PY) -m tests.clients --node-modules .venv-clients/node_modules $(ARGS)
+
+.venv-clients/.installed: tests/clients/requirements.txt tests/clients/package.json
+	@$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --requirement tests/clients/requirements.txt
+	cp tests/clients/package.json .venv-clients/
+	cd .venv-clients && npm install --silent
+	touch .installed
 
 up: ## the three services in containers, in the background
 	$(COMPOSE) up --build --detach

@@ -18,6 +18,7 @@ from gateway.maintenance_service import maintenance_server
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
+from gateway.quota import Quotas
 from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
 from gateway.text.model_text import ModelText
@@ -27,6 +28,7 @@ from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind
 from shared.settings import load_settings, shown_settings
 from shared.telemetry.logs import configure_logs
+from shared.telemetry.tracing import tracer_for
 from shared.tokenizer_files import tokenizer_sha256
 
 _FLUSH_GRACE_S = 2  # for responses whose generation is over but whose bytes are not out
@@ -53,8 +55,8 @@ async def _serve(settings: GatewaySettings) -> None:
     hooks = AdminHooks(drain=gateway.open_answers.wait_idle, gauges=lambda: _gauges(gateway))
     info = ProcessInfo("gateway", gateway.version, gateway.start_time_s, shown_settings(settings))
     maintenance = await maintenance_server(info, gateway.lifecycle, hooks)
-    bind(maintenance, f"{settings.maintenance_host}:{settings.admin_port}")
-    http = HttpServer(create_app(gateway), settings.host, settings.port)
+    bind(maintenance, f"{settings.maintenance_host}:{settings.admin_port}", settings.server_tls)
+    http = HttpServer(create_app(gateway), settings.host, settings.port, settings.http_tls)
     await maintenance.start()
     gateway.pool.start()
     http.start()
@@ -67,6 +69,7 @@ async def _serve(settings: GatewaySettings) -> None:
         await http.stop(_FLUSH_GRACE_S)
         await gateway.pool.close()
         await maintenance.stop(0.0)
+        gateway.tracer.close()
 
 
 def _compose(settings: GatewaySettings) -> Gateway:
@@ -79,19 +82,29 @@ def _compose(settings: GatewaySettings) -> Gateway:
             tokenizer_sha256=tokenizer_sha256(settings.tokenizer),
             model_name=settings.model_name,
             retry_window_s=settings.retry_window_s,
+            tls=settings.target_tls,
         )
     )
+    quotas = Quotas(settings.api_keys, settings.key_limits)
     return Gateway(
         pool=pool,
-        text=ModelText.read(settings.tokenizer),
+        text=ModelText.read(
+            settings.tokenizer,
+            settings.max_prompt_characters,
+            tools=settings.tool_call_parser,
+            reasoning=settings.reasoning_parser,
+        ),
         limits=settings.limits,
-        metrics=GatewayMetrics(pool),
+        metrics=GatewayMetrics(pool, quotas),
         lifecycle=Lifecycle([]),
         open_answers=OpenAnswers(),
         version=importlib.metadata.version("outrider"),
         start_time_s=time.time(),
-        api_key=settings.api_key,
+        quotas=quotas,
+        cors_origins=settings.cors_origin,
         target_maintenance=settings.target_maintenance,
+        target_tls=settings.target_tls,
+        tracer=tracer_for("gateway", settings.otlp_endpoint, settings.trace_sample_ratio),
     )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from gateway.choice import Choice
-from gateway.generation import Delta, Event, Failed, Finished, Started
+from gateway.field_names import client_names
+from gateway.generation import Delta, Event, Failed, Finished, PromptScored, Started
 from gateway.inbox import Aborted, ClientGone, Inbox
 from gateway.limits import RequestLimits
-from gateway.metrics import RequestTimer
 from gateway.open_answers import OpenAnswers
 from gateway.plan import Plan
 from gateway.pool import Flight, TargetPool
+from gateway.quota import current_quota
+from gateway.request_record import RequestRecord
 from gateway.text.tokenizer import Tokenizer
 
 
@@ -36,19 +38,20 @@ class Answer:
     went away, or choices that a stop string ended.
     """
 
-    def __init__(self, plan: Plan, setting: Setting, timer: RequestTimer) -> None:
+    def __init__(self, plan: Plan, setting: Setting, record: RequestRecord) -> None:
         self.plan = plan
         self.choices = tuple(
             Choice(index, setting.tokenizer, plan.text) for index in range(len(plan.generations))
         )
         self._setting = setting
-        self._timer = timer
+        self._record = record
         self._inbox = Inbox(setting.limits.max_unread_tokens, self.cancel)
         self._flights: list[Flight] = []
         self._num_open = len(self.choices)
 
     def __enter__(self) -> Self:
         self._setting.open_answers.open(self)
+        self._record.begin()
         return self
 
     def __exit__(
@@ -59,7 +62,11 @@ class Answer:
     ) -> None:
         self.cancel()
         self._setting.open_answers.close(self)
-        self._timer.end(self.plan, self.choices, error)
+        self._record.end(self.choices, error)
+        num_output = sum(choice.num_output_tokens for choice in self.choices)
+        quota = current_quota.get()
+        if quota is not None and num_output:  # what no target took costs nothing
+            quota.charge(self.plan.num_prompt_tokens + num_output)
 
     @property
     def request_id(self) -> str:
@@ -81,6 +88,11 @@ class Answer:
         """
         for index, generation in enumerate(self.plan.generations):
             deliver = partial(self._inbox.put, index)
+            generation = replace(
+                generation,
+                traceparent=self._record.traceparent,
+                timeout_s=self._setting.limits.request_timeout_s,
+            )
             self._flights.append(self._setting.pool.submit(generation, self.plan.model, deliver))
         await self.step()
 
@@ -107,9 +119,10 @@ class Answer:
         self._inbox.close(ClientGone())
 
     def abort(self) -> None:
-        """Cancels everything and makes `step` raise `Aborted`: the client gets an answer."""
+        """Cancels everything and makes `step` raise `Aborted` once all that had arrived is read:
+        the client gets an answer."""
         self.cancel()
-        self._inbox.close(Aborted.of(self.request_id))
+        self._inbox.end(Aborted.of(self.request_id))
 
     def cancel(self) -> None:
         """Cancels every generation that still runs, each once."""
@@ -118,14 +131,18 @@ class Answer:
 
     def _apply(self, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):
-            self._timer.tokens(event)
+            self._record.tokens(choice, event)
             choice.push(event)
             if choice.is_finished:  # by a stop string, which the target knows nothing of
                 self._flights[choice.index].cancel()
         elif isinstance(event, Started):
             choice.start(event)
+            self._record.started(choice)
+        elif isinstance(event, PromptScored):
+            choice.prompt_scores.extend(event.logprobs)
         elif isinstance(event, Finished):
             choice.finish(event)
         elif isinstance(event, Failed):
-            raise event.error
+            with client_names({"grammar": self.plan.grammar_field}):
+                raise event.error
         self._num_open -= choice.is_finished

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from gateway import bodies, failures
@@ -15,15 +17,16 @@ from gateway.chunks import ChatChunks, CompletionChunks
 from gateway.event_stream import EventStream, whole_answer
 from gateway.inbox import ClientGone
 from gateway.messages.routes import add_message_routes
-from gateway.middleware import ApiKey, BodyLimit, RequestId
+from gateway.middleware import Access, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
 from gateway.native.server_routes import add_server_routes
 from gateway.native.token_routes import add_token_routes
+from gateway.playground.routes import add_playground_routes
 from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
-from shared.errors import OutriderError
-from shared.telemetry.request_id import current_request_id
+from shared.errors import InvalidArgument, OutriderError
+from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id
 
 __all__ = ["Gateway", "create_app"]
 
@@ -46,10 +49,19 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_token_routes(app, gateway)
     add_server_routes(app, gateway)
     _add_operations_routes(app, gateway)
+    add_playground_routes(app)
     # The last one added runs first.
     app.add_middleware(BodyLimit, max_body_bytes=gateway.limits.max_body_bytes)
-    if gateway.api_key is not None:
-        app.add_middleware(ApiKey, api_key=gateway.api_key)
+    app.add_middleware(Access, quotas=gateway.quotas)
+    if gateway.cors_origins:
+        # Before the key is asked for: a browser sends none with its preflight.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=gateway.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("retry-after", REQUEST_ID_KEY),
+        )
     app.add_middleware(RequestId)
     return app
 
@@ -76,8 +88,15 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         if plan.is_stream:
             return EventStream(answer, CompletionChunks(plan, tokenizer))
         finales = await whole_answer(answer, request.receive)
-        completion = bodies.completion(plan, finales, tokenizer)
-        return Response(completion.model_dump_json(exclude_unset=True), media_type=_JSON)
+        completion = orjson.dumps(bodies.completion(plan, finales, tokenizer))
+        return Response(completion, media_type=_JSON)
+
+    @app.post("/v1/embeddings", tags=["openai"])
+    async def embeddings(request: Request) -> Response:
+        body = await request.body()
+        name, _ = gateway.pool.model(_model_of(body))
+        message = f"model {name!r} generates text; it serves no embeddings"
+        raise InvalidArgument.of("EMBEDDINGS_NOT_SERVED", "model", message)
 
     @app.get("/v1/models", tags=["openai"])
     async def models() -> dict[str, Any]:
@@ -113,6 +132,16 @@ def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
     async def metrics() -> Response:
         content = gateway.metrics.exposition()
         return Response(content, media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
+def _model_of(body: bytes) -> str | None:
+    """Returns the model that a body names, whatever else it holds."""
+    try:
+        given = orjson.loads(body)
+    except ValueError:
+        return None
+    name = given.get("model") if isinstance(given, dict) else None
+    return name if isinstance(name, str) else None
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
-from gateway.choice import Choice, Piece
+from gateway.chat_parts import message_fields
+from gateway.finale import Finale, best_finales
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
+from gateway.prompt_logprobs import echoed_logprobs, vllm_prompt_logprobs
+from gateway.rounds import round_fields
 from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
-
-
-@dataclass(frozen=True, slots=True)
-class Finale:
-    """A choice with all of its output."""
-
-    choice: Choice
-    piece: Piece
-
-    @property
-    def finish_reason(self) -> str:
-        assert self.choice.finish_reason is not None, "a response is built when all is finished"
-        return self.choice.finish_reason.value
 
 
 def chat_completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> ChatCompletion:
@@ -35,14 +24,23 @@ def chat_completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer)
     body["choices"] = [_chat_choice(plan, each, tokenizer) for each in finales]
     if plan.return_token_ids:
         body["prompt_token_ids"] = plan.generations[0].prompt_token_ids
+    if plan.shows_prompt_logprobs:
+        prompt, choice = plan.generations[0].prompt_token_ids, finales[0].choice
+        body["prompt_logprobs"] = vllm_prompt_logprobs(prompt, choice, tokenizer)
     return ChatCompletion.model_validate(body)
 
 
-def completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> Completion:
+def completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the response of `/v1/completions`."""
     body = _body(plan, finales, "text_completion")
-    body["choices"] = [_completion_choice(plan, each, tokenizer) for each in finales]
-    return Completion.model_validate(body)
+    shown = best_finales(plan, finales)
+    body["choices"] = [_completion_choice(plan, each, tokenizer) for each in shown]
+    checked = Completion.model_validate(body).model_dump(mode="json", exclude_unset=True)
+    if plan.echoes_scores:
+        # The package's type has no place for the null of the first token.
+        for choice, finale in zip(checked["choices"], shown, strict=True):
+            choice["logprobs"] = _echoed(plan, finale, tokenizer)
+    return checked
 
 
 def model(name: str, created: int, max_context_tokens: int) -> dict[str, Any]:
@@ -66,29 +64,47 @@ def _body(plan: Plan, finales: Sequence[Finale], kind: str) -> dict[str, Any]:
 def _chat_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
     piece = finale.piece
     choice: dict[str, Any] = {
-        "index": finale.choice.index,
-        "message": {"role": "assistant", "content": piece.text, "refusal": None},
+        "index": finale.index,
+        "message": {"role": "assistant", "refusal": None, **message_fields(piece)},
         "logprobs": chat_logprobs(piece.scores, tokenizer) if piece.scores else None,
         "finish_reason": finale.finish_reason,
     }
     if plan.return_token_ids:
         choice["token_ids"] = list(piece.token_ids)
+    if piece.rounds:
+        choice["speculation"] = {"rounds": round_fields(piece.rounds, tokenizer)}
     return choice
 
 
 def _completion_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
-    piece, index = finale.piece, finale.choice.index
-    echoed = plan.echoed_texts[index // plan.num_choices] if plan.echoed_texts else ""
+    piece, drawn = finale.piece, finale.choice
+    echoed = plan.echoed_texts[drawn.index // plan.num_choices] if plan.echoed_texts else ""
+    prompt = plan.generations[drawn.index].prompt_token_ids
     scores = None
-    if piece.scores:
+    if piece.scores and plan.shows_logprobs and not plan.echoes_scores:
         scores = completion_logprobs(piece.scores, tokenizer, echo_length=len(echoed))
     choice: dict[str, Any] = {
-        "index": index,
+        "index": finale.index,
         "text": echoed + piece.text,
         "logprobs": scores,
         "finish_reason": finale.finish_reason,
     }
     if plan.return_token_ids:
-        choice["prompt_token_ids"] = plan.generations[index].prompt_token_ids
+        choice["prompt_token_ids"] = prompt
         choice["token_ids"] = list(piece.token_ids)
+    if plan.shows_prompt_logprobs:
+        choice["prompt_logprobs"] = vllm_prompt_logprobs(prompt, drawn, tokenizer)
+    if piece.rounds:
+        choice["speculation"] = {"rounds": round_fields(piece.rounds, tokenizer)}
     return choice
+
+
+def _echoed(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
+    index = finale.choice.index
+    return echoed_logprobs(
+        plan.generations[index].prompt_token_ids,
+        finale.choice,
+        finale.piece.scores,
+        tokenizer,
+        echo_length=len(plan.echoed_texts[index // plan.num_choices]),
+    )

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.generation import Delta, Finished, SpeculationStats, Started
+from gateway.output.parser import OutputParser
+from gateway.output.parts import Content, Part, Reasoning
 from gateway.plan import TextOptions
+from gateway.rounds import NodeBudget, TokenRound
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -29,11 +32,18 @@ class TokenScore:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Output that has not been sent yet. `text` may be shorter than what the tokens spell: the
-    rest may still become a stop string or be half a character."""
+    rest may still become a stop string or be half a character.
+
+    Attributes:
+        text: for the user; without calls and reasoning, where those are told apart.
+        parts: text, calls and reasoning in order; empty where all of it is text.
+    """
 
     text: str
     token_ids: Sequence[int] = ()
     scores: Sequence[TokenScore] = ()
+    rounds: Sequence[TokenRound] = ()
+    parts: Sequence[Part] = ()
 
 
 class Choice:
@@ -44,6 +54,9 @@ class Choice:
         num_output_tokens: tokens of the output; when a stop string ends it, up to the token that
             completed the string, even where a step brought more.
         num_accepted: how many of them are accepted draft tokens.
+        prompt_scores: log probabilities of the prompt's tokens, from where they were asked for; all
+            of them are there before the first token of output.
+        num_reasoning_tokens: how many of the output's tokens are reasoning.
         stop_token_id: the token that ended it, where one did and no stop string.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
@@ -55,20 +68,47 @@ class Choice:
         self.num_output_tokens = 0
         self.num_accepted = 0
         self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.prompt_scores: list[TokenLogprobs] = []
         self.stop_token_id: int | None = None
         self.stats = SpeculationStats()
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        output = options.output
+        self._parser = None if output is None else OutputParser(output.format(), output.new_call_id)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            kept=() if output is None else output.kept_marks,
+        )
         self._stops = StopStrings(options.stop_strings, include_in_output=options.include_stop)
-        self._is_token_wise = bool(options.stop_strings) or options.with_logprobs
+        self._is_token_wise = (
+            bool(options.stop_strings)
+            or options.with_logprobs
+            or options.with_rounds
+            or (output is not None and output.has_reasoning)
+        )
         self._num_characters = 0
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[TokenScore] = []
+        self._rounds: list[TokenRound] = []
+        self._nodes = NodeBudget()
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of tools were among what has been taken."""
+        return self._parser is not None and self._parser.has_calls
+
+    @property
+    def finish_name(self) -> str | None:
+        """OpenAI's name of the reason; None while it runs. For after the last `take`."""
+        if self.finish_reason is FinishReason.STOP and self.has_calls:
+            return "tool_calls"
+        return None if self.finish_reason is None else self.finish_reason.value
 
     @property
     def matched_stop(self) -> str | None:
@@ -80,11 +120,16 @@ class Choice:
 
     def push(self, delta: Delta) -> None:
         """Adds the tokens of one engine step."""
+        if self._options.hides_output:
+            return
         token_ids = delta.token_ids
         if delta.num_drafted:
-            self.stats = self.stats.with_round(delta.num_drafted, delta.num_accepted)
+            self.stats.add_round(delta.num_drafted, delta.num_accepted)
         if self._is_token_wise:
             num_taken = self._push_each(delta)
+            if delta.round is not None:
+                round_ = self._nodes.admit(delta.round)
+                self._rounds.append(TokenRound.of(delta, round_, self._texts[-num_taken:]))
         else:
             num_taken = len(token_ids)
             self._texts.append(self._detokenizer.push(self._shown(token_ids)))
@@ -97,26 +142,52 @@ class Choice:
         tail = self._detokenizer.flush()
         if tail:
             self._texts.append(self._stops.push(tail))
-        if self._stops.matched is None:
-            self._texts.append(self._stops.flush())
+        held = self._stops.flush()
+        if held:
+            self._texts.append(held)
         stopped = self._stops.matched is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
+        if self._options.hides_output:
+            self.finish_reason = FinishReason.LENGTH
         self.stop_token_id = None if stopped else event.stop_token_id
         self.num_cached_tokens = event.num_cached_tokens
 
     def cut(self) -> Piece:
         """Returns all that is new of a choice that was aborted, what was held back included."""
         text = "".join([*self._texts, self._stops.flush(), self._detokenizer.flush()])
-        return Piece(text, self._token_ids, self._scores)
+        return Piece(text, self._token_ids, self._scores, self._rounds)
 
     def take(self) -> Piece | None:
-        """Returns what is new. None while there is no text: scores and token ids go with text."""
-        text = "".join(self._texts)
-        if not text and not (self.is_finished and self._token_ids):
+        """Returns what is new. None while there is no text: scores and token ids go with text.
+
+        Rounds are news by themselves: a page shows them as they happen.
+        """
+        parts = self._parsed()
+        text = "".join(self._texts) if parts is None else _content(parts)
+        is_news = text or parts or self._rounds or (self.is_finished and self._token_ids)
+        if not is_news:
+            self._texts.clear()
             return None
-        piece = Piece(text, self._token_ids, self._scores)
-        self._texts, self._token_ids, self._scores = [], [], []
+        piece = Piece(text, self._token_ids, self._scores, self._rounds, parts or ())
+        self._texts, self._token_ids, self._scores, self._rounds = [], [], [], []
+        self._nodes.reset()
         return piece
+
+    def _parsed(self) -> list[Part] | None:
+        """Returns the parts of the new text; None where all of it is text."""
+        parser = self._parser
+        if parser is None:
+            return None
+        found: list[Part] = []
+        for text in self._texts:
+            was_reasoning = parser.is_reasoning
+            found += parser.push(text)
+            self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        if self.is_finished:
+            found += parser.flush()
+        if self._options.include_reasoning:
+            return found
+        return [part for part in found if not isinstance(part, Reasoning)]
 
     def _push_each(self, delta: Delta) -> int:
         """Adds tokens one at a time; returns how many there are up to a stop string's end."""
@@ -137,3 +208,7 @@ class Choice:
         if token_ids and token_ids[-1] in self._options.hidden_token_ids:
             return token_ids[:-1]
         return token_ids
+
+
+def _content(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))

@@ -10,10 +10,13 @@ from typing import Any, Protocol
 
 import orjson
 
+from gateway.chat_parts import delta_fields
 from gateway.choice import Choice, Piece
 from gateway.failures import error_body
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
+from gateway.prompt_logprobs import echoed_logprobs
+from gateway.rounds import round_fields
 from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
 from shared.errors import OutriderError
@@ -97,11 +100,12 @@ class ChatChunks:
         parts = []
         piece = choice.take()
         if piece is not None and self._is_worth_a_chunk(piece):
-            parts += [before, b"%d" % choice.index, b',"delta":{"content":']
-            parts += [orjson.dumps(piece.text), b"}", self._scores(piece)]
-            parts += [b',"finish_reason":null', self._token_ids(piece), after]
-        if choice.finish_reason is not None:
-            reason = choice.finish_reason.value.encode()
+            parts += [before, b"%d" % choice.index, b',"delta":', _chat_delta(piece)]
+            parts += [self._scores(piece)]
+            parts += [b',"finish_reason":null', self._token_ids(piece)]
+            parts += [rounds_field(piece, self._tokenizer), after]
+        if choice.finish_name is not None:
+            reason = choice.finish_name.encode()
             parts += [before, b"%d" % choice.index, b',"delta":{},"logprobs":null']
             parts += [b',"finish_reason":"', reason, b'"', after]
         return b"".join(parts)
@@ -119,7 +123,8 @@ class ChatChunks:
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; only who asked for tokens or scores hears of it."""
-        return bool(piece.text or piece.scores) or self._plan.return_token_ids
+        has_news = piece.text or piece.parts or piece.scores or piece.rounds
+        return bool(has_news) or self._plan.return_token_ids
 
     def _token_ids(self, piece: Piece) -> bytes:
         return token_ids_field(piece) if self._plan.return_token_ids else b""
@@ -132,9 +137,15 @@ class CompletionChunks:
         self._plan = plan
         self._tokenizer = tokenizer
         self._envelope = _Envelope(plan, "text_completion")
+        self._echoed: set[int] = set()
 
     def opening(self, choice: Choice) -> bytes:
         """Echoes the prompt, and names its token ids, before any output."""
+        if self._plan.echoes_scores:
+            return b""  # they are not there yet
+        return self._echo(choice, b',"logprobs":null')
+
+    def _echo(self, choice: Choice, scores: bytes) -> bytes:
         prompt = choice.index // self._plan.num_choices
         echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
         if not echoed and not self._plan.return_token_ids:
@@ -143,17 +154,26 @@ class CompletionChunks:
         if self._plan.return_token_ids:
             token_ids = self._plan.generations[choice.index].prompt_token_ids
             extra = b',"prompt_token_ids":' + orjson.dumps(token_ids) + b',"token_ids":[]'
-        return self._chunk(choice, echoed, b',"logprobs":null', b"null" + extra, b"")
+        return self._chunk(choice, echoed, scores, b"null" + extra, b"")
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
         piece = choice.take()
         if piece is None and choice.finish_reason is None:
             return b""
-        piece = piece or Piece("")
+        echo = b""
+        if self._plan.echoes_scores and choice.index not in self._echoed:
+            self._echoed.add(choice.index)
+            prompt = self._plan.generations[choice.index].prompt_token_ids
+            scores = echoed_logprobs(prompt, choice, (), self._tokenizer, echo_length=0)
+            echo = self._echo(choice, b',"logprobs":' + orjson.dumps(scores))
+        return echo + self._news(choice, piece or Piece(""), usage_so_far)
+
+    def _news(self, choice: Choice, piece: Piece, usage_so_far: bytes) -> bytes:
         reason = choice.finish_reason
         last = b"null" if reason is None else b'"' + reason.value.encode() + b'"'
         if self._plan.return_token_ids:
             last += token_ids_field(piece)
+        last += rounds_field(piece, self._tokenizer)
         return self._chunk(choice, piece.text, self._scores(choice, piece), last, usage_so_far)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
@@ -184,6 +204,19 @@ class CompletionChunks:
         echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
         scores = completion_logprobs(piece.scores, self._tokenizer, echo_length=len(echoed))
         return b',"logprobs":' + orjson.dumps(scores)
+
+
+def rounds_field(piece: Piece, tokenizer: Tokenizer) -> bytes:
+    """Returns the extra field of a choice whose request asked what its rounds did."""
+    if not piece.rounds:
+        return b""
+    return b',"speculation":' + orjson.dumps({"rounds": round_fields(piece.rounds, tokenizer)})
+
+
+def _chat_delta(piece: Piece) -> bytes:
+    if piece.parts:
+        return orjson.dumps(delta_fields(piece))
+    return b'{"content":' + orjson.dumps(piece.text) + b"}"
 
 
 def token_ids_field(piece: Piece) -> bytes:

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer import Answer
-from gateway.bodies import Finale
 from gateway.choice import Choice, Piece
 from gateway.chunks import Chunks
+from gateway.finale import Finale
 from gateway.inbox import ClientGone
 from gateway.usage import usage
 from shared.errors import OutriderError
@@ -86,7 +86,7 @@ async def whole_answer(answer: Answer, receive: Receive) -> list[Finale]:
             await answer.begin()
             while not answer.is_complete:
                 await answer.step()
-    return [Finale(choice, choice.take() or Piece("")) for choice in answer.choices]
+    return [Finale(choice, choice.take() or Piece(""), choice.index) for choice in answer.choices]
 
 
 @asynccontextmanager

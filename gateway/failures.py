@@ -99,13 +99,18 @@ def http_status(error: OutriderError) -> HTTPStatus:
     return _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-async def on_outrider_error(request: Request, error: Exception) -> Response:
-    """Ends a request before its first byte."""
-    assert isinstance(error, OutriderError)
+def error_response(error: OutriderError, path: str) -> Response:
+    """Returns the response of an error, with the time to come back if there is one."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    return Problem.of(error).response(request.url.path, headers)
+    return Problem.of(error).response(path, headers)
+
+
+async def on_outrider_error(request: Request, error: Exception) -> Response:
+    """Ends a request before its first byte."""
+    assert isinstance(error, OutriderError)
+    return error_response(error, request.url.path)
 
 
 async def on_validation_error(request: Request, error: Exception) -> Response:

@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.errors import OutriderError
-from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs
+from shared.grammar import Grammar
+from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which prompt tokens get log probabilities.
+
+    Attributes:
+        start: position of the first one; the token at position 0 has none.
+        num_top: alternatives of each.
+    """
+
+    start: int
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +35,14 @@ class Generation:
         prompt_token_ids: at least one.
         sampling: its `seed` counts only when `has_seed`; else the target draws one.
         top_logprobs: None asks for no log probabilities; 0 for those of the drawn tokens only.
+        draft_algorithm: only drafts of this algorithm help; None lets any.
+        wants_rounds: every delta tells what its round did.
+        grammar: what the output must match; None lets it be anything.
+        priority: whose turn it is on the target; the least value first.
+        prompt_scoring: which prompt tokens get log probabilities; None for none.
         trace_id: for logs and traces.
+        traceparent: the gateway's span, or the client's; None when nobody traces.
+        timeout_s: most time it may take on a target, queueing included.
     """
 
     prompt_token_ids: Sequence[int]
@@ -30,7 +51,15 @@ class Generation:
     has_seed: bool = False
     top_logprobs: int | None = None
     is_speculation_disabled: bool = False
+    draft_algorithm: str | None = None
+    num_draft_steps: int | None = None
+    wants_rounds: bool = False
+    grammar: Grammar | None = None
+    priority: int = 0
+    prompt_scoring: PromptScoring | None = None
     trace_id: str = ""
+    traceparent: str | None = None
+    timeout_s: float | None = None
 
     @property
     def num_reserved_tokens(self) -> int:
@@ -45,6 +74,7 @@ class TargetModel:
     Attributes:
         max_context_tokens: largest prompt plus output.
         tokenizer_sha256: lower-case hexadecimal.
+        draft_algorithms: of the drafts attached when the target was asked.
     """
 
     model_id: str
@@ -52,6 +82,7 @@ class TargetModel:
     max_context_tokens: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    draft_algorithms: tuple[str, ...] = ()
 
 
 class TargetState(enum.Enum):
@@ -64,9 +95,9 @@ class TargetState(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpeculationStats:
-    """Speculation counters of one generation.
+    """Speculation counters of one generation. Not frozen: every step adds to them.
 
     Attributes:
         num_verified_rounds: rounds in which a tree was verified.
@@ -78,18 +109,16 @@ class SpeculationStats:
     num_verified_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    histogram: tuple[int, ...] = ()
+    histogram: list[int] = field(default_factory=list)
 
-    def with_round(self, num_drafted: int, num_accepted: int) -> SpeculationStats:
-        """Returns the counters after one more verified round."""
-        histogram = [*self.histogram, *[0] * (num_accepted + 1 - len(self.histogram))]
-        histogram[num_accepted] += 1
-        return SpeculationStats(
-            self.num_verified_rounds + 1,
-            self.num_drafted + num_drafted,
-            self.num_accepted + num_accepted,
-            tuple(histogram),
-        )
+    def add_round(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts one more verified round."""
+        self.num_verified_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if num_accepted >= len(self.histogram):
+            self.histogram += [0] * (num_accepted + 1 - len(self.histogram))
+        self.histogram[num_accepted] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +126,32 @@ class Started:
     """The request left the target's queue."""
 
     num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one decode step of a generation did. The steps follow each other without gaps.
+
+    Attributes:
+        number: counts the generation's steps from 0.
+        tree: candidates as they were verified; empty when the step ran without.
+        accepted_nodes: accepted path, the root's child first.
+        num_rows: rows of the generation in the target's forward.
+        verify_s: from the plan of the step to its verdict.
+        wait_s: from the verdict before to that plan.
+        draft_s: from the verdict before to the arrival of the tree; None when none came, and for
+            the first.
+        algorithm: of the draft; None when the generation has none.
+    """
+
+    number: int
+    tree: TokenTree
+    accepted_nodes: tuple[int, ...]
+    num_rows: int
+    verify_s: float
+    wait_s: float
+    draft_s: float | None
+    algorithm: str | None
 
 
 @dataclass(slots=True)
@@ -109,12 +164,14 @@ class Delta:
         logprobs: one entry for each token, or empty.
         num_accepted: how many tokens, counted from the front, are accepted draft tokens.
         num_drafted: draft nodes verified in the step; 0 when it ran without a tree.
+        round: when the generation wants rounds.
     """
 
     token_ids: list[int]
     num_accepted: int
     logprobs: Sequence[TokenLogprobs] = ()
     num_drafted: int = 0
+    round: Round | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +200,11 @@ class Failed:
     may_retry: bool = False
 
 
-Event = Started | Delta | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of more of the prompt's tokens, before the first token of output."""
+
+    logprobs: Sequence[TokenLogprobs]
+
+
+Event = Started | PromptScored | Delta | Finished | Failed

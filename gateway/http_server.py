@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from shared.errors import SettingsError
+from shared.tls import ServerTls
 
 _BACKLOG = 2048
 
@@ -30,7 +31,7 @@ class HttpServer:
         port: the port it listens on.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
         """Raises:
         SettingsError: the address is taken or not this host's.
         """
@@ -44,6 +45,7 @@ class HttpServer:
             access_log=False,
             log_config=None,
             log_level="warning",
+            ssl_context_factory=None if tls is None else lambda *_: tls.context(),
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Self
 
 from gateway.generation import Delta, Event
+from gateway.rounds import NodeBudget
 from shared.errors import Cancelled, OutriderError, StatusCode
 
 IndexedEvent = tuple[int, Event]
@@ -40,7 +41,7 @@ class Inbox:
 
     The session's reader puts and never waits: one slow client must not hold up the others that
     share the stream. What a client leaves unread is bounded by tokens; at the bound the backlog is
-    dropped and `on_overflow` called once.
+    dropped and `on_overflow` called once. Rounds lose their trees before they cost too much.
     """
 
     def __init__(self, max_unread_tokens: int, on_overflow: Callable[[], None]) -> None:
@@ -48,16 +49,19 @@ class Inbox:
         self._on_overflow = on_overflow
         self._events: list[IndexedEvent] = []
         self._num_unread_tokens = 0
+        self._nodes = NodeBudget()
         self._closed: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, index: int, event: Event) -> None:
-        """Adds an event; ignored after `close`."""
+        """Adds an event; ignored after `close` and `end`."""
         if self._closed is not None:
             return
         self._events.append((index, event))
         if isinstance(event, Delta):
             self._num_unread_tokens += len(event.token_ids)
+            if event.round is not None:
+                event.round = self._nodes.admit(event.round)
             if self._num_unread_tokens > self._max_unread_tokens:
                 self.close(ClientTooSlow.of(self._max_unread_tokens))
                 self._on_overflow()
@@ -71,11 +75,17 @@ class Inbox:
             self._events.clear()
             self._wake()
 
+    def end(self, reason: Exception) -> None:
+        """Lets what is unread be taken, then makes `take` raise `reason`."""
+        if self._closed is None:
+            self._closed = reason
+            self._wake()
+
     async def take(self) -> list[IndexedEvent]:
         """Returns all unread events, at least one.
 
         Raises:
-            ClientGone, ClientTooSlow, Aborted: what `close` was given.
+            ClientGone, ClientTooSlow, Aborted: what `close` or `end` was given.
         """
         while not self._events:
             if self._closed is not None:
@@ -84,6 +94,7 @@ class Inbox:
             await self._waiter
         events, self._events = self._events, []
         self._num_unread_tokens = 0
+        self._nodes.reset()
         return events
 
     def _wake(self) -> None:

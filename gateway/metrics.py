@@ -1,23 +1,26 @@
 """The gateway's metrics: every counter, gauge and histogram with its unit and meaning.
 
 Names are without the `_total` that Prometheus adds to counters. Nothing here is touched per token:
-requests are observed when they begin, at their first token and when they end.
+requests are observed when they begin, at each step and when they end.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.choice import Choice
-from gateway.generation import Delta, SpeculationStats, TargetState
-from gateway.inbox import Aborted, ClientGone, ClientTooSlow
+from gateway.client_metrics import ClientCollector
+from gateway.generation import SpeculationStats, TargetState
 from gateway.plan import Plan
 from gateway.pool import TargetPool
+from gateway.quota import Quotas
+from shared.telemetry.vllm_metrics import VllmMetrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -46,13 +49,35 @@ class SpeculationTotals:
         self.num_accepted += stats.num_accepted
 
 
-class GatewayMetrics:
-    """Owns the registry behind `/metrics`."""
+@dataclass(slots=True)
+class RequestTimes:
+    """Of one HTTP request.
 
-    def __init__(self, pool: TargetPool) -> None:
+    Attributes:
+        begin_s, first_token_s: of the monotonic clock.
+        num_first_tokens: tokens of the first step.
+    """
+
+    begin_s: float
+    first_token_s: float | None = None
+    num_first_tokens: int = 0
+
+
+class GatewayMetrics:
+    """Owns the registry behind `/metrics`.
+
+    Attributes:
+        vllm: the same requests under the names that vLLM gives them.
+    """
+
+    def __init__(self, pool: TargetPool, quotas: Quotas | None = None) -> None:
         self.speculation = SpeculationTotals()
         self.registry = CollectorRegistry()
+        self.vllm = VllmMetrics()
+        self.registry.register(self.vllm)
         self.registry.register(_PoolCollector(pool))
+        if quotas is not None:
+            self.registry.register(ClientCollector(quotas))
         self._requests = Counter(
             "outrider_gateway_requests",
             "Generation requests by endpoint and how they ended: finished, failed, "
@@ -76,17 +101,20 @@ class GatewayMetrics:
             "time_per_output_token", "Of one request, averaged after its first step", _LATENCIES
         )
 
-    def timer(self, endpoint: str) -> RequestTimer:
-        """Returns the timer of a request that begins now."""
-        return RequestTimer(self, endpoint)
-
     def exposition(self) -> bytes:
         """Returns the text Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def end(self, timer: RequestTimer, plan: Plan, choices: Sequence[Choice], outcome: str) -> None:
+    def end(
+        self,
+        endpoint: str,
+        times: RequestTimes,
+        plan: Plan,
+        choices: Sequence[Choice],
+        outcome: str,
+    ) -> None:
         """Counts a request that ended."""
-        self._requests.labels(timer.endpoint, outcome).inc()
+        self._requests.labels(endpoint, outcome).inc()
         num_output = sum(choice.num_output_tokens for choice in choices)
         self._tokens.labels("prompt").inc(plan.num_prompt_tokens)
         self._tokens.labels("cached_prompt").inc(sum(c.num_cached_tokens for c in choices))
@@ -94,58 +122,19 @@ class GatewayMetrics:
         self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
         for choice in choices:
             self.speculation.add(choice.stats)
-        if outcome != "finished" or timer.first_token_s is None:
+        if outcome != "finished" or times.first_token_s is None:
             return
         now = time.perf_counter()
-        self._first_token.observe(timer.first_token_s - timer.begin_s)
-        self._duration.observe(now - timer.begin_s)
-        num_later = num_output - timer.num_first_tokens
+        self._first_token.observe(times.first_token_s - times.begin_s)
+        self._duration.observe(now - times.begin_s)
+        num_later = num_output - times.num_first_tokens
         if num_later > 0:
-            self._per_token.observe((now - timer.first_token_s) * len(choices) / num_later)
+            self._per_token.observe((now - times.first_token_s) * len(choices) / num_later)
 
     def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(
             f"outrider_gateway_{name}_seconds", meaning, buckets=buckets, registry=self.registry
         )
-
-
-class RequestTimer:
-    """Times one HTTP request.
-
-    Attributes:
-        begin_s, first_token_s: of the monotonic clock.
-        num_first_tokens: tokens of the first step.
-    """
-
-    def __init__(self, owner: GatewayMetrics, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.begin_s = time.perf_counter()
-        self.first_token_s: float | None = None
-        self.num_first_tokens = 0
-        self._owner = owner
-
-    def tokens(self, delta: Delta) -> None:
-        """Notes a step; only the first one costs anything."""
-        if self.first_token_s is None:
-            self.first_token_s = time.perf_counter()
-            self.num_first_tokens = len(delta.token_ids)
-
-    def end(self, plan: Plan, choices: Sequence[Choice], error: BaseException | None) -> None:
-        """Counts the request."""
-        self._owner.end(self, plan, choices, _outcome(error))
-
-
-def _outcome(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
-    names: dict[type, str] = {
-        ClientGone: "client_gone",
-        ClientTooSlow: "client_too_slow",
-        Aborted: "aborted",
-    }
-    # A failure that a stream has told its client is raised on as the cause of another.
-    known = (names[kind] for kind in (type(error), type(error.__cause__)) if kind in names)
-    return next(known, "failed")
 
 
 class _PoolCollector(Collector):

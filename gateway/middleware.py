@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import hmac
 import re
+from contextlib import ExitStack
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.failures import Problem
-from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id, new_request_id
+from gateway.failures import Problem, error_response
+from gateway.playground.routes import FILES_PREFIX
+from gateway.quota import LimitExceeded, Quota, Quotas, current_quota
+from shared.telemetry.request_id import (
+    REQUEST_ID_KEY,
+    TRACEPARENT_KEY,
+    current_request_id,
+    current_traceparent,
+    new_request_id,
+)
 
 _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 _OPEN_PATHS = frozenset(
-    {"/health", "/ready", "/metrics", "/version", "/docs", "/redoc", "/openapi.json"}
+    {"/", "/health", "/ready", "/metrics", "/version", "/docs", "/redoc", "/openapi.json"}
 )
+_FREE_PATHS = frozenset({"/abort_request"})  # who is at a limit must be able to end something
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
@@ -30,9 +39,11 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID_KEY, "")
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID_KEY, "")
         request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
         current_request_id.set(request_id)
+        current_traceparent.set(headers.get(TRACEPARENT_KEY))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -43,29 +54,50 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class ApiKey:
-    """Asks for the key everywhere but where probes, scrapers and people without one must get in.
+class Access:
+    """Lets in who has a key, as much as the key may use.
 
-    OpenAI's clients send it as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`.
+    Probes, scrapers and people without a key get in where they must, and see the playground's page.
+    OpenAI's clients send the key as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`.
+    What is counted is POST: what costs something.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
         self._app = app
-        self._expected = api_key.encode()
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            headers = Headers(scope=scope)
-            given = headers.get("x-api-key", "")
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            if scheme.lower() == "bearer":
-                given = token
-            if not hmac.compare_digest(given.encode(), self._expected):
-                message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
-                problem = Problem(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
-                await problem.response(scope["path"])(scope, receive, send)
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        quota = self._quotas.of(_given_key(Headers(scope=scope)))
+        if quota is None:
+            message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+            problem = Problem(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
+            await problem.response(scope["path"])(scope, receive, send)
+        elif scope["method"] == "POST" and scope["path"] not in _FREE_PATHS:
+            await self._count(quota, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _count(self, quota: Quota, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as place:
+            try:
+                place.enter_context(quota.request())
+            except LimitExceeded as error:
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+            current_quota.set(quota)
+            await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(FILES_PREFIX)
+
+
+def _given_key(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 class BodyLimit:

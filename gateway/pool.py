@@ -6,9 +6,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.generation import Delta, Event, Failed, Generation, Started, TargetModel, TargetState
+from gateway.generation import (
+    Delta,
+    Event,
+    Failed,
+    Generation,
+    PromptScored,
+    Started,
+    TargetModel,
+    TargetState,
+)
 from gateway.targets import LinkTiming, TargetLink
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
+from shared.tls import ClientTls
 
 Deliver = Callable[[Event], None]
 
@@ -20,6 +30,7 @@ class PoolSettings:
     model_name: what clients call the model; None takes each target's own id.
     tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
     retry_window_s: how long a request that lost its target before its first event waits for one.
+    tls: of the way to the targets; None speaks plainly.
     """
 
     addresses: tuple[str, ...]
@@ -27,6 +38,7 @@ class PoolSettings:
     model_name: str | None = None
     retry_window_s: float = 5.0
     timing: LinkTiming = field(default_factory=LinkTiming)
+    tls: ClientTls | None = None
 
 
 class Flight:
@@ -67,7 +79,7 @@ class Flight:
             self._pool.place_again(self, event.error)
             return
         self._has_started = True
-        self._is_over = not isinstance(event, (Delta, Started))
+        self._is_over = not isinstance(event, (Delta, Started, PromptScored))
         self._deliver(event)
 
     def cancel(self) -> None:
@@ -95,7 +107,13 @@ class TargetPool:
         self._waiting: dict[Flight, _Waiting] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
-            TargetLink(address, settings.tokenizer_sha256, self._on_change, settings.timing)
+            TargetLink(
+                address,
+                settings.tokenizer_sha256,
+                self._on_change,
+                settings.timing,
+                settings.tls,
+            )
             for address in dict.fromkeys(settings.addresses)
         )
 

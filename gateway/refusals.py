@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.schema import ChatMessage, CompletionRequest, GenerationBody
+from gateway.schema import ChatMessage, GenerationBody, Speculation
 from shared.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
@@ -58,8 +58,6 @@ _HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
-        "include_reasoning",
     }
 )
 
@@ -71,24 +69,13 @@ _UNIMPLEMENTED = frozenset(
         "chat_template",
         "continue_final_message",
         "documents",
-        "ebnf",
         "function_call",
         "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "json_schema",
         "length_penalty",
         "logits_processors",
         "prediction",
-        "priority",
         "prompt_embeds",
-        "prompt_logprobs",
-        "regex",
-        "structured_outputs",
         "suffix",
-        "tools",
         "truncate_prompt_tokens",
         "use_beam_search",
         "verbosity",
@@ -100,8 +87,6 @@ OPENAI_FIELDS = KnownFields(
     _HARMLESS,
     _UNIMPLEMENTED,
     {
-        "tool_choice": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "length_penalty": (1.0,),
     },
@@ -118,18 +103,23 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     if body.speculation is not None:
         for name in body.speculation.unknown_fields:
             raise unimplemented(f"speculation.{name}")
-    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-        message = "echo with logprobs is not implemented; ask for one of them"
-        raise InvalidArgument.of("NOT_IMPLEMENTED", "logprobs", message)
+
+
+def refuse_rounds(speculation: Speculation | None) -> None:
+    """Raises:
+    InvalidArgument: an interface whose answers have no place for rounds is asked for them.
+    """
+    if speculation is not None and speculation.trace:
+        raise unimplemented("speculation.trace", "speculation.trace in this interface")
 
 
 def refuse_unimplemented_message(index: int, message: ChatMessage) -> None:
     """Raises:
-    InvalidArgument: the message needs tools or media.
+    InvalidArgument: the message needs media, or an interface of calls that is no more.
     """
-    if message.role in ("tool", "function"):
+    if message.role == "function":
         raise unimplemented(f"messages[{index}].role", f"role {message.role!r}")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.unknown_fields.get(name):
             raise unimplemented(f"messages[{index}].{name}")
     if isinstance(message.content, list):

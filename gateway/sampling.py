@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gateway.generation import TargetModel
-from gateway.schema import GenerationBody
+from gateway.schema import GenerationBody, Speculation
 from gateway.text.defaults import SamplingDefaults
 from shared.errors import InvalidArgument
 from shared.tokens import MAX_TOP_LOGPROBS, SamplingParams, StopParams
@@ -14,6 +14,8 @@ from shared.tokens import MAX_TOP_LOGPROBS, SamplingParams, StopParams
 T = TypeVar("T")
 
 _SEED_LIMIT = 2**63
+_MAX_TREE_STEPS = 32
+_MAX_ALGORITHM_CHARACTERS = 64
 
 
 def sampling_params(
@@ -95,6 +97,24 @@ def check_top_logprobs(field: str, value: int) -> int:
     return value
 
 
+def check_algorithm(speculation: Speculation) -> str | None:
+    """Returns the algorithm as drafts spell it; whether there is one is the target's to say.
+
+    Raises:
+        InvalidArgument: it cannot be the name of one.
+    """
+    name = speculation.algorithm
+    if name is None:
+        return None
+    if not 1 <= len(name) <= _MAX_ALGORITHM_CHARACTERS:
+        message = (
+            f"speculation.algorithm has {len(name)} characters; "
+            f"it must have [1, {_MAX_ALGORITHM_CHARACTERS}]"
+        )
+        raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
+    return name.upper()
+
+
 def _check_token_ids(
     field: str, token_ids: list[int] | dict[int, float], model: TargetModel
 ) -> None:
@@ -105,3 +125,16 @@ def _check_token_ids(
 
 def _given(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def check_num_steps(speculation: Speculation) -> int | None:
+    """Returns the depth of draft trees that a request sets.
+
+    Raises:
+        InvalidArgument: drafts do not grow such trees.
+    """
+    num_steps = speculation.num_steps
+    if num_steps is not None and not 1 <= num_steps <= _MAX_TREE_STEPS:
+        limits = f"[1, {_MAX_TREE_STEPS}]"
+        raise InvalidArgument.out_of_range("speculation.num_steps", num_steps, limits)
+    return num_steps

@@ -39,6 +39,41 @@ class Speculation(Body):
     """Speculation settings of one request. They change speed, never the output."""
 
     disable: Flag = Field(default=False, description="decode without draft tokens")
+    algorithm: str | None = Field(
+        default=None, description="only drafts of this algorithm; any when absent"
+    )
+    num_steps: int | None = Field(
+        default=None, description="depth of draft trees; what pays best when absent"
+    )
+    trace: Flag = Field(default=False, description="tell what every round did, token by token")
+
+
+class JsonSchemaFormat(Body):
+    """The schema of a `response_format`; its name, description and strictness have no effect."""
+
+    name: str | None = None
+    content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="output always keeps to the schema")
+
+
+class ResponseFormat(Body):
+    """What the output must be; for `structural_tag`, its fields stand beside the type."""
+
+    type: str = Field(description="text, json_object, json_schema or structural_tag")
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say what the output must match; one of the fields."""
+
+    content: dict[str, Any] | str | None = Field(
+        default=None, alias="json", description="a JSON schema"
+    )
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(default=None, description="GBNF, EBNF or Lark")
+    json_object: Flag = False
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class GenerationBody(Body):
@@ -65,7 +100,23 @@ class GenerationBody(Body):
     ignore_eos: Flag = False
     skip_special_tokens: bool | None = None
     return_token_ids: Flag = False
+    prompt_logprobs: int | None = Field(
+        default=None, description="log probabilities of the prompt's tokens, with so many others"
+    )
+    priority: int | None = Field(
+        default=None, description="whose turn it is when requests wait; the least first, 0 if none"
+    )
     speculation: Speculation | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = Field(default=None, description="GBNF, EBNF or Lark")
+    json_schema: dict[str, Any] | str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -78,10 +129,15 @@ class CompletionRequest(GenerationBody):
     """Body of `/v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    best_of: int | None = None
+    best_of: int | None = Field(
+        default=None, description="choices drawn, of which the `n` likeliest are the answer"
+    )
     echo: Flag = False
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    prompt_logprob_start: int | None = Field(
+        default=None, description="with logprobs: also those of the prompt from this position on"
+    )
 
 
 class ContentPart(Body):
@@ -91,12 +147,60 @@ class ContentPart(Body):
     text: str | None = None
 
 
+class CalledFunction(Body):
+    """What a call calls."""
+
+    name: str
+    arguments: str | dict[str, Any] = Field(default="{}", description="a JSON object, as text")
+
+
+class ToolCall(Body):
+    """A call that the assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="newer name of `reasoning_content`")
+
+
+class FunctionDefinition(Body):
+    """A function the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema")
+    strict: Flag = Field(default=False, description="arguments keep to the schema")
+
+
+class ToolDefinition(Body):
+    """A tool the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -106,6 +210,13 @@ class ChatCompletionRequest(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: Flag = False
     top_logprobs: int | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = Field(default=None, description="true by default")
+    chat_template: str | None = Field(
+        default=None, description="in place of the model's, where the gateway allows it"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

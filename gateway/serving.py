@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -12,9 +12,13 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.plan import Plan, Planner
 from gateway.pool import TargetPool
+from gateway.quota import Quotas
+from gateway.request_record import RequestRecord
 from gateway.text.model_text import ModelText
 from shared.errors import Unavailable
 from shared.rpc.lifecycle import Lifecycle, State
+from shared.telemetry.tracing import NO_TRACER, Tracer
+from shared.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,8 @@ class Gateway:
 
     Attributes:
         start_time_s: seconds since the epoch.
-        api_key: None lets everybody in.
+        quotas: who may ask, and how much.
+        cors_origins: sites whose pages may call the gateway from a browser; none unless listed.
         target_maintenance: `host:port` of the targets' maintenance ports; may be empty.
     """
 
@@ -35,8 +40,11 @@ class Gateway:
     open_answers: OpenAnswers
     version: str
     start_time_s: float
-    api_key: str | None = None
+    quotas: Quotas = field(default_factory=Quotas)
+    cors_origins: tuple[str, ...] = ()
     target_maintenance: tuple[str, ...] = ()
+    target_tls: ClientTls | None = None
+    tracer: Tracer = NO_TRACER
 
     @property
     def planner(self) -> Planner:
@@ -50,9 +58,9 @@ class Gateway:
         """
         if self.lifecycle.state is State.DRAINING:
             raise Unavailable.draining()
-        timer = self.metrics.timer(endpoint)
+        record = RequestRecord(endpoint, plan, self.metrics, self.tracer)
         setting = Setting(self.pool, self.text.tokenizer, self.limits, self.open_answers)
-        return Answer(plan, setting, timer)
+        return Answer(plan, setting, record)
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """Returns 200 when requests would be answered, else 503, with the reasons."""

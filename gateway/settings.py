@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys_from_texts
 from gateway.limits import RequestLimits
-from shared.settings import ProcessSettings, setting
+from gateway.output.style import ReasoningParser, ToolCallParser
+from gateway.text.tokenizer import MAX_PROMPT_CHARACTERS
+from shared.errors import SettingsError
+from shared.service_settings import DialingSettings, tls_problems
+from shared.settings import setting
+from shared.tls import ServerTls, checked_server_tls
 
 DEMO_MODEL = Path(__file__).parents[1] / "shared" / "demo" / "target"
 _LIMITS = RequestLimits()
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings(ProcessSettings):
+class GatewaySettings(DialingSettings):
     """What `outrider-gateway` can be told."""
 
     host: str = setting("127.0.0.1", "address to listen on")
@@ -21,6 +29,10 @@ class GatewaySettings(ProcessSettings):
     maintenance_host: str = setting("127.0.0.1", "address of AdminService")
     maintenance_port: int | None = setting(
         None, "port of AdminService; one above the port", minimum=0, maximum=65535
+    )
+
+    http_client_ca: Path | None = setting(
+        None, "HTTP clients must present a certificate signed by these (PEM)"
     )
 
     target: tuple[str, ...] = setting(
@@ -32,16 +44,55 @@ class GatewaySettings(ProcessSettings):
     tokenizer: Path = setting(
         DEMO_MODEL, "folder with tokenizer.json, chat template and generation_config.json"
     )
+    tool_call_parser: ToolCallParser = setting(
+        ToolCallParser.AUTO, "how the model writes calls of tools; auto: read off its template"
+    )
+    reasoning_parser: ReasoningParser = setting(
+        ReasoningParser.AUTO, "how it sets reasoning apart; auto: read off its template"
+    )
     model_name: str | None = setting(None, "name clients pass as `model`; the targets' own")
-    api_key: str | None = setting(None, "key requests must carry; none when unset", is_secret=True)
+
+    api_key: tuple[str, ...] = setting(
+        (),
+        "KEY or NAME:KEY that requests may carry; repeat; none needed when unset",
+        is_secret=True,
+    )
+    api_key_file: Path | None = setting(
+        None, "TOML file with a table [keys.NAME] for each key: key or key_sha256, and limits"
+    )
+    key_requests_per_minute: int | None = setting(
+        None, "POST requests a minute of each key, or of everybody without keys", minimum=1
+    )
+    key_tokens_per_minute: int | None = setting(
+        None, "prompt and output tokens a minute of each key", minimum=1
+    )
+    key_max_concurrent: int | None = setting(
+        None, "requests of each key that are open at once", minimum=1
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (), "site whose pages may call the gateway (https://app.example); repeat; none when unset"
+    )
 
     retry_window_s: float = setting(
         5.0, "wait for another target when one is lost before its first answer", minimum=0.0
+    )
+    request_timeout_s: float | None = setting(
+        None,
+        "time a request may take on a target, queueing included; unbounded when unset",
+        minimum=0.001,
     )
     drain_grace_s: float = setting(30.0, "time running requests get at SIGTERM", minimum=0.0)
 
     max_body_bytes: int = setting(
         _LIMITS.max_body_bytes, "largest request body", minimum=1024, maximum=2**30
+    )
+    max_prompt_characters: int = setting(
+        MAX_PROMPT_CHARACTERS, "longest prompt, before it is turned into tokens", minimum=1
+    )
+    max_template_characters: int = setting(
+        _LIMITS.max_template_characters,
+        "longest `chat_template` a request may bring; 0 refuses templates of requests",
+        minimum=0,
     )
     max_choices: int = setting(_LIMITS.max_choices, "largest `n`", minimum=1)
     max_prompts: int = setting(_LIMITS.max_prompts, "prompts of one completion", minimum=1)
@@ -53,6 +104,27 @@ class GatewaySettings(ProcessSettings):
         minimum=1,
     )
 
+    def __post_init__(self) -> None:
+        problems = tls_problems(self, lambda: self.http_tls)
+        try:
+            check_keys(self.api_keys)
+        except SettingsError as error:
+            problems += error.problems
+        problems += tuple(
+            f"--cors-origin is {origin!r}; it must be * or a scheme, host and port, without a path"
+            for origin in self.cors_origin
+            if not _ORIGIN.fullmatch(origin)
+        )
+        if problems:
+            raise SettingsError(problems)
+
+    @property
+    def http_tls(self) -> ServerTls | None:
+        """TLS of the HTTP port: the servers' certificate, but clients of its own."""
+        return checked_server_tls(
+            self.tls_cert, self.tls_key, self.http_client_ca, ca_flag="--http-client-ca"
+        )
+
     @property
     def admin_port(self) -> int:
         """The maintenance port, resolved."""
@@ -61,12 +133,31 @@ class GatewaySettings(ProcessSettings):
         return self.port + 1 if self.port else 0
 
     @property
+    def key_limits(self) -> KeyLimits:
+        """Of keys that have none of their own."""
+        return KeyLimits(
+            self.key_requests_per_minute, self.key_tokens_per_minute, self.key_max_concurrent
+        )
+
+    @property
+    def api_keys(self) -> tuple[ApiKey, ...]:
+        """Raises:
+        SettingsError: a key or its file is wrong.
+        """
+        keys = keys_from_texts(self.api_key, self.key_limits)
+        if self.api_key_file is None:
+            return keys
+        return keys + keys_from_file(self.api_key_file, self.key_limits)
+
+    @property
     def limits(self) -> RequestLimits:
         return RequestLimits(
             max_body_bytes=self.max_body_bytes,
+            max_template_characters=self.max_template_characters,
             max_choices=self.max_choices,
             max_prompts=self.max_prompts,
             max_generations=self.max_generations,
             max_stop_strings=self.max_stop_strings,
             max_unread_tokens=self.max_unread_tokens,
+            request_timeout_s=self.request_timeout_s,
         )

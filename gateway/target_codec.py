@@ -8,10 +8,13 @@ from gateway.generation import (
     Failed,
     Finished,
     Generation,
+    PromptScored,
+    Round,
     Started,
     TargetModel,
 )
 from shared.errors import (
+    DeadlineExceeded,
     EngineFailed,
     FailedPrecondition,
     FieldViolation,
@@ -23,7 +26,9 @@ from shared.errors import (
     Unavailable,
 )
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.rpc.grammar import grammar_message
 from shared.rpc.sampling import sampling_message, stop_message
+from shared.rpc.trees import tree_from_message
 from shared.tokens import FinishReason, TokenLogprobs
 
 _FINISH_REASONS = {
@@ -36,6 +41,7 @@ _CLASSES: dict[int, type[OutriderError]] = {
     StatusCode.NOT_FOUND: NotFound,
     StatusCode.RESOURCE_EXHAUSTED: QueueFull,
     StatusCode.UNAVAILABLE: Unavailable,
+    StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
 }
 _RETRYABLE = frozenset({StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE})
 
@@ -50,9 +56,30 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
         sampling_params=sampling,
         stop_params=stop_message(generation.stop),
         top_logprob_count=generation.top_logprobs,
-        speculation_params=pb.SpeculationParams(disabled=generation.is_speculation_disabled),
+        priority=generation.priority,
+        speculation_params=pb.SpeculationParams(
+            disabled=generation.is_speculation_disabled,
+            trace=generation.wants_rounds,
+            algorithm=generation.draft_algorithm or "",
+            step_count=generation.num_draft_steps,
+        ),
     )
-    submit = pb.Submit(request_id=request_id, request=request, trace_request_id=generation.trace_id)
+    scoring = generation.prompt_scoring
+    if scoring is not None:
+        params = pb.PromptLogprobParams(
+            start_position=scoring.start, top_logprob_count=scoring.num_top
+        )
+        request.prompt_logprob_params.CopyFrom(params)
+    if generation.grammar is not None:
+        request.grammar.CopyFrom(grammar_message(generation.grammar))
+    submit = pb.Submit(
+        request_id=request_id,
+        request=request,
+        trace_request_id=generation.trace_id,
+        traceparent=generation.traceparent or "",
+    )
+    if generation.timeout_s is not None:
+        submit.timeout_duration.FromNanoseconds(round(generation.timeout_s * 1e9))
     return pb.SessionRequest(submit=submit)
 
 
@@ -69,6 +96,7 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
         max_context_tokens=message.max_context_token_count,
         vocab_size=message.vocab_size,
         eos_token_ids=frozenset(message.eos_token_ids),
+        draft_algorithms=tuple(message.draft_algorithms),
     )
 
 
@@ -80,6 +108,8 @@ def event_from_message(message: pb.SessionEvent) -> Event | None:
         return _delta(response.delta)
     if kind == "started":
         return Started(response.started.cached_token_count)
+    if kind == "prompt_logprobs":
+        return PromptScored([_logprobs(each) for each in response.prompt_logprobs.logprobs])
     if kind == "finished":
         return _finished(response.finished)
     return _failed(message.failure) if message.HasField("failure") else None
@@ -92,6 +122,21 @@ def _delta(message: pb.TokenDelta) -> Delta:
         message.accepted_token_count,
         [_logprobs(each) for each in logprobs] if logprobs else (),
         message.drafted_token_count,
+        _round(message.trace) if message.HasField("trace") else None,
+    )
+
+
+def _round(message: pb.RoundTrace) -> Round:
+    has_answer = message.HasField("draft_duration")
+    return Round(
+        number=message.round,
+        tree=tree_from_message(message.tree),
+        accepted_nodes=tuple(message.accepted_node_indices),
+        num_rows=message.row_count,
+        verify_s=message.verify_duration.ToNanoseconds() / 1e9,
+        wait_s=message.wait_duration.ToNanoseconds() / 1e9,
+        draft_s=message.draft_duration.ToNanoseconds() / 1e9 if has_answer else None,
+        algorithm=message.algorithm or None,
     )
 
 

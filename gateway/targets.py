@@ -18,6 +18,7 @@ from gateway.generation import (
     Event,
     Failed,
     Generation,
+    PromptScored,
     Started,
     TargetModel,
     TargetState,
@@ -32,6 +33,7 @@ from shared.errors import FailedPrecondition, QueueFull, Unavailable
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
+from shared.tls import ClientTls
 
 Receive = Callable[[Event], None]
 Session = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
@@ -93,6 +95,7 @@ class TargetLink:
         tokenizer_sha256: str,
         on_change: Callable[[], None],
         timing: LinkTiming,
+        tls: ClientTls | None = None,
     ) -> None:
         self.address = address
         self.state = TargetState.CONNECTING
@@ -104,6 +107,7 @@ class TargetLink:
         self._tokenizer_sha256 = tokenizer_sha256
         self._on_change = on_change
         self._timing = timing
+        self._tls = tls
         self._request_ids = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._unsent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
@@ -140,6 +144,17 @@ class TargetLink:
         if self._end(request_id) is not None:
             self._unsent.put_nowait(cancel_message(request_id))
 
+    async def ask_model(self) -> TargetModel | None:
+        """Returns what the target says of its model at this moment; None when it does not say."""
+        if self.state is not TargetState.SERVING:
+            return None
+        try:
+            # A channel of its own: that of the session may close under the call at any time.
+            async with open_channel(self.address) as channel:
+                return await self._ask(channel)
+        except aio.AioRpcError:
+            return None
+
     async def run(self) -> None:
         """Connects, and connects again, until cancelled."""
         num_failures = 0
@@ -158,7 +173,7 @@ class TargetLink:
     async def _serve(self) -> tuple[TargetState, str]:
         """Serves one connection until it breaks; returns the state it leaves and why."""
         try:
-            async with open_channel(self.address) as channel:
+            async with open_channel(self.address, self._tls) as channel:
                 await self._greet(channel)
                 await self._carry(channel)
         except aio.AioRpcError as error:
@@ -173,16 +188,17 @@ class TargetLink:
         """Raises:
         FailedPrecondition: the target's token ids do not mean what the gateway's do.
         """
-        stub = pb_grpc.TargetServiceStub(channel)
-        timeout_s = self._timing.call_timeout_s
-        message = await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s)
-        self.model = model_from_message(message)
+        self.model = await self._ask(channel)
         if self.model.tokenizer_sha256 != self._tokenizer_sha256:
             raise FailedPrecondition(
                 f"target {self.address} has tokenizer {self.model.tokenizer_sha256}; "
                 f"the gateway's is {self._tokenizer_sha256}",
                 reason="TOKENIZER_MISMATCH",
             )
+
+    async def _ask(self, channel: aio.Channel) -> TargetModel:
+        stub, timeout_s = pb_grpc.TargetServiceStub(channel), self._timing.call_timeout_s
+        return model_from_message(await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s))
 
     async def _carry(self, channel: aio.Channel) -> None:
         """Runs the session and the health watch; ends by raising, when either ends."""
@@ -224,7 +240,7 @@ class TargetLink:
             return
         if isinstance(event, Delta):
             self.num_tokens += len(event.token_ids)
-        elif not isinstance(event, Started):
+        elif not isinstance(event, Started | PromptScored):
             self._end(message.request_id)
         live.receive(event)
 

@@ -19,10 +19,12 @@ def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     num_output_tokens = sum(choice.num_output_tokens for choice in choices)
     num_cached = sum(choice.num_cached_tokens for choice in choices[:: plan.num_choices])
     stats = [choice.stats for choice in choices]
-    details = {
+    details: dict[str, int] = {
         "accepted_prediction_tokens": sum(choice.num_accepted for choice in choices),
         "rejected_prediction_tokens": sum(s.num_drafted - s.num_accepted for s in stats),
     }
+    if plan.text.output is not None and plan.text.output.has_reasoning:
+        details["reasoning_tokens"] = sum(choice.num_reasoning_tokens for choice in choices)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,

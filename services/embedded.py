@@ -27,12 +27,15 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
+from services.target.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.attachment import Attachment, DraftIdentity, DraftMessage, OpenedSequence
+from services.target.attachment_terms import AttachmentTerms
+from services.target.device_rounds import RoundSource
 from services.target.engine import Engine
+from services.target.feature_outlet import InProcessOutlet
 from services.target.feature_rows import FeatureRows as TargetRows
 from services.target.feature_store import FeatureSpec
 from services.target.patience import Patience
-from services.target.speculation_service import AttachmentTerms
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull
 from shared.tokens import Verdict
@@ -45,12 +48,19 @@ class EmbeddedDraft:
     """Links one draft engine to the target engine of its process. A `DraftPort`."""
 
     def __init__(
-        self, target: Engine, draft: DraftEngine, worker: WorkerIdentity, terms: AttachmentTerms
+        self,
+        target: Engine,
+        draft: DraftEngine,
+        worker: WorkerIdentity,
+        terms: AttachmentTerms,
+        rounds: RoundSource | None = None,
     ) -> None:
+        """`rounds` is what the draft lends to the target for rounds on the device."""
         self._target = target
         self._draft = draft
         self._worker = worker
         self._terms = terms
+        self._rounds = rounds
         self._link: int | None = None
 
     def attach(self, tokenizer_sha256: str) -> None:
@@ -74,9 +84,14 @@ class EmbeddedDraft:
             algorithm=worker.algorithm,
             max_sequences=max_sequences,
             attach_time_s=time.time(),
+            shape=worker.shape,
         )
         patience = Patience(self._terms.longest_wait_s)
-        self._target.attach(Attachment(identity, self, patience, spec, wants_host_rows=False))
+        self._target.attach(
+            Attachment(
+                identity, self, patience, spec, outlet=InProcessOutlet(), rounds=self._rounds
+            )
+        )
 
     def send(self, message: DraftMessage) -> bool:
         """Hands a step's news to the draft engine; False when it does not keep up or has died."""
@@ -101,7 +116,7 @@ class EmbeddedDraft:
     def _deliver(self, output: Output) -> None:
         """Takes what the draft engine has to say; called on its thread."""
         if isinstance(output, CandidatesReady):
-            self._target.offer(ATTACHMENT_ID, output.candidates)
+            self._target.offer(ATTACHMENT_ID, output.candidates, output.report)
         elif isinstance(output, SequencesReleased):
             self._target.release(ATTACHMENT_ID, output.sequence_ids)
 
@@ -111,6 +126,7 @@ class EmbeddedDraft:
             max_nodes=min(self._terms.max_nodes, MAX_TREE_NODES),
             max_sequences=max_sequences,
             mirrors_noise=self._terms.mode is VerificationMode.COUPLED,
+            max_conditional=MAX_CONDITIONAL_CANDIDATES,
         )
 
     def _feature_spec(self) -> FeatureSpec | None:
@@ -144,7 +160,7 @@ def _split(
 ) -> tuple[TargetRows | None, FeatureRows | None]:
     if rows is None:
         return None, None
-    before, own = rows.split(len(verdict.accepted_node_indices) + 1)
+    before, own = rows.split(len(verdict.committed_token_ids))
     return before, FeatureRows(own.position_offset, own.rows)
 
 
@@ -162,4 +178,7 @@ def _opening(sequence: OpenedSequence) -> Opening:
         num_prompt_tokens=sequence.num_prompt_tokens,
         sampling=sequence.sampling,
         round=sequence.round,
+        wish=sequence.wish,
+        request_id=sequence.request_id,
+        traceparent=sequence.traceparent,
     )

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
+from services.draft.metrics import DraftMetrics, engine_figures
+from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
+from services.target.device_rounds import RoundSource
 from services.target.engine import Engine
 from services.target.process import attachment_terms
-from services.target.settings import TargetSettings
+from services.target.settings import DeviceRoundsChoice, TargetSettings
 from shared.settings import load_settings, shown_settings
+from shared.telemetry.tracing import NO_TRACER, Tracer
 
+log = logging.getLogger(__name__)
+# Verification of more rows is bound by arithmetic, which hides what the host costs.
+_MAX_ROUND_ROWS = 512
 _NOT_EMBEDDED = frozenset(
-    {"target", "host", "port", "maintenance-host", "maintenance-port", "num-threads"}
+    {
+        *("target", "target-tls-ca", "target-tls-cert", "target-tls-key", "target-tls-name"),
+        *("host", "port", "maintenance-host", "maintenance-port", "num-threads"),
+        *("tls-cert", "tls-key", "tls-client-ca", "otlp-endpoint", "trace-sample-ratio"),
+        "metrics-port",
+    }
 )
 
 
@@ -30,6 +45,7 @@ class BuiltDraft:
 
     port: EmbeddedDraft
     settings: Mapping[str, str]
+    metrics: DraftMetrics
 
 
 def embedded_settings(
@@ -54,7 +70,7 @@ def embedded_settings(
 
 
 def build_embedded_draft(
-    target: Engine, settings: TargetSettings, chosen: DraftSettings
+    target: Engine, settings: TargetSettings, chosen: DraftSettings, tracer: Tracer = NO_TRACER
 ) -> BuiltDraft:
     """Loads the drafter and starts its engine.
 
@@ -63,14 +79,51 @@ def build_embedded_draft(
         SettingsError: memory does not hold what the settings ask for.
     """
     drafter = build_drafter(chosen)
+    # Before the draft's thread has the drafter.
+    rounds = _rounds(target, settings, chosen, drafter)
+    recorder = DraftRecorder(tracer)
     engine = DraftEngine(
         drafter,
         chosen.shape,
         chunk_tokens=chosen.chunked_prefill_size,
         max_sequences=chosen.max_running_requests,
+        recorder=recorder,
+        is_pinned=chosen.is_shape_pinned,
+        fan_out=chosen.fan_out,
     )
     engine.start()
     warm_up(engine, drafter.limits.feature_spec)
     worker = worker_identity(chosen, drafter.limits, worker_id="embedded")
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
-    return BuiltDraft(EmbeddedDraft(target, engine, worker, attachment_terms(settings)), shown)
+    port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds)
+    return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
+
+
+def _rounds(
+    target: Engine, settings: TargetSettings, chosen: DraftSettings, drafter: Drafter
+) -> RoundSource | None:
+    """Returns what the drafter lends for rounds on the device, if it can and is asked to."""
+    is_wanted = settings.device_rounds is DeviceRoundsChoice.ON or (
+        settings.device_rounds is DeviceRoundsChoice.AUTO and target.device.type == "cuda"
+    )
+    if not is_wanted or type(drafter) is not EagleDrafter:
+        return None
+    if chosen.page_size != settings.page_size:
+        log.warning(
+            "no rounds on the device: the draft's pages hold %d tokens, the target's %d",
+            *(chosen.page_size, settings.page_size),
+        )
+        return None
+    loan = drafter.lend()
+    return RoundSource(
+        head=loan.head,
+        pool=loan.pool,
+        pages=loan.pages,
+        tree=chosen.shape,
+        max_context_tokens=min(loan.max_context_tokens, target.limits.max_sequence_tokens),
+        max_sequences=min(
+            chosen.max_running_requests,
+            settings.cuda_graph_max_bs,
+            max(_MAX_ROUND_ROWS // chosen.shape.num_draft_tokens, 1),
+        ),
+    )

@@ -10,13 +10,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.rpc.channel import open_channel
+from shared.tls import ClientTls
 
 _TIMEOUT_S = 2.0
 
 
-async def grpc_is_serving(address: str) -> bool:
+async def grpc_is_serving(address: str, tls: ClientTls | None = None) -> bool:
     """Returns whether the server at `host:port` reports SERVING for itself as a whole."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
@@ -25,25 +26,27 @@ async def grpc_is_serving(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def has_attachment(maintenance_address: str) -> bool:
-    """Returns whether a draft is attached to the target with this maintenance `host:port`."""
-    async with open_channel(maintenance_address) as channel:
+async def has_attachments(
+    maintenance_address: str, count: int, tls: ClientTls | None = None
+) -> bool:
+    """Returns whether so many drafts are attached to the target with this maintenance port."""
+    async with open_channel(maintenance_address, tls) as channel:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         request = admin_service_pb2.ListAttachmentsRequest()
         try:
             answer = await stub.ListAttachments(request, timeout=_TIMEOUT_S)
         except aio.AioRpcError:
             return False
-    return len(answer.attachments) > 0
+    return len(answer.attachments) >= count
 
 
-async def http_is_ready(host: str, port: int, path: str) -> bool:
+async def http_is_ready(host: str, port: int, path: str, tls: ClientTls | None = None) -> bool:
     """Returns whether `GET path` answers 200."""
-    return await asyncio.to_thread(_get_is_ok, host, port, path)
+    return await asyncio.to_thread(_get_is_ok, host, port, path, tls)
 
 
-def _get_is_ok(host: str, port: int, path: str) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+def _get_is_ok(host: str, port: int, path: str, tls: ClientTls | None) -> bool:
+    connection = _connection(host, port, tls)
     try:
         connection.request("GET", path)
         return connection.getresponse().status == http.HTTPStatus.OK
@@ -51,3 +54,9 @@ def _get_is_ok(host: str, port: int, path: str) -> bool:
         return False
     finally:
         connection.close()
+
+
+def _connection(host: str, port: int, tls: ClientTls | None) -> http.client.HTTPConnection:
+    if tls is None:
+        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls.context())

@@ -96,7 +96,11 @@ class InvalidArgument(OutriderError):
 
     @classmethod
     def prompt_too_long(cls, num_tokens: int, limit: int) -> Self:
-        message = f"the prompt has {num_tokens:,} tokens; the model accepts {limit:,}"
+        # The last words are what client libraries look for before they fall back or cut.
+        message = (
+            f"the prompt has {num_tokens:,} tokens; the model accepts {limit:,}: "
+            "the prompt is longer than the model's context length"
+        )
         return cls.of("PROMPT_TOO_LONG", "prompt", message)
 
 

@@ -19,11 +19,24 @@ class Dtype(enum.Enum):
 
 
 class Quantisation(enum.Enum):
-    """In what the matrices of a model's layers are held; products are in the model's dtype."""
+    """In what the matrices of a model's layers are held; products are in the model's dtype.
+
+    A channel, that is an output of a matrix, has a scale of its own: int8 in equal steps, fp8 as
+    e4m3. A checkpoint that comes quantised is refused when it is loaded.
+    """
 
     UNQUANT = "unquant"
     INT8 = "int8"
     FP8 = "fp8"
+
+
+class KvDtype(enum.Enum):
+    """Element type of a KV cache; `auto` is the model's. fp8 has a factor a head."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FP8_E4M3 = "fp8_e4m3"
 
 
 class LoadFormat(enum.Enum):
@@ -44,11 +57,16 @@ class AttentionBackend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What a loader can be told beside dtype and device."""
+    """What a loader can be told beside dtype and device.
+
+    Attributes:
+        is_deterministic: a decoder's products keep a row's bits for every number of rows.
+    """
 
     load_format: LoadFormat = LoadFormat.AUTO
     quantisation: Quantisation = Quantisation.UNQUANT
     attention_backend: AttentionBackend = AttentionBackend.AUTO
+    is_deterministic: bool = False
 
 
 def device_problems(name: str) -> tuple[str, ...]:

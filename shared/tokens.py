@@ -140,6 +140,17 @@ class TokenTree:
             depths.append(1 if parent is None else depths[parent] + 1)
         return tuple(depths)
 
+    def only(self, nodes: Sequence[int]) -> TokenTree:
+        """Returns the tree of some nodes, ascending; a node's parent must be among them."""
+        new_index: dict[int | None, int | None] = {None: None}
+        for node in nodes:
+            new_index[node] = len(new_index) - 1
+        return TokenTree(
+            tuple(self.token_ids[node] for node in nodes),
+            tuple(new_index[self.parent_indices[node]] for node in nodes),
+            tuple(self.log_probs[node] for node in nodes) if self.log_probs else (),
+        )
+
     def path(self, node: int) -> tuple[int, ...]:
         """Returns the node indices from the root's child down to `node`, both included."""
         path: list[int] = []
@@ -186,16 +197,51 @@ class TreeShape:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeWish:
+    """What the target wants of a draft's next tree for a sequence.
+
+    Attributes:
+        shape: None leaves it to the draft.
+        is_paused: no tree is wanted for the next round; the draft only keeps up.
+    """
+
+    shape: TreeShape | None = None
+    is_paused: bool = False
+
+
+ANY_TREE = TreeWish()
+NO_TREE = TreeWish(is_paused=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """What a draft says of itself beside its candidates.
+
+    Attributes:
+        draft_s: time the drafter computed for them, in seconds; None when it did not say.
+        pinned_shape: an operator fixed the shape there, so that wishes have no effect.
+    """
+
+    draft_s: float | None = None
+    pinned_shape: TreeShape | None = None
+
+
+NO_REPORT = DraftReport()
+
+
+@dataclass(frozen=True, slots=True)
 class Condition:
     """The verdict a conditional candidate was prepared for.
 
     Attributes:
         node_index: last accepted node of the round's tree; None when no node is accepted.
         bonus_token_id: the token the target draws after that node.
+        candidate_id: the candidate that `node_index` counts in.
     """
 
     node_index: int | None
     bonus_token_id: int
+    candidate_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +250,10 @@ class Candidate:
 
     `round` and `committed_token_count` fence it: a candidate for any other state is stale. With a
     condition the tree is for the round after `round`, if the verdict on `round` is that one.
+
+    Attributes:
+        candidate_id: names the tree in conditions and verdicts, unique for the sequence on its
+            attachment; None when nothing is pushed ahead for it.
     """
 
     sequence_id: int
@@ -211,6 +261,7 @@ class Candidate:
     committed_token_count: int
     tree: TokenTree
     condition: Condition | None = None
+    candidate_id: int | None = None
 
 
 class Outcome(enum.Enum):
@@ -232,6 +283,9 @@ class Verdict:
         committed_token_ids: tokens this round commits: the accepted path, then the bonus token.
             Shorter when the sequence stopped inside the path.
         committed_token_count: prompt plus output after this round.
+        wish: what is wanted for the next round.
+        candidate_id: the candidate that was verified; None when none of the draft's was.
+        next_candidate_id: the candidate pushed ahead that is verified next already.
     """
 
     sequence_id: int
@@ -240,6 +294,15 @@ class Verdict:
     accepted_node_indices: tuple[int, ...]
     committed_token_ids: tuple[int, ...]
     committed_token_count: int
+    wish: TreeWish = ANY_TREE
+    candidate_id: int | None = None
+    next_candidate_id: int | None = None
+
+    @property
+    def condition(self) -> Condition:
+        """The condition of a candidate that was pushed ahead for exactly this verdict."""
+        accepted = self.accepted_node_indices
+        return Condition(accepted[-1] if accepted else None, self.bonus_token_id, self.candidate_id)
 
     @property
     def bonus_token_id(self) -> int:

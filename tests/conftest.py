@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    # What writes certificates is not installed where GPU tests run.
+    from services.certs import CertFolder
 
 
 def pytest_configure() -> None:
@@ -26,3 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> CertFolder:
+    """An authority with a server's and a client's certificate."""
+    from services.certs import write_certs
+
+    return write_certs(tmp_path_factory.mktemp("certs"))
+
+
+@pytest.fixture(scope="session")
+def other_certs(tmp_path_factory: pytest.TempPathFactory) -> CertFolder:
+    """The same from an authority that nobody trusts."""
+    from services.certs import write_certs
+
+    return write_certs(tmp_path_factory.mktemp("other-certs"))

@@ -6,8 +6,10 @@ from typing import Any
 
 import orjson
 
-from gateway.choice import Choice
+from gateway.choice import Choice, Piece
 from gateway.failures import Problem
+from gateway.messages.blocks import BlockEvents, named_event, whole_blocks
+from gateway.output.parts import Content
 from gateway.plan import Plan
 from gateway.usage import metrics
 from shared.errors import OutriderError
@@ -19,11 +21,11 @@ _DELTA = (
 )
 
 
-def message(plan: Plan, choice: Choice, text: str) -> dict[str, Any]:
+def message(plan: Plan, choice: Choice, piece: Piece) -> dict[str, Any]:
     """Returns the whole message."""
     return {
         **_head(plan),
-        "content": [{"type": "text", "text": text}],
+        "content": whole_blocks(piece.parts or (Content(piece.text),)),
         **_stop(choice),
         "usage": {**_input_usage(plan, choice), "output_tokens": choice.num_output_tokens},
         "metrics": metrics((choice,)),
@@ -35,6 +37,7 @@ class MessageChunks:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._blocks = BlockEvents()
 
     def opening(self, choice: Choice) -> bytes:
         started = {
@@ -44,16 +47,17 @@ class MessageChunks:
             "stop_sequence": None,
             "usage": {**_input_usage(self._plan, choice), "output_tokens": 0},
         }
-        block = {"type": "text", "text": ""}
-        return (
-            _event("message_start", message=started)
-            + _event("content_block_start", index=0, content_block=block)
-            + _event("ping")
-        )
+        # Where thoughts or a call may come first, blocks open as they are known.
+        opened = self._blocks.open_text() if self._plan.text.output is None else b""
+        return named_event("message_start", message=started) + opened + named_event("ping")
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
         piece = choice.take()
-        if piece is None or not piece.text:
+        if piece is None:
+            return b""
+        if piece.parts:
+            return self._blocks.add(piece.parts)
+        if not piece.text:
             return b""
         return _DELTA + orjson.dumps(piece.text) + b"}}\n\n"
 
@@ -61,18 +65,15 @@ class MessageChunks:
         (choice,) = choices
         usage = {**_input_usage(self._plan, choice), "output_tokens": choice.num_output_tokens}
         return (
-            _event("content_block_stop", index=0)
-            + _event("message_delta", delta=_stop(choice), usage=usage, metrics=metrics(choices))
-            + _event("message_stop")
+            self._blocks.close()
+            + named_event(
+                "message_delta", delta=_stop(choice), usage=usage, metrics=metrics(choices)
+            )
+            + named_event("message_stop")
         )
 
     def failure(self, error: OutriderError) -> bytes:
         return b"event: error\ndata: " + orjson.dumps(Problem.of(error).anthropic_body()) + b"\n\n"
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    body = orjson.dumps({"type": kind, **fields})
-    return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
 
 def _head(plan: Plan) -> dict[str, Any]:
@@ -82,6 +83,8 @@ def _head(plan: Plan) -> dict[str, Any]:
 def _stop(choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if choice.has_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     matched = choice.matched_stop
     reason = "end_turn" if matched is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": matched}

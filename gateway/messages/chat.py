@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from typing import Literal
 
+from gateway.constraints import json_schema_format
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
-from gateway.messages.schema import MessagesRequest, Prompt
+from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoice
+from gateway.messages.turns import chat_messages
+from gateway.output.style import OutputStyle, ReasoningParser
 from gateway.plan import Plan, Planner
-from gateway.refusals import KnownFields, refuse_unimplemented_message, unimplemented
-from gateway.schema import ChatCompletionRequest, ChatMessage, ContentPart
+from gateway.refusals import (
+    KnownFields,
+    refuse_rounds,
+    unimplemented,
+)
+from gateway.schema import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    ResponseFormat,
+    ToolDefinition,
+)
 from shared.errors import InvalidArgument
 
 _FIELDS = KnownFields(
@@ -18,14 +35,7 @@ _FIELDS = KnownFields(
         {"cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
         | {"user_profile_id", "workspace_id", "betas"}
     ),
-    unimplemented=frozenset(
-        {"container", "context_management", "mcp_servers", "output_config", "output_format"}
-        | {"prefill", "tools"}
-    ),
-    neutral={
-        "thinking": ({"type": "disabled"},),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    },
+    unimplemented=frozenset({"container", "context_management", "mcp_servers", "prefill"}),
 )
 
 
@@ -35,7 +45,9 @@ async def messages_plan(
     """Raises:
     InvalidArgument: the request can never be served; by Anthropic's name of the field.
     """
-    chat = prompt_chat(body).model_copy(
+    refuse_rounds(body.speculation)
+    response_format, field = _response_format(body)
+    chat = prompt_chat(body, planner.text.style).model_copy(
         update={
             "stream": body.stream,
             "max_tokens": body.max_tokens,
@@ -44,32 +56,95 @@ async def messages_plan(
             "top_k": body.top_k,
             "top_p": body.top_p,
             "seed": body.seed,
+            "response_format": response_format,
+            "reasoning_effort": body.output_config and body.output_config.effort,
             "speculation": body.speculation,
         }
     )
     with client_names({"stop": "stop_sequences", "prompt": "messages"}):
         plan = await planner.chat(chat, name, model, trace_id)
-    return replace(plan, request_id=f"msg_{uuid.uuid4().hex}")
+    return replace(plan, request_id=f"msg_{uuid.uuid4().hex}", grammar_field=field)
 
 
-def prompt_chat(body: Prompt) -> ChatCompletionRequest:
+def _response_format(body: MessagesRequest) -> tuple[ResponseFormat | None, str]:
+    """Returns OpenAI's name of the format, and the field it came in."""
+    if body.output_config is not None and body.output_config.format is not None:
+        given, field = body.output_config.format, "output_config.format"
+    elif body.output_format is not None:
+        given, field = body.output_format, "output_format"
+    else:
+        return None, ""
+    return json_schema_format(given.content), field
+
+
+def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
     """Returns the chat of a prompt, `system` first.
 
     Raises:
-        InvalidArgument: it has what the gateway cannot do: tools, media, prefill.
+        InvalidArgument: it has what the gateway cannot do: media, prefill, thoughts of a model
+            that has none.
     """
     _FIELDS.refuse(body.unknown_fields)
-    messages = [ChatMessage(role=each.role, content=each.content) for each in body.messages]
+    messages = chat_messages(body.messages)
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
-    for index, message in enumerate(messages):
-        refuse_unimplemented_message(index, message)
     if messages[-1].role == "assistant":
-        field = f"messages[{len(messages) - 1}].role"
+        field = f"messages[{len(body.messages) - 1}].role"
         raise unimplemented(field, "an assistant's message at the end, to be continued,")
     if body.system:
         messages.insert(0, ChatMessage(role="system", content=_system(body.system)))
-    return ChatCompletionRequest(messages=messages)
+    is_thinking = _is_thinking(body.thinking, style)
+    return ChatCompletionRequest(
+        messages=messages,
+        tools=_tools(body),
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        include_reasoning=is_thinking,
+        # Templates of models that can do without have one of these.
+        chat_template_kwargs={"enable_thinking": is_thinking, "thinking": is_thinking},
+    )
+
+
+def _tools(body: Prompt) -> list[ToolDefinition] | None:
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise unimplemented(f"tools[{index}].type", f"a tool of type {tool.type[:64]!r}")
+    return [
+        ToolDefinition(
+            type="function",
+            function=FunctionDefinition(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
+            ),
+        )
+        for tool in body.tools or ()
+    ]
+
+
+def _tool_choice(
+    choice: ToolChoice | None,
+) -> Literal["none", "auto", "required"] | NamedTool | None:
+    if choice is None or choice.type == "auto":
+        return None
+    if choice.type == "none":
+        return "none"
+    if choice.type == "any":
+        return "required"
+    if choice.name is None:
+        message = "tool_choice.name is missing; a choice of type tool needs it"
+        raise InvalidArgument.of("FIELD_INVALID", "tool_choice.name", message)
+    return NamedTool(type="function", function=FunctionName(name=choice.name))
+
+
+def _is_thinking(thinking: Thinking | None, style: OutputStyle) -> bool:
+    if thinking is None or thinking.type == "disabled":
+        return False
+    if style.reasoning is ReasoningParser.NONE:
+        message = "thinking is enabled; the model does not set its thoughts apart"
+        raise InvalidArgument.of("NOT_IMPLEMENTED", "thinking", message)
+    return True
 
 
 def _system(system: str | list[ContentPart]) -> str | list[ContentPart]:

@@ -26,10 +26,12 @@ def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
         if plan.is_stream:
             return EventStream(answer, MessageChunks(plan))
         (finale,) = await whole_answer(answer, request.receive)
-        content = orjson.dumps(message(plan, finale.choice, finale.piece.text))
+        content = orjson.dumps(message(plan, finale.choice, finale.piece))
         return Response(content, media_type="application/json")
 
     @app.post("/v1/messages/count_tokens", tags=["anthropic"])
     async def count_tokens(body: Prompt) -> dict[str, int]:
         gateway.pool.model(body.model)
-        return {"input_tokens": len(await gateway.planner.chat_prompt(prompt_chat(body)))}
+        planner = gateway.planner
+        chat = prompt_chat(body, planner.text.style)
+        return {"input_tokens": len(await planner.chat_prompt(chat))}

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from gateway.schema import Body, ContentPart, Flag, Speculation
 
 
+class Block(Body):
+    """A block of a turn's content; which fields count depends on its type."""
+
+    type: str = Field(description="text, tool_use, tool_result, thinking or redacted_thinking")
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentPart] | None = None
+    is_error: Flag = False
+    thinking: str | None = None
+
+
 class Message(Body):
-    """One turn. A block that is no text is refused where it is used."""
+    """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentPart]
+    content: str | list[Block]
+
+
+class Tool(Body):
+    """A tool the model may use."""
+
+    type: str | None = Field(default=None, description="custom, or none")
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: Flag = False
+
+
+class ToolChoice(Body):
+    """Whether the model uses tools, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Flag = False
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers; off unless given."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
 
 
 class Prompt(Body):
@@ -22,6 +61,23 @@ class Prompt(Body):
     model: str
     messages: list[Message]
     system: str | list[ContentPart] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class OutputFormat(Body):
+    """What the text must be: a JSON value."""
+
+    type: Literal["json_schema"]
+    content: dict[str, Any] | bool = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How to answer."""
+
+    effort: str | None = Field(default=None, description="handed to the chat template")
+    format: OutputFormat | None = None
 
 
 class MessagesRequest(Prompt):
@@ -34,4 +90,8 @@ class MessagesRequest(Prompt):
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, description="not Anthropic's: makes the answer exact")
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(
+        default=None, description="the older place of `output_config.format`"
+    )
     speculation: Speculation | None = None

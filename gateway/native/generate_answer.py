@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.choice import Choice, Piece, TokenScore
@@ -11,6 +12,7 @@ from gateway.failures import error_body
 from gateway.inbox import Aborted
 from gateway.logprobs import finite
 from gateway.native.generate_plan import GeneratePlan
+from gateway.rounds import TokenRound, round_fields
 from gateway.text.tokenizer import Tokenizer
 from gateway.usage import speculative_decoding
 from shared.errors import OutriderError
@@ -32,10 +34,12 @@ class GeneratedText:
         self._token_ids: list[int] = []
         self._logprobs: list[list[Any]] = []
         self._top: list[list[list[Any]] | None] = []
+        self._rounds: Sequence[TokenRound] = ()
 
     def add(self, piece: Piece) -> None:
         self._text += piece.text
         self._token_ids += piece.token_ids
+        self._rounds = piece.rounds
         for score in piece.scores:
             self._logprobs.append(self._entry(score.token_id, score.logprobs.log_prob))
             self._top.append(self._alternatives(score))
@@ -62,19 +66,33 @@ class GeneratedText:
         }
         if info["finish_reason"] is not None:
             info["e2e_latency"] = time.perf_counter() - self._begin_s
+        inputs = self._inputs(prompt)
         if self._asked.num_top is not None:
-            info["input_token_logprobs"] = []
+            info["input_token_logprobs"] = [entry for entry, _ in inputs]
             info["output_token_logprobs"] = self._logprobs
         if self._asked.num_top:
-            info["input_top_logprobs"] = []
+            info["input_top_logprobs"] = [top for _, top in inputs]
             info["output_top_logprobs"] = self._top
+        if self._rounds:  # new ones only: all of them in every event would add up to megabytes
+            info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
         return info | speculation_fields(choice)
 
-    def _entry(self, token_id: int, log_prob: float) -> list[Any]:
+    def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], list[list[Any]] | None]]:
+        """Returns the entries of the prompt's tokens; the very first one has no law."""
+        scores, start = self.choice.prompt_scores, self._asked.prompt_start
+        found: list[tuple[list[Any], list[list[Any]] | None]] = []
+        if start == 0:
+            found.append((self._entry(prompt[0], None), None))
+        for token_id, each in zip(prompt[len(prompt) - len(scores) :], scores, strict=True):
+            top = [self._entry(other, log_prob) for other, log_prob in each.top]
+            found.append((self._entry(token_id, each.log_prob), top))
+        return found
+
+    def _entry(self, token_id: int, log_prob: float | None) -> list[Any]:
         spelled = None
         if self._asked.spells_tokens:
             spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return [finite(log_prob), token_id, spelled]
+        return [None if log_prob is None else finite(log_prob), token_id, spelled]
 
     def _alternatives(self, score: TokenScore) -> list[list[Any]]:
         return [self._entry(token_id, log_prob) for token_id, log_prob in score.logprobs.top]

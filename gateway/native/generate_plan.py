@@ -40,7 +40,6 @@ _FIELDS = KnownFields(
             "input_embeds",
             "lora_id",
             "lora_path",
-            "priority",
             "return_hidden_states",
             "return_routed_experts",
             "session_params",
@@ -52,16 +51,15 @@ _FIELDS = KnownFields(
 )
 _SAMPLING_FIELDS = KnownFields(
     harmless=frozenset({"skip_tokenizer_init"}),
-    unimplemented=frozenset(
-        {"beam_width", "custom_params", "ebnf", "json_schema", "regex", "stop_regex"}
-        | {"structural_tag"}
-    ),
+    unimplemented=frozenset({"beam_width", "custom_params", "stop_regex"}),
     neutral={"spaces_between_special_tokens": (True,)},
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_PROMPT_NAMES = {"prompt_logprob_start": "logprob_start_len"}
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "logit_bias"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("regex", "ebnf", "json_schema", "structural_tag"),
 )
 
 
@@ -72,6 +70,7 @@ class GeneratePlan:
     Attributes:
         is_batch: the answer is a list, and events of a stream have an index.
         num_top: alternatives per token; None without log probabilities.
+        prompt_start: first prompt token with a log probability; None when none has.
         spells_tokens: whether log probabilities come with the tokens' text.
     """
 
@@ -79,6 +78,7 @@ class GeneratePlan:
     is_batch: bool
     num_top: int | None
     spells_tokens: bool
+    prompt_start: int | None = None
 
     def id_of(self, index: int) -> str:
         """Returns `meta_info.id` of a choice."""
@@ -98,12 +98,14 @@ async def generate_plan(
     prompt, field = _prompt(body)
     names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
     names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
-    with client_names({**names, "prompt": field, "logprobs": "top_logprobs_num"}):
+    with client_names({**names, "prompt": field, "logprobs": "top_logprobs_num", **_PROMPT_NAMES}):
         completion = _completion(body, sampling, prompt, num_top)
         plan = await planner.completion(completion, name, model, trace_id)
     is_batch = len(plan.generations) > 1 or _is_batch(prompt)
-    plan = replace(plan, request_id=body.rid or uuid.uuid4().hex)
-    return GeneratePlan(plan, is_batch, num_top, body.return_text_in_logprobs)
+    field = f"sampling_params.{plan.grammar_field}"
+    plan = replace(plan, request_id=body.rid or uuid.uuid4().hex, grammar_field=field)
+    start = completion.prompt_logprob_start
+    return GeneratePlan(plan, is_batch, num_top, body.return_text_in_logprobs, start)
 
 
 def _completion(
@@ -125,6 +127,8 @@ def _completion(
         skip_special_tokens=sampling.skip_special_tokens,
         include_stop_str_in_output=sampling.no_stop_trim,
         logprobs=num_top,
+        prompt_logprob_start=_prompt_start(body, num_top),
+        priority=body.priority,
         speculation=body.speculation,
     )
 
@@ -146,9 +150,13 @@ def _is_batch(prompt: str | Sequence[object]) -> bool:
 def _num_top(body: GenerateRequest) -> int | None:
     if not _uniform("return_logprob", body.return_logprob):
         return None
-    if body.logprob_start_len not in (None, -1):
-        raise unimplemented("logprob_start_len", "logprob_start_len within the prompt")
     return _uniform("top_logprobs_num", body.top_logprobs_num) or 0
+
+
+def _prompt_start(body: GenerateRequest, num_top: int | None) -> int | None:
+    """Returns from where on the prompt's tokens are wanted; -1, SGLang's default, is of none."""
+    start = _uniform("logprob_start_len", body.logprob_start_len)
+    return None if num_top is None or start in (None, -1) else start
 
 
 def _uniform(field: str, value: T | list[T] | None) -> T | None:

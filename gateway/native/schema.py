@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gateway.schema import Body, ChatMessage, Flag, Speculation
+from gateway.schema import Body, ChatMessage, Flag, Speculation, ToolDefinition
 
 
 class TokenizeRequest(Body):
@@ -19,6 +19,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -59,6 +60,10 @@ class NativeSampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: Flag = False
     skip_special_tokens: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = Field(default=None, description="GBNF, EBNF or Lark")
+    json_schema: dict[str, Any] | str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     no_stop_trim: Flag = Field(default=False, description="keep the stop string in the text")
 
 
@@ -73,6 +78,9 @@ class GenerateRequest(Body):
     stream: Flag = False
     return_logprob: Flag | list[bool] = False
     top_logprobs_num: int | list[int] | None = None
-    logprob_start_len: int | None = Field(default=None, description="-1: of the output only")
+    logprob_start_len: int | list[int] | None = Field(
+        default=None, description="from this position of the prompt on; -1: of the output only"
+    )
+    priority: int | None = Field(default=None, description="the least value goes first")
     return_text_in_logprobs: Flag = False
     speculation: Speculation | None = None

@@ -43,7 +43,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "start_time": gateway.start_time_s,
             "models": sorted(gateway.pool.models()),
             "open_request_count": gateway.open_answers.num_open,
-            "targets": [_target(link) for link in gateway.pool.links],
+            "targets": await asyncio.gather(*(_target(link) for link in gateway.pool.links)),
             # Load tools take the mean over everything since the start from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
@@ -55,7 +55,8 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         if not addresses:
             message = "flush_cache needs the targets' maintenance ports; set target_maintenance"
             raise FailedPrecondition(message, reason="TARGET_MAINTENANCE_UNSET")
-        calls = (flush_prefix_cache(address, _FLUSH_TIMEOUT_S) for address in addresses)
+        tls = gateway.target_tls
+        calls = (flush_prefix_cache(address, _FLUSH_TIMEOUT_S, tls) for address in addresses)
         freed = await asyncio.gather(*calls)
         pages = dict(zip(addresses, freed, strict=True))
         return {"success": True, "freed_page_count": pages}
@@ -70,7 +71,8 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"aborted_request_count": gateway.open_answers.abort(body.rid)}
 
 
-def _target(link: TargetLink) -> dict[str, Any]:
+async def _target(link: TargetLink) -> dict[str, Any]:
+    model = await link.ask_model()
     return {
         "address": link.address,
         "state": link.state.value,
@@ -78,4 +80,5 @@ def _target(link: TargetLink) -> dict[str, Any]:
         "live_request_count": link.num_live,
         "reserved_token_count": link.num_reserved_tokens,
         "received_token_count": link.num_tokens,
+        "draft_algorithms": None if model is None else model.draft_algorithms,
     }

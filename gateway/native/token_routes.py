@@ -17,7 +17,7 @@ from shared.errors import InvalidArgument
 _TOKENIZE_FIELDS = KnownFields(
     harmless=frozenset(),
     unimplemented=frozenset(
-        {"chat_template", "continue_final_message", "documents", "mm_processor_kwargs", "tools"}
+        {"chat_template", "continue_final_message", "documents", "mm_processor_kwargs"}
     ),
 )
 
@@ -70,6 +70,7 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
             messages=body.messages,
             add_generation_prompt=body.add_generation_prompt,
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
         )
         return [await gateway.planner.chat_prompt(chat)]
     texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]

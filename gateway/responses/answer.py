@@ -1,16 +1,20 @@
-"""The answers of `/v1/responses`: one message of text, whole or as its named events."""
+"""The answers of `/v1/responses`: items of output, whole or as their named events."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from gateway.choice import Choice, Piece, TokenScore
+from gateway.choice import Choice, Piece
 from gateway.failures import Problem
 from gateway.logprobs import chat_logprobs
+from gateway.output.parts import Content
 from gateway.responses.chat import ResponsePlan
+from gateway.responses.items import Event, Items, Logprobs
+from gateway.responses.schema import NamedFunction, ResponsesRequest
 from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
 from shared.errors import OutriderError
@@ -23,40 +27,28 @@ class ResponseText:
     def __init__(self, asked: ResponsePlan, tokenizer: Tokenizer) -> None:
         self._asked = asked
         self._tokenizer = tokenizer
-        self._texts: list[str] = []
-        self._scores: list[TokenScore] = []
+        self._items = Items(asked.item_id)
+        self._status = "completed"
 
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
+    def open(self) -> list[Event]:
+        """Opens the message, where nothing can come before it."""
+        return self._items.open_message() if self._asked.plan.text.output is None else []
 
-    @property
-    def item_id(self) -> str:
-        return self._asked.item_id
+    def add(self, piece: Piece) -> list[Event]:
+        """Returns the events of more output."""
+        logprobs: Logprobs = chat_logprobs(piece.scores, self._tokenizer)["content"]
+        parts = piece.parts
+        if not parts and piece.text:
+            parts = (Content(piece.text),)
+        if not parts:
+            self._items.note(logprobs)
+        return self._items.add(parts, logprobs)
 
-    def add(self, piece: Piece) -> None:
-        self._texts.append(piece.text)
-        self._scores += piece.scores
-
-    def logprobs(self, piece: Piece | None = None) -> list[dict[str, Any]]:
-        """Returns the log probabilities of a piece, or of everything."""
-        scores = self._scores if piece is None else piece.scores
-        content: list[dict[str, Any]] = chat_logprobs(scores, self._tokenizer)["content"]
-        return content
-
-    def part(self) -> dict[str, Any]:
-        logprobs = self.logprobs()
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
-
-    def item(self, choice: Choice | None) -> dict[str, Any]:
-        """Returns the message; without content while there is no choice that finished."""
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress" if choice is None else _status(choice),
-            "content": [] if choice is None else [self.part()],
-        }
+    def close(self, choice: Choice) -> list[Event]:
+        """Returns the last events of the output; there is one item at least."""
+        self._status = _status(choice)
+        opened = [] if self._items.items else self._items.open_message()
+        return [*opened, *self._items.close(self._status)]
 
     def response(self, choice: Choice | None) -> dict[str, Any]:
         """Returns the response; in progress while there is no choice that finished."""
@@ -75,14 +67,14 @@ class ResponseText:
             "metadata": body.metadata or {},
             "model": asked.plan.model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": _format(body)},
+            "tool_choice": _tool_choice(body),
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -98,10 +90,15 @@ class ResponseText:
             "incomplete_details": (
                 {"reason": "max_output_tokens"} if status == "incomplete" else None
             ),
-            "output": [self.item(choice)],
+            "output": self._output(),
             "usage": self._usage(choice),
             "metrics": metrics((choice,)),
         }
+
+    def _output(self) -> list[dict[str, Any]]:
+        """Only the last item can be cut off."""
+        *whole, last = self._items.items
+        return [*(item.shown("completed") for item in whole), last.shown(self._status)]
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
         counted = usage(self._asked.plan, (choice,))
@@ -111,7 +108,7 @@ class ResponseText:
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": choice.num_reasoning_tokens,
                 **counted["completion_tokens_details"],
             },
             "total_tokens": counted["total_tokens"],
@@ -123,61 +120,47 @@ class ResponseChunks:
 
     def __init__(self, asked: ResponsePlan, tokenizer: Tokenizer) -> None:
         self._text = ResponseText(asked, tokenizer)
-        self._place = {"item_id": asked.item_id, "output_index": 0, "content_index": 0}
         self._number = 0
 
     def opening(self, choice: Choice) -> bytes:
-        response = self._text.response(None)
-        return b"".join(
-            (
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event(
-                    "response.output_item.added", output_index=0, item=self._text.item(None)
-                ),
-                self._event("response.content_part.added", **self._place, part=self._text.part()),
-            )
-        )
+        response = {"response": self._text.response(None)}
+        begun = [("response.created", response), ("response.in_progress", response)]
+        return self._events([*begun, *self._text.open()])
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
         piece = choice.take()
-        if piece is None:
-            return b""
-        self._text.add(piece)
-        if not piece.text:
-            return b""
-        logprobs = self._text.logprobs(piece)
-        return self._event(
-            "response.output_text.delta", **self._place, delta=piece.text, logprobs=logprobs
-        )
+        return b"" if piece is None else self._events(self._text.add(piece))
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         (choice,) = choices
-        text = self._text
-        ending = f"response.{_status(choice)}"
-        return b"".join(
-            (
-                self._event(
-                    "response.output_text.done",
-                    **self._place,
-                    text=text.text,
-                    logprobs=text.logprobs(),
-                ),
-                self._event("response.content_part.done", **self._place, part=text.part()),
-                self._event("response.output_item.done", output_index=0, item=text.item(choice)),
-                self._event(ending, response=text.response(choice)),
-            )
-        )
+        events = self._text.close(choice)
+        ended = (f"response.{_status(choice)}", {"response": self._text.response(choice)})
+        return self._events([*events, ended])
 
     def failure(self, error: OutriderError) -> bytes:
         problem = Problem.of(error)
         fields = {"code": problem.code, "message": problem.message, "param": problem.param}
         return self._event("error", **fields)
 
+    def _events(self, events: Sequence[Event]) -> bytes:
+        return b"".join([self._event(kind, **fields) for kind, fields in events])
+
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    given = None if body.text is None else body.text.format
+    if given is None:
+        return {"type": "text"}
+    return given.model_dump(by_alias=True, exclude_unset=True) | {"type": given.type}
+
+
+def _tool_choice(body: ResponsesRequest) -> Any:
+    choice = body.tool_choice
+    return choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto"
 
 
 def _status(choice: Choice) -> str:

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
+from gateway.constraints import json_schema_format
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
 from gateway.plan import Plan, Planner
-from gateway.refusals import KnownFields, unimplemented
-from gateway.responses.schema import InputItem, ResponsesRequest
-from gateway.schema import ChatCompletionRequest, ChatMessage, ContentPart
+from gateway.refusals import KnownFields, refuse_rounds, unimplemented
+from gateway.responses.input import chat_messages
+from gateway.responses.schema import NamedFunction, ResponsesRequest
+from gateway.schema import (
+    ChatCompletionRequest,
+    ChatMessage,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    ResponseFormat,
+    ToolDefinition,
+)
 from shared.errors import InvalidArgument
 
-Role = Literal["system", "developer", "user", "assistant"]
-
-_ROLES = frozenset({"system", "developer", "user", "assistant"})
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset({_LOGPROBS, "reasoning.encrypted_content"})  # there is none to encrypt
 _FIELDS = KnownFields(
     harmless=frozenset(
-        {"max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options"}
+        {"max_tool_calls", "prompt_cache_key", "prompt_cache_options"}
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"}
     ),
     unimplemented=frozenset(
         {"background", "context_management", "conversation", "image", "moderation"}
-        | {"previous_response_id", "prompt", "store", "tools"}
+        | {"previous_response_id", "prompt", "store"}
     ),
     neutral={
-        "text": ({"format": {"type": "text"}},),
-        "tool_choice": ("auto", "none"),
         "truncation": ("disabled",),
     },
 )
+_TEXT_FIELDS = KnownFields(frozenset(), frozenset({"verbosity"}), {"verbosity": ("medium",)})
 _REASONING_FIELDS = KnownFields(frozenset(), frozenset({"generate_summary", "summary"}))
 
 
@@ -43,7 +48,7 @@ class ResponsePlan:
     """A plan, and what the response repeats of its request.
 
     Attributes:
-        item_id: of the one message in the output.
+        item_id: of the first message in the output.
     """
 
     plan: Plan
@@ -58,6 +63,7 @@ async def response_plan(
     InvalidArgument: the request can never be served, or needs a memory the gateway has not.
     """
     _FIELDS.refuse(body.unknown_fields)
+    refuse_rounds(body.speculation)
     chat = ChatCompletionRequest(
         messages=_messages(body),
         stream=body.stream,
@@ -68,42 +74,66 @@ async def response_plan(
         logprobs=_wants_logprobs(body),
         top_logprobs=body.top_logprobs or None,
         reasoning_effort=_effort(body),
+        response_format=_response_format(body),
+        tools=_tools(body),
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         speculation=body.speculation,
     )
     with client_names({"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}):
         plan = await planner.chat(chat, name, model, trace_id)
-    plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}")
+    plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}", grammar_field="text.format")
     return ResponsePlan(plan, body, f"msg_{uuid.uuid4().hex}")
 
 
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    if body.text is None:
+        return None
+    _TEXT_FIELDS.refuse(body.text.unknown_fields, "text.")
+    given = body.text.format
+    if given is None:
+        return None
+    if given.type in ("text", "json_object"):
+        return ResponseFormat(type=given.type)
+    if given.type != "json_schema":
+        raise unimplemented("text.format.type", f"text.format of type {given.type[:64]!r}")
+    if given.content is None:
+        message = "text.format.schema is missing"
+        raise InvalidArgument.of("FIELD_INVALID", "text.format.schema", message)
+    return json_schema_format(given.content)
+
+
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:
-    items = body.input
-    if isinstance(items, str):
-        items = [InputItem(role="user", content=items)]
-    if not items:
-        raise InvalidArgument.of("PROMPT_EMPTY", "input", "input is empty")
-    messages = [_message(index, item) for index, item in enumerate(items)]
+    messages = chat_messages(body.input)
     if body.instructions is not None:
         messages.insert(0, ChatMessage(role="system", content=body.instructions))
     return messages
 
 
-def _message(index: int, item: InputItem) -> ChatMessage:
-    if item.type != "message":
-        raise unimplemented(f"input[{index}].type", f"an item of type {item.type[:64]!r}")
-    if item.role not in _ROLES:
-        message = f"role is {item.role!r}; it must be one of {', '.join(sorted(_ROLES))}"
-        raise InvalidArgument.of("FIELD_INVALID", f"input[{index}].role", message)
-    content = item.content
-    if isinstance(content, list):
-        content = [_part(f"input[{index}].content[{n}]", part) for n, part in enumerate(content)]
-    return ChatMessage(role=cast("Role", item.role), content=content)
+def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type != "function" or tool.name is None:
+            raise unimplemented(f"tools[{index}].type", f"a tool of type {tool.type[:64]!r}")
+    return [
+        ToolDefinition(
+            type="function",
+            function=FunctionDefinition(
+                name=tool.name or "",
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            ),
+        )
+        for tool in body.tools or ()
+    ]
 
 
-def _part(field: str, part: ContentPart) -> ContentPart:
-    if part.type not in _TEXT_PARTS:
-        raise unimplemented(f"{field}.type", f"content of type {part.type[:64]!r}")
-    return ContentPart(type="text", text=part.text)
+def _tool_choice(
+    choice: Literal["none", "auto", "required"] | NamedFunction | None,
+) -> Literal["none", "auto", "required"] | NamedTool | None:
+    if isinstance(choice, NamedFunction):
+        return NamedTool(type="function", function=FunctionName(name=choice.name))
+    return choice
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:

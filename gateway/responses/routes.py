@@ -31,8 +31,9 @@ def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
         (finale,) = await whole_answer(answer, request.receive)
         text = ResponseText(asked, tokenizer)
         text.add(finale.piece)
+        text.close(finale.choice)
         response = OpenAiResponse.model_validate(text.response(finale.choice))
-        content = orjson.dumps(response.model_dump(mode="json", exclude_unset=True))
+        content = orjson.dumps(response.model_dump(mode="json", exclude_unset=True, by_alias=True))
         return Response(content, media_type="application/json")
 
     @app.get("/v1/responses/{path:path}", tags=["openai"])

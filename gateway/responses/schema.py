@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -10,17 +10,56 @@ from gateway.schema import Body, ContentPart, Flag, Speculation
 
 
 class InputItem(Body):
-    """One item of `input`; the gateway reads messages."""
+    """One item of `input`; which fields count depends on its type."""
 
-    type: str = "message"
+    type: str = Field(
+        default="message", description="message, function_call, function_call_output or reasoning"
+    )
     role: str | None = None
     content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class Tool(Body):
+    """A tool the model may use: a function."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag = False
+
+
+class NamedFunction(Body):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class Reasoning(Body):
     """How much to reason; handed to the chat template."""
 
-    effort: str | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class TextFormat(Body):
+    """What the text must be."""
+
+    type: str = "text"
+    name: str | None = None
+    content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(Body):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
 
 
 class ResponsesRequest(Body):
@@ -30,12 +69,17 @@ class ResponsesRequest(Body):
     input: str | list[InputItem]
     instructions: str | None = None
     stream: Flag = False
-    max_output_tokens: int | None = None
+    # The answer repeats what was asked, and JSON's writer knows 64 bits.
+    max_output_tokens: int | None = Field(default=None, le=2**31 - 1)
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     reasoning: Reasoning | None = None
-    metadata: dict[str, Any] | None = None
+    text: TextConfig | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="true by default")
+    metadata: dict[str, str] | None = None
     seed: int | None = Field(default=None, description="not OpenAI's: makes the answer exact")
     speculation: Speculation | None = None

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import jinja2.ext
 from jinja2 import TemplateError, nodes
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,13 +30,21 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may name."""
+    """A compiled template and the special tokens it may name.
+
+    Attributes:
+        source: the template as written.
+        reads_tools: whether it tells the model of tools.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises:
         jinja2.TemplateSyntaxError: `source` is no template.
         """
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self.source = source
+        self.reads_tools = "tools" in find_undeclared_variables(environment.parse(source))
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -56,6 +65,18 @@ class ChatTemplate:
             return cls(source, _special_tokens(config))
         except TemplateError as error:
             raise CheckpointError(f"the chat template of {folder} is wrong: {error}") from error
+
+    def replaced(self, source: str) -> ChatTemplate:
+        """Returns another template with the same special tokens.
+
+        Raises:
+            InvalidArgument: `source`, which a request brought, is no template.
+        """
+        try:
+            return ChatTemplate(source, self._special_tokens)
+        except TemplateError as error:
+            message = f"chat_template cannot be compiled: {error}"
+            raise InvalidArgument.of("CHAT_TEMPLATE_MALFORMED", "chat_template", message) from error
 
     def render(
         self,

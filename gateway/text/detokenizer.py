@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from gateway.text.tokenizer import Tokenizer
 
@@ -15,11 +15,22 @@ class Detokenizer:
 
     The bytes of an unfinished character are kept until the character is whole; bytes that can
     never become one turn into U+FFFD. The joined text is that of decoding all tokens at once.
+
+    Args:
+        kept: special tokens that are not skipped, by their text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        kept: Collection[str] = (),
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped_ids: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._skipped_ids = tokenizer.special_ids - tokenizer.ids_of(kept)
         self._decoder = _Utf8Decoder(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.defaults import SamplingDefaults
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import MAX_PROMPT_CHARACTERS, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +16,28 @@ class ModelText:
     """The text side of one model.
 
     Attributes:
+        style: how it writes calls of tools and reasoning.
         template: None when the model has none; it then serves completions only.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: SamplingDefaults
+    style: OutputStyle
 
     @classmethod
-    def read(cls, folder: Path) -> ModelText:
+    def read(
+        cls,
+        folder: Path,
+        max_prompt_characters: int = MAX_PROMPT_CHARACTERS,
+        *,
+        tools: ToolCallParser = ToolCallParser.AUTO,
+        reasoning: ReasoningParser = ReasoningParser.AUTO,
+    ) -> ModelText:
         """Raises:
         CheckpointError: a file is missing or malformed; names it.
         """
-        return cls(Tokenizer.read(folder), ChatTemplate.read(folder), SamplingDefaults.read(folder))
+        tokenizer = Tokenizer.read(folder, max_prompt_characters)
+        template = ChatTemplate.read(folder)
+        style = OutputStyle.of(None if template is None else template.source, tools, reasoning)
+        return cls(tokenizer, template, SamplingDefaults.read(folder), style)

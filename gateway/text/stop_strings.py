@@ -28,7 +28,7 @@ class StopStrings:
             start, end = match
             self.matched, self._held = text[start:end], ""
             return text[: end if self._include_in_output else start]
-        num_held = self._held_length(text)
+        num_held = held_length(text, self._stop_strings)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -46,9 +46,10 @@ class StopStrings:
         end, start = min(found, default=(0, 0))
         return (start, end) if end else None
 
-    def _held_length(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that begins a stop string."""
-        return max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+
+def held_length(text: str, strings: Sequence[str]) -> int:
+    """Returns the length of the longest end of `text` that begins one of the strings."""
+    return max((_overlap(text, string) for string in strings), default=0)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -9,12 +9,19 @@ import socket
 import sys
 
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.process import DraftProcess
+from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings, read_settings
 from shared.errors import OutriderError
 from shared.telemetry.logs import configure_logs
+from shared.telemetry.metrics_server import serve_metrics
+from shared.telemetry.round_log import open_round_log
+from shared.telemetry.tracing import tracer_for
+from shared.telemetry.wire_meter import WireMeter
+from shared.telemetry.wire_metrics import WireMetrics
 
 
 def main() -> None:
@@ -37,8 +44,17 @@ async def _serve(settings: DraftSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    process = DraftProcess(settings)
+    tracer = tracer_for("draft", settings.otlp_endpoint, settings.trace_sample_ratio)
+    round_log = open_round_log(settings.round_log)
+    wire = WireMeter(round_log)
+    process = DraftProcess(settings, DraftRecorder(tracer, round_log), wire)
+    registry = CollectorRegistry()
+    registry.register(process.metrics())
+    registry.register(WireMetrics("outrider_draft", wire))
     try:
+        serve_metrics(
+            registry, settings.maintenance_host, settings.metrics_port, settings.server_tls
+        )
         await process.listen()
         drafter = await asyncio.to_thread(build_drafter, settings)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -48,6 +64,9 @@ async def _serve(settings: DraftSettings) -> None:
             await process.run_until(stop)
     finally:
         await process.stop()
+        tracer.close()
+        if round_log is not None:
+            round_log.close()
 
 
 if __name__ == "__main__":

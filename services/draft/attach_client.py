@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpc import aio
 
@@ -16,7 +16,9 @@ from services.draft.events import Output
 from services.draft.link_codec import (
     attach_request,
     event_from_response,
+    open_ring,
     request_from_output,
+    taken_request,
     terms_from_message,
 )
 from services.draft.worker import LinkStatus, WorkerIdentity
@@ -25,11 +27,19 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
+from shared.tls import ClientTls
+
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from shared.runtime.feature_ring import FeatureRingReader
+from shared.telemetry.wire_meter import WireMeter
 
 MAX_WAITING_REQUESTS = 64
 ATTACH_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 1.0
 
+Requests = asyncio.Queue[pb.SpeculateRequest | None]
+"""None is the end."""
 Stream = aio.StreamStreamCall[pb.SpeculateRequest, pb.SpeculateResponse]
 log = logging.getLogger(__name__)
 
@@ -45,12 +55,17 @@ class AttachClient:
         backoff: Backoff,
         *,
         max_waiting_requests: int = MAX_WAITING_REQUESTS,
+        tls: ClientTls | None = None,
+        wire: WireMeter | None = None,
     ) -> None:
         self.status = LinkStatus(address)
         self._identity = identity
         self._engine = engine
         self._backoff = backoff
         self._max_waiting_requests = max_waiting_requests
+        self._tls = tls
+        self._wire = wire or WireMeter()
+        self._meter = self._wire.stream("")
         self._detaching = asyncio.Event()
 
     def detach(self) -> None:
@@ -68,7 +83,7 @@ class AttachClient:
     async def _serve_one_stream(self) -> float:
         """Returns the seconds to wait before the next one."""
         try:
-            async with open_channel(self.status.address) as channel:
+            async with open_channel(self.status.address, self._tls) as channel:
                 await self._converse(_open_stream(channel))
             return self._note_end(Unavailable("the target ended the stream", reason="STREAM_ENDED"))
         except aio.AioRpcError as failure:
@@ -92,7 +107,7 @@ class AttachClient:
         """Serves the stream until either side ends it."""
         attached = await self._attach(stream)
         terms = terms_from_message(attached, self._identity.feature_spec)
-        requests: asyncio.Queue[pb.SpeculateRequest | None] = asyncio.Queue()
+        requests: Requests = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def enqueue(output: Output) -> None:
@@ -100,12 +115,14 @@ class AttachClient:
             is_full = requests.qsize() >= self._max_waiting_requests
             requests.put_nowait(None if is_full else request_from_output(output))
 
+        self._meter = self._wire.stream(attached.attachment_id)
         link = self._engine.open_link(terms, lambda out: _call_soon(loop, enqueue, out))
         self.status = LinkStatus(self.status.address, attached.attachment_id)
         self._backoff.reset()
         log.info("target %s: attached as %s", self.status.address, attached.attachment_id)
+        ring = open_ring(attached, self._identity.feature_spec)
         try:
-            await self._carry(stream, link, requests)
+            await self._carry(stream, link, requests, ring)
         finally:
             self._engine.close_link(link)
 
@@ -127,10 +144,15 @@ class AttachClient:
         return response.attached
 
     async def _carry(
-        self, stream: Stream, link: int, requests: asyncio.Queue[pb.SpeculateRequest | None]
+        self,
+        stream: Stream,
+        link: int,
+        requests: Requests,
+        ring: FeatureRingReader | None,
     ) -> None:
         draining = asyncio.Event()
-        reading = asyncio.create_task(self._read_all(stream, link, draining))
+        intake = self._read_all(stream, link, draining, requests, ring)
+        reading = asyncio.create_task(intake)
         writing = asyncio.create_task(self._write_all(stream, requests))
         leaving = [asyncio.create_task(event.wait()) for event in (draining, self._detaching)]
         tasks: list[asyncio.Task[Any]] = [reading, writing, *leaving]
@@ -149,21 +171,29 @@ class AttachClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read_all(self, stream: Stream, link: int, draining: asyncio.Event) -> None:
+    async def _read_all(
+        self,
+        stream: Stream,
+        link: int,
+        draining: asyncio.Event,
+        requests: Requests,
+        ring: FeatureRingReader | None,
+    ) -> None:
         """Submits every event until the target ends the stream."""
+        _free_ring(ring, requests)
         async for response in _responses(stream):
+            self._meter.received(response.ByteSize(), response.WhichOneof("message") or "")
             if response.WhichOneof("message") == "drain":
                 grace_s = response.drain.grace_duration.ToMilliseconds() / 1e3
                 log.info("target %s drains within %.1f s", self.status.address, grace_s)
                 draining.set()
             elif not draining.is_set():
-                event = event_from_response(link, response, self._identity.feature_spec)
+                event = event_from_response(link, response, self._identity.feature_spec, ring)
                 if event is not None:
                     self._engine.submit(event)
+                _free_ring(ring, requests)
 
-    async def _write_all(
-        self, stream: Stream, requests: asyncio.Queue[pb.SpeculateRequest | None]
-    ) -> None:
+    async def _write_all(self, stream: Stream, requests: Requests) -> None:
         """Returns when the stream is broken.
 
         Raises:
@@ -171,8 +201,16 @@ class AttachClient:
         """
         with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
             while (request := await requests.get()) is not None:
+                self._meter.sent(request.ByteSize(), request.WhichOneof("message") or "")
                 await stream.write(request)
             raise QueueFull.of(self._max_waiting_requests, self._max_waiting_requests)
+
+
+def _free_ring(ring: FeatureRingReader | None, requests: Requests) -> None:
+    """Tells the target which rows are copied, when it is time."""
+    end = None if ring is None else ring.freed()
+    if end is not None:
+        requests.put_nowait(taken_request(end))
 
 
 def _open_stream(channel: aio.Channel) -> Stream:

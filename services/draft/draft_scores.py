@@ -41,6 +41,32 @@ class DraftScores:
         # Rows of one sequence draw the token at one position, so they share their noise.
         return self._score(logits, paths, range(depth, depth + 1), num_rows)
 
+    def of_ragged(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
+        """Returns log probabilities of acceptance `[L, V]` float32, -inf for removed tokens.
+
+        Args:
+            logits: `[L, V]` raw draft logits, the rows of each sequence end to end.
+            paths: `[S][any]`, tree tokens on each row's path, its own included, of any lengths.
+        """
+        row_counts = [len(each) for each in paths]
+        sampling = row_sampling(
+            [sequence.sampling for sequence in self._sequences], row_counts, device=self._device
+        )
+        counts = self._counts(paths, logits.shape[1])
+        if self._num_coupled == 0:
+            return point_mass_confidence(logits, sampling, counts)
+        noise = (
+            None
+            if sampling.all_greedy
+            else self._ragged_noise(sampling.seeds, paths, logits.shape[1])
+        )
+        coupled = coupled_confidence(logits, sampling, noise, counts)
+        if self._num_coupled == len(self._sequences):
+            return coupled
+        counts_of_rows = torch.tensor(row_counts, device=self._device)
+        is_coupled = self._is_coupled.flatten().repeat_interleave(counts_of_rows).unsqueeze(1)
+        return torch.where(is_coupled, coupled, point_mass_confidence(logits, sampling, counts))
+
     def of_block(self, logits: Tensor) -> Tensor:
         """Returns log probabilities of acceptance `[S, P, V]` float32, -inf for removed tokens.
 
@@ -87,6 +113,25 @@ class DraftScores:
         seeds = sampling.seeds.view(num_sequences, -1)[:, :1].expand(-1, len(depths))
         positions = torch.tensor([[s.num_tokens + d for d in depths] for s in self._sequences])
         return gumbel_noise(seeds.flatten(), positions.flatten().to(self._device), vocab_size)
+
+    def _ragged_noise(
+        self, seeds: Tensor, paths: Sequence[Sequence[Path]], vocab_size: int
+    ) -> Tensor:
+        """Returns the noise of each row, `[L, V]`; rows of a sequence that draw the token at one
+        position share it. `seeds` are those of the rows."""
+        positions = [
+            (place, sequence.num_tokens + len(path))
+            for place, (sequence, own) in enumerate(zip(self._sequences, paths, strict=True))
+            for path in own
+        ]
+        distinct = list(dict.fromkeys(positions))
+        rank = {key: number for number, key in enumerate(distinct)}
+        first = torch.tensor([positions.index(key) for key in distinct], device=self._device)
+        drawn = torch.tensor([position for _, position in distinct], device=self._device)
+        noise = gumbel_noise(seeds.index_select(0, first), drawn, vocab_size)
+        return noise.index_select(
+            0, torch.tensor([rank[key] for key in positions], device=self._device)
+        )
 
     def _counts(self, paths: Sequence[Sequence[Path]], vocab_size: int) -> TokenCounts | None:
         if not any(sequence.sampling.has_penalties for sequence in self._sequences):

@@ -12,7 +12,7 @@ from grpc import aio
 
 from services.draft.drafters.drafter import DrafterLimits
 from services.draft.engine import DraftEngine
-from services.draft.shape_update import updated_shape
+from services.draft.shape_update import updated_fan_out, updated_pin, updated_shape
 from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
@@ -94,7 +94,21 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         shape = updated_shape(
             engine.shape, request.config.shape, paths=paths, prefix="config.shape"
         )
-        await asyncio.wrap_future(engine.set_shape(shape))
+        is_pinned = updated_pin(
+            engine.is_pinned,
+            request.config.pinned if request.config.HasField("pinned") else None,
+            changes_shape=request.config.HasField("shape"),
+            paths=paths,
+        )
+        budget = request.config.outcome_budget
+        fan_out = updated_fan_out(
+            engine.fan_out,
+            budget if request.config.HasField("outcome_budget") else None,
+            paths=paths,
+            prefix="config",
+        )
+        await asyncio.wrap_future(engine.set_shape(shape, is_pinned=is_pinned))
+        await asyncio.wrap_future(engine.set_fan_out(fan_out))
         return pb.UpdateDraftConfigResponse(config=_config_message(engine))
 
     def _backend(self) -> DraftBackend:
@@ -133,7 +147,11 @@ def _check_prompt(token_ids: Sequence[int], limits: DrafterLimits) -> None:
 
 
 def _config_message(engine: DraftEngine) -> pb.DraftConfig:
-    return pb.DraftConfig(shape=shape_message(engine.shape))
+    return pb.DraftConfig(
+        shape=shape_message(engine.shape),
+        pinned=engine.is_pinned,
+        outcome_budget=engine.fan_out.budget,
+    )
 
 
 def _link_message(status: LinkStatus) -> pb.TargetLink:

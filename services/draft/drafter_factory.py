@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from services.draft.algorithm import Algorithm
 from services.draft.corpus import load_encode, read_corpus
@@ -50,7 +51,7 @@ def worker_identity(
     Raises:
         CheckpointError: the folder holds no tokenizer.
     """
-    return WorkerIdentity(
+    identity = WorkerIdentity(
         worker_id=worker_id,
         model_id=model_id(settings),
         algorithm=settings.algorithm.value,
@@ -58,7 +59,18 @@ def worker_identity(
         max_sequences=settings.max_running_requests,
         max_context_tokens=limits.max_context_tokens,
         feature_spec=limits.feature_spec,
+        shape=settings.shape,
     )
+    return identity if limits.feature_spec is None else _sharing(identity, settings)
+
+
+def _sharing(identity: WorkerIdentity, settings: DraftSettings) -> WorkerIdentity:
+    """Adds what a target on the same host needs to share memory."""
+    from shared.runtime.device import device_named
+    from shared.runtime.ring_memory import host_id
+
+    is_cuda = device_named(settings.device).type == "cuda"
+    return replace(identity, host_id=host_id(), reads_cuda=is_cuda)
 
 
 def model_id(settings: DraftSettings) -> str:

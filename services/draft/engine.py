@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
+    CandidatesReady,
     Event,
     FeatureRows,
     LinkClosed,
@@ -27,6 +28,8 @@ from services.draft.events import (
     ProbeDone,
     SequencesOpened,
 )
+from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.recorder import DraftRecorder
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds
 from services.draft.worker import MAX_TREE_NODES
@@ -53,13 +56,27 @@ class DraftEngine:
         *,
         chunk_tokens: int,
         max_sequences: int,
+        is_pinned: bool = False,
+        fan_out: FanOut = SYNCHRONOUS,
+        recorder: DraftRecorder | None = None,
         max_waiting_events: int = MAX_WAITING_EVENTS,
     ) -> None:
         self._drafter = drafter
-        self._roster = Roster(drafter, max_sequences=max_sequences, deliver=self._deliver)
-        self._rounds = Rounds(
-            self._roster, drafter, shape, chunk_tokens=chunk_tokens, deliver=self._deliver
+        self.recorder = recorder or DraftRecorder()
+        self._roster = Roster(
+            drafter, max_sequences=max_sequences, deliver=self._deliver, recorder=self.recorder
         )
+        self._rounds = Rounds(
+            self._roster,
+            drafter,
+            shape,
+            chunk_tokens=chunk_tokens,
+            is_pinned=is_pinned,
+            fan_out=fan_out,
+            deliver=self._deliver,
+        )
+        if fan_out.budget and drafter.foresight is None:
+            log.warning("this drafter cannot draft ahead: every tree follows its verdict")
         self._max_waiting_events = max_waiting_events
         self._wakeup = threading.Condition()
         self._events: deque[Event] = deque()
@@ -74,6 +91,11 @@ class DraftEngine:
     @property
     def shape(self) -> TreeShape:
         return self._rounds.shape
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether trees keep to `shape` whatever their targets wish."""
+        return self._rounds.is_pinned
 
     @property
     def num_sequences(self) -> int:
@@ -163,9 +185,28 @@ class DraftEngine:
             raise
         return future
 
-    def set_shape(self, shape: TreeShape) -> Future[None]:
-        """Replaces the shape of trees between two steps."""
-        return self._call(lambda: setattr(self._rounds, "shape", shape))
+    def set_shape(self, shape: TreeShape, *, is_pinned: bool) -> Future[None]:
+        """Replaces the shape of trees between two steps.
+
+        Args:
+            is_pinned: False lets targets wish for others.
+        """
+
+        def replace() -> None:
+            self._rounds.shape, self._rounds.is_pinned = shape, is_pinned
+            for link in self._roster.links:
+                self._rounds.announce(link)
+
+        return self._call(replace)
+
+    @property
+    def fan_out(self) -> FanOut:
+        """Which verdicts are prepared for."""
+        return self._rounds.fan_out
+
+    def set_fan_out(self, fan_out: FanOut) -> Future[None]:
+        """Replaces which verdicts are prepared for, between two forwards."""
+        return self._call(lambda: setattr(self._rounds, "fan_out", fan_out))
 
     def flush_prefix_cache(self) -> Future[int]:
         """Drops unused cached state; resolves to the pages freed."""
@@ -223,6 +264,8 @@ class DraftEngine:
             calls, self._calls = self._calls, deque()
         for event in events:
             self._roster.apply(event)
+            if isinstance(event, LinkOpened) and self._rounds.is_pinned:
+                self._rounds.announce(event.link)
         for call in calls:
             call()
         return not self._is_stopping
@@ -246,7 +289,10 @@ def _resolve(future: Future[T], function: Callable[[], T]) -> None:
 
 
 def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:
-    """Candidates never come on a probe's link; a refused probe comes back as released."""
+    """Candidates never come on a probe's link, announcements do; a refused probe comes back as
+    released."""
+    if isinstance(output, CandidatesReady):
+        return
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(output, ProbeDone):

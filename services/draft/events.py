@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shared.tokens import Candidate, SamplingParams, TokenTree, TreeShape, Verdict
+from shared.tokens import (
+    ANY_TREE,
+    NO_REPORT,
+    Candidate,
+    DraftReport,
+    SamplingParams,
+    TokenTree,
+    TreeShape,
+    TreeWish,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
@@ -22,12 +32,14 @@ class LinkTerms:
         max_nodes: most nodes of a tree.
         max_sequences: sequences held on this link at most; further ones are released at once.
         mirrors_noise: the target draws with noise keyed by (seed, position, token).
+        max_conditional: most candidates kept for the verdicts of one sequence's round.
     """
 
     vocab_size: int
     max_nodes: int
     max_sequences: int
     mirrors_noise: bool
+    max_conditional: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +81,9 @@ class Opening:
         token_ids: every committed token.
         num_prompt_tokens: how many of them are the prompt.
         round: round the first candidate is for.
-        shape: overrides the live tree shape.
+        wish: what the target wants of the first tree.
+        request_id, traceparent: of the request, for logs and traces.
+        shape: of a probe; overrides the live tree shape.
         is_probe: see `DraftSequence`.
         features: of the first positions, when they are known at once.
     """
@@ -82,6 +96,9 @@ class Opening:
     shape: TreeShape | None = None
     is_probe: bool = False
     features: FeatureRows | None = None
+    wish: TreeWish = ANY_TREE
+    request_id: str = ""
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +153,7 @@ class CandidatesReady:
 
     link: int
     candidates: tuple[Candidate, ...]
+    report: DraftReport = field(default=NO_REPORT, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from services.draft.events import (
@@ -23,11 +24,21 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import tensor_pb2
 from shared.rpc.sampling import sampling_from_message
-from shared.rpc.trees import candidate_batch_message, verdict_from_message
+from shared.rpc.trees import (
+    candidate_batch_message,
+    shape_message,
+    verdict_from_message,
+    wish_from_message,
+)
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed; so does this module.
+    from torch import Tensor
+
     from shared.models.heads.feature_spec import FeatureSpec
+    from shared.runtime.feature_ring import FeatureRingReader
+
+log = logging.getLogger(__name__)
 
 
 def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
@@ -42,6 +53,8 @@ def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
             algorithm=identity.algorithm,
             max_context_token_count=identity.max_context_tokens or 0,
             feature_spec=_spec_message(identity.feature_spec),
+            feature_ring=_ring_offer(identity),
+            shape=None if identity.shape is None else shape_message(identity.shape),
         )
     )
 
@@ -73,16 +86,43 @@ def terms_from_message(attached: pb.Attached, spec: FeatureSpec | None) -> LinkT
         max_nodes=min(attached.max_node_count, MAX_TREE_NODES),
         max_sequences=attached.max_sequence_count,
         mirrors_noise=mode == pb.VERIFICATION_MODE_COUPLED,
+        max_conditional=attached.max_conditional_candidate_count,
     )
 
 
+def open_ring(attached: pb.Attached, spec: FeatureSpec | None) -> FeatureRingReader | None:
+    """Opens the memory that a target of this host shares; None when there is none, or it cannot
+    be opened: features then come as bytes."""
+    memory, ring = attached.feature_ring.WhichOneof("memory"), attached.feature_ring
+    if spec is None or memory is None:
+        return None
+    from shared.runtime.feature_ring import FeatureRingReader
+    from shared.runtime.ring_memory import RingAddress, RingUnavailable
+
+    address = RingAddress(ring.shared_file, ring.cuda_ipc_handle)
+    try:
+        return FeatureRingReader(address, ring.row_count, spec.width, spec.dtype)
+    except RingUnavailable as error:
+        log.warning("features come as bytes: %s", error)
+        return None
+
+
+def taken_request(end: int) -> pb.SpeculateRequest:
+    """Returns the message that frees the rows of the ring before `end`."""
+    return pb.SpeculateRequest(feature_ring_taken=pb.FeatureRingTaken(end=end))
+
+
 def event_from_response(
-    link: int, response: pb.SpeculateResponse, spec: FeatureSpec | None
+    link: int,
+    response: pb.SpeculateResponse,
+    spec: FeatureSpec | None,
+    ring: FeatureRingReader | None = None,
 ) -> Event | None:
     """Returns the event of a message after `attached`; None for kinds added later.
 
     Args:
         spec: the features that were asked for.
+        ring: where rows lie that do not travel as bytes.
 
     Raises:
         InvalidArgument: the message is malformed, holds features that were not asked for, or is a
@@ -90,7 +130,7 @@ def event_from_response(
     """
     match response.WhichOneof("message"):
         case "verdicts":
-            results = [_result(verdict, spec) for verdict in response.verdicts.verdicts]
+            results = [_result(verdict, spec, ring) for verdict in response.verdicts.verdicts]
             return RoundsDecided(link, tuple(results))
         case "opened":
             return SequencesOpened(link, tuple(map(_opening, response.opened.sequences)))
@@ -98,8 +138,9 @@ def event_from_response(
             return SequencesClosed(link, tuple(response.closed.sequence_ids))
         case "feature_chunk":
             chunk = response.feature_chunk
-            rows = _feature_rows(chunk.rows, chunk.position_offset, spec, is_last=chunk.last)
-            return FeaturesArrived(link, chunk.sequence_id, rows)
+            rows = _rows_of(chunk, chunk.rows, spec, ring)
+            features = _feature_rows(rows, chunk.position_offset, is_last=chunk.last)
+            return FeaturesArrived(link, chunk.sequence_id, features)
         case "attached":
             raise InvalidArgument.of("ATTACHED_TWICE", "attached", "a second `attached` arrived")
     return None
@@ -108,7 +149,9 @@ def event_from_response(
 def request_from_output(output: Output) -> pb.SpeculateRequest:
     """Returns the message of what the engine hands to a target's link."""
     if isinstance(output, CandidatesReady):
-        return pb.SpeculateRequest(candidates=candidate_batch_message(output.candidates))
+        return pb.SpeculateRequest(
+            candidates=candidate_batch_message(output.candidates, output.report)
+        )
     assert isinstance(output, SequencesReleased), "probes have no wire form"
     return pb.SpeculateRequest(release=pb.Release(sequence_ids=output.sequence_ids))
 
@@ -121,35 +164,67 @@ def _opening(message: pb.SequenceOpened) -> Opening:
         # The target always sends its seed; any will do for a draft that has none to mirror.
         sampling=sampling_from_message(message.sampling_params, draw_seed=lambda: 0),
         round=message.round,
+        wish=wish_from_message(message),
+        request_id=message.trace_request_id,
+        traceparent=message.traceparent or None,
     )
 
 
-def _result(message: pb.Verdict, spec: FeatureSpec | None) -> RoundResult:
+def _result(
+    message: pb.Verdict, spec: FeatureSpec | None, ring: FeatureRingReader | None
+) -> RoundResult:
     verdict = verdict_from_message(message)
-    if not message.HasField("features"):
+    if not message.HasField("features") and not message.HasField("ring_rows"):
         return RoundResult(verdict)
     # The first row is the token the verified tree hung off.
     offset = verdict.committed_token_count - len(verdict.committed_token_ids) - 1
-    return RoundResult(verdict, _feature_rows(message.features, offset, spec))
+    return RoundResult(
+        verdict, _feature_rows(_rows_of(message, message.features, spec, ring), offset)
+    )
 
 
-def _feature_rows(
-    message: tensor_pb2.Tensor, offset: int, spec: FeatureSpec | None, *, is_last: bool = False
-) -> FeatureRows:
-    """Rows that are not what was asked for would only fail later, inside a forward."""
+def _rows_of(
+    message: pb.Verdict | pb.FeatureChunk,
+    inline: tensor_pb2.Tensor,
+    spec: FeatureSpec | None,
+    ring: FeatureRingReader | None,
+) -> Tensor:
+    """Returns the rows a message brings or names. What is not what was asked for would only fail
+    later, inside a forward."""
     if spec is None:
         raise _bad_features("features arrived; none were asked for")
+    if message.HasField("ring_rows"):
+        return _from_ring(message.ring_rows, ring)
     from shared.runtime.tensor_codec import tensor_from_message
 
-    rows = tensor_from_message(message)
+    rows = tensor_from_message(inline)
     if rows.ndim != 2 or rows.shape[1] != spec.width or rows.dtype != spec.dtype:
         raise _bad_features(
             f"rows are {list(rows.shape)} of {rows.dtype}; they must be [R, {spec.width}] of "
             f"{spec.dtype}"
         )
+    return rows
+
+
+def _from_ring(message: pb.RingRows, ring: FeatureRingReader | None) -> Tensor:
+    if ring is None:
+        raise _bad_features("rows lie in a ring; none was opened")
+    try:
+        return ring.read(message.start, message.row_count)
+    except ValueError as error:
+        raise _bad_features(str(error)) from error
+
+
+def _feature_rows(rows: Tensor, offset: int, *, is_last: bool = False) -> FeatureRows:
     if offset < 0:
         raise _bad_features(f"rows start at position {offset}; it must be 0 or more")
     return FeatureRows(offset, rows, is_last)
+
+
+def _ring_offer(identity: WorkerIdentity) -> pb.FeatureRingOffer | None:
+    if not identity.host_id:
+        return None
+    return pb.FeatureRingOffer(host_id=identity.host_id, reads_cuda=identity.reads_cuda)
 
 
 def _bad_features(message: str) -> InvalidArgument:

@@ -16,6 +16,8 @@ from services.draft.backoff import Backoff
 from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
+from services.draft.metrics import DraftMetrics, engine_figures
+from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.draft.worker import WorkerIdentity
@@ -26,6 +28,7 @@ from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.settings import shown_settings
+from shared.telemetry.wire_meter import WireMeter
 
 _DRAFT = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
@@ -42,8 +45,15 @@ class DraftProcess:
         admin_port: port of AdminService, after `listen`.
     """
 
-    def __init__(self, settings: DraftSettings) -> None:
+    def __init__(
+        self,
+        settings: DraftSettings,
+        recorder: DraftRecorder | None = None,
+        wire: WireMeter | None = None,
+    ) -> None:
         self._settings = settings
+        self._recorder = recorder or DraftRecorder()
+        self._wire = wire or WireMeter()
         self._start_time_s = time.time()
         self._lifecycle = Lifecycle([_DRAFT.full_name])
         self._servicer = DraftServicer(self._lifecycle)
@@ -63,8 +73,9 @@ class DraftProcess:
         public = await create_server([_DRAFT], self._register, self._lifecycle)
         admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
         settings = self._settings
-        self.port = bind(public, f"{settings.host}:{settings.port}")
-        self.admin_port = bind(admin, f"{settings.maintenance_host}:{settings.admin_port}")
+        tls = settings.server_tls
+        self.port = bind(public, f"{settings.host}:{settings.port}", tls)
+        self.admin_port = bind(admin, f"{settings.maintenance_host}:{settings.admin_port}", tls)
         self._servers = [public, admin]
         for server in self._servers:
             await server.start()
@@ -76,12 +87,23 @@ class DraftProcess:
             self._settings.shape,
             chunk_tokens=self._settings.chunked_prefill_size,
             max_sequences=self._settings.max_running_requests,
+            is_pinned=self._settings.is_shape_pinned,
+            fan_out=self._settings.fan_out,
+            recorder=self._recorder,
         )
         engine.start()
         self._engine = engine
         await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec)
         self._clients = [
-            AttachClient(address, identity, engine, Backoff()) for address in self._settings.target
+            AttachClient(
+                address,
+                identity,
+                engine,
+                Backoff(),
+                tls=self._settings.target_tls,
+                wire=self._wire,
+            )
+            for address in self._settings.target
         ]
         self._servicer.load(
             DraftBackend(
@@ -91,6 +113,20 @@ class DraftProcess:
         await self._lifecycle.activate()
         self._runs = [asyncio.create_task(client.run()) for client in self._clients]
         log.info("serving on port %d, shape %s", self.port, engine.shape)
+
+    @property
+    def num_attached(self) -> int:
+        """Targets that this draft is attached to."""
+        return sum(client.status.attachment_id is not None for client in self._clients)
+
+    def metrics(self) -> DraftMetrics:
+        """Returns the metrics of the process, to be registered once."""
+        return DraftMetrics(self._recorder.counters, self._live_figures)
+
+    def _live_figures(self) -> Mapping[str, float]:
+        """On the scraper's thread; nothing before the engine runs or after it died."""
+        engine = self._engine
+        return {} if engine is None else self._with_links(engine_figures(engine))
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Waits for `stop`.
@@ -131,8 +167,10 @@ class DraftProcess:
         if self._engine is None:
             return {}
         gauges = await asyncio.wrap_future(self._engine.gauges())
-        num_attached = sum(client.status.attachment_id is not None for client in self._clients)
-        return {**gauges, "attached_target_count": float(num_attached)}
+        return self._with_links(gauges)
+
+    def _with_links(self, gauges: Mapping[str, float]) -> Mapping[str, float]:
+        return {**gauges, "attached_target_count": float(self.num_attached)}
 
     async def _flush(self) -> int:
         if self._engine is None:

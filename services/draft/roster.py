@@ -23,8 +23,9 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
 )
+from services.draft.recorder import DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import Outcome
+from shared.tokens import Outcome, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +35,21 @@ class Roster:
 
     Attributes:
         due: sequences whose candidate is owed, in the order they became due.
+        flying: sequences with a tree under verification whose verdicts are not prepared for yet.
+        recorder: is told what happens.
     """
 
     def __init__(
-        self, drafter: Drafter, *, max_sequences: int, deliver: Callable[[Output], None]
+        self,
+        drafter: Drafter,
+        *,
+        max_sequences: int,
+        deliver: Callable[[Output], None],
+        recorder: DraftRecorder | None = None,
     ) -> None:
         self.due: dict[SequenceKey, DraftSequence] = {}
+        self.flying: dict[SequenceKey, DraftSequence] = {}
+        self.recorder = recorder or DraftRecorder()
         self._drafter = drafter
         self._max_sequences = max_sequences
         self._deliver = deliver
@@ -48,6 +58,11 @@ class Roster:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        """Links to targets; those of probes, too."""
+        return tuple(self._links)
 
     def apply(self, event: Event) -> None:
         """Takes one event in; computes nothing. Whatever names an unknown link or sequence is
@@ -77,10 +92,13 @@ class Roster:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.due.pop(key, None)
+            self.flying.pop(key, None)
             self._drafter.close(sequence)
+            self.recorder.closed(sequence)
 
     def release(self, sequence: DraftSequence) -> None:
         """Gives a sequence back to its target, which then decodes it without candidates."""
+        self.recorder.released()
         self.close(sequence.key)
         link, sequence_id = sequence.key.link, sequence.key.sequence_id
         if sequence.is_probe:
@@ -114,7 +132,7 @@ class Roster:
 
     def _open(self, link: int, terms: LinkTerms, opening: Opening) -> bool:
         key = SequenceKey(link, opening.sequence_id)
-        # Ids are never reused; a target that does so gets both sequences back.
+        # An id that is open already is a target's bug: it gets both sequences back.
         was_held = key in self._sequences
         self.close(key)
         if was_held or self._is_full(link, terms) or not self._knows(opening.token_ids):
@@ -130,9 +148,13 @@ class Roster:
             max_nodes=terms.max_nodes,
             shape=opening.shape,
             is_probe=opening.is_probe,
+            wish=opening.wish,
+            max_conditional=terms.max_conditional,
         )
         self._sequences[key] = sequence
-        self.due[key] = sequence
+        self.recorder.opened(key, opening)
+        if not sequence.wish.is_paused:
+            self.due[key] = sequence
         self._drafter.open(sequence)
         if opening.features is not None:
             self._drafter.add_features(sequence, opening.features)
@@ -163,14 +185,29 @@ class Roster:
             )
             self.release(sequence)
             return
+        self.recorder.decided(key, verdict)
         sequence.token_ids.extend(committed)
         sequence.round = verdict.round + 1
+        sequence.wish = verdict.wish
         self._sequences.move_to_end(key)
+        self._follow(sequence, verdict)
         self.due[key] = sequence
-        if verdict.outcome is Outcome.VERIFIED_NEXT_READY:
-            # A tree pushed ahead is being verified already; its verdict makes the next one due.
+        is_ahead = sequence.flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
+        if is_ahead or verdict.wish.is_paused:
+            # A tree pushed ahead is verified next, or none is wanted; a later verdict makes the
+            # next one due.
             del self.due[key]
         self._drafter.commit(sequence, verdict, result.features)
+
+    def _follow(self, sequence: DraftSequence, verdict: Verdict) -> None:
+        """Moves on to the tree that was pushed for the verdict, if one was."""
+        flight, sequence.flight = sequence.flight, None
+        self.flying.pop(sequence.key, None)
+        if flight is not None and not verdict.wish.is_paused:
+            sequence.flight = flight.successor(verdict)
+        if sequence.flight is not None:
+            self.recorder.foreseen()
+            self.flying[sequence.key] = sequence
 
     def _close_link(self, link: int) -> None:
         self._links.pop(link, None)

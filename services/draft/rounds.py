@@ -1,9 +1,12 @@
 """In which order the draft works off what it owes. No torch, no threads, no grpc.
 
 A `step` is one proposal batch over every sequence that is due, whatever target it came from, and
-then one chunk of catching up. So a long prompt delays the others by one chunk, never by the whole
-prompt. A sequence more than a chunk behind is answered with an empty tree at once: its target
-would only wait in vain.
+then one chunk of catching up. Where that is too much for one, targets take turns. So a long prompt
+delays the others by one chunk, never by the whole prompt. A sequence more than a chunk behind is
+answered with an empty tree at once: its target would only wait in vain.
+
+What time is left goes into the verdicts to come, one forward a step, so that a verdict that
+arrives is heeded after the forward in progress.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.drafter import Drafter, Foresight, Proposal
 from services.draft.events import CandidatesReady, Output, ProbeDone
+from services.draft.fair_share import FairShare
+from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.flight import Flight
 from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import EMPTY_TREE, Candidate, TokenTree, TreeShape
+from shared.tokens import EMPTY_TREE, Candidate, Condition, DraftReport, TokenTree, TreeShape
 
 NUM_READY_TOKENS = 64
 """A sequence at most this far behind catches up in the first forward of its proposal. A round
@@ -29,6 +35,7 @@ class Rounds:
     Attributes:
         shape: bounds of every tree whose sequence does not bring its own; may be replaced
             between steps.
+        is_pinned: trees keep to `shape` whatever their targets wish.
     """
 
     def __init__(
@@ -38,26 +45,100 @@ class Rounds:
         shape: TreeShape,
         *,
         chunk_tokens: int,
+        is_pinned: bool = False,
         deliver: Callable[[Output], None],
+        fan_out: FanOut = SYNCHRONOUS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.shape = shape
+        self.is_pinned = is_pinned
         self._roster = roster
         self._drafter = drafter
         self._chunk_tokens = chunk_tokens
+        self._proposals = FairShare(max(chunk_tokens // 8, 1))
+        self._prompts = FairShare(chunk_tokens)
         self._deliver = deliver
         self._clock = clock
+        self.fan_out = fan_out
+
+    @property
+    def fan_out(self) -> FanOut:
+        """Which verdicts are prepared for; may be replaced between steps."""
+        return self._fan_out
+
+    @fan_out.setter
+    def fan_out(self, fan_out: FanOut) -> None:
+        foresight = self._drafter.foresight
+        self._fan_out = SYNCHRONOUS if foresight is None else fan_out
+        if foresight is not None:
+            foresight.budget = fan_out.budget
 
     def step(self) -> bool:
-        """Answers what can be answered, then catches up by a chunk.
+        """Answers what can be answered, catches up by a chunk, then drafts ahead by a forward.
 
         True when another step has work without waiting for an event.
         """
-        due = list(self._roster.due.values())
+        due = [each for each in self._roster.due.values() if not self._resumes(each)]
         ready = [sequence for sequence in due if self._is_ready(sequence)]
+        batch = self._turn(ready)
         late = [sequence for sequence in due if self._is_late(sequence)]
-        self._answer([*(Proposal(s, EMPTY_TREE) for s in late), *self._propose(ready)])
-        return self._catch_up() > 0
+        start_s = self._clock()
+        proposals = self._propose(batch)
+        elapsed_s = self._clock() - start_s
+        self._answer([*(Proposal(s, EMPTY_TREE) for s in late), *proposals], elapsed_s)
+        num_taken = self._catch_up()
+        return self._foresee() or num_taken > 0 or len(batch) < len(ready)
+
+    def _turn(self, ready: list[DraftSequence]) -> list[DraftSequence]:
+        """Returns what one proposal batch takes on. The sequences of one target belong together;
+        where those of several are more than a chunk's worth of nodes, targets take turns."""
+        is_shared = len({sequence.key.link for sequence in ready}) > 1
+        if not is_shared or sum(map(self._num_nodes, ready)) <= self._chunk_tokens:
+            return ready
+        return self._proposals.pick(ready, self._num_nodes, self._chunk_tokens)
+
+    def _num_nodes(self, sequence: DraftSequence) -> int:
+        return self._shape_for(sequence).max_node_count
+
+    def announce(self, link: int) -> None:
+        """Tells a target whether the shape is pinned, without waiting for a tree to send: it may
+        have paused every sequence."""
+        self._deliver(CandidatesReady(link, (), self._report(None)))
+
+    def _foresee(self) -> bool:
+        """Prepares for verdicts by one forward; whether there is more to do."""
+        foresight, flying = self._drafter.foresight, list(self._roster.flying.values())
+        self._roster.flying.clear()
+        if foresight is None:
+            return False
+        for sequence in flying:
+            self._begin(foresight, sequence)
+        if foresight.has_work:
+            start_s = self._clock()
+            proposals = foresight.advance()
+            elapsed_s = self._clock() - start_s
+            num_pushed = sum(each.condition is not None for each in proposals)
+            self._roster.recorder.drafted_ahead(num_pushed, elapsed_s)
+            self._answer(proposals, elapsed_s)
+        return foresight.has_work or bool(self._roster.flying)
+
+    def _begin(self, foresight: Foresight, sequence: DraftSequence) -> None:
+        if not self._fan_out.budget or sequence.flight is None:
+            return
+        fan_out = self._fan_out.shared_by(len(self._roster))
+        fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
+        if fan_out.budget:
+            foresight.begin(sequence, sequence.flight.tree, self._shape_for(sequence), fan_out)
+
+    def _resumes(self, sequence: DraftSequence) -> bool:
+        """Whether a due tree goes on from what was computed ahead."""
+        foresight = self._drafter.foresight
+        return (
+            foresight is not None
+            and not sequence.is_probe
+            and self._fan_out.budget > 0
+            and foresight.resume(sequence, self._shape_for(sequence))
+        )
 
     def _is_ready(self, sequence: DraftSequence) -> bool:
         return self._drafter.backlog(sequence) <= NUM_READY_TOKENS
@@ -73,24 +154,26 @@ class Rounds:
         for shape, sequences in by_shape.items():
             batch = self._with_room(sequences)
             start_s = self._clock()
-            proposals += self._drafter.propose(batch, shape) if batch else []
-            self._charge(batch, self._clock() - start_s)
+            proposed = self._drafter.propose(batch, shape) if batch else []
+            elapsed_s = self._clock() - start_s
+            self._charge(batch, elapsed_s)
+            if proposed:
+                self._roster.recorder.proposed(proposed, elapsed_s)
+            proposals += proposed
         return proposals
 
     def _catch_up(self) -> int:
         """Takes in a chunk of the oldest backlogs; returns its tokens."""
-        batch: list[DraftSequence] = []
-        num_tokens = 0
-        for sequence in self._roster.behind(NUM_READY_TOKENS):
-            if num_tokens >= self._chunk_tokens:
-                break
-            batch.append(sequence)
-            num_tokens += self._drafter.backlog(sequence)
-        batch = self._with_room(batch)
+        behind = self._roster.behind(NUM_READY_TOKENS)
+        batch = self._with_room(self._prompts.pick(behind, self._chunk_of, self._chunk_tokens))
         start_s = self._clock()
         num_taken = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
         self._charge(batch, self._clock() - start_s)
+        self._roster.recorder.caught_up(num_taken)
         return num_taken
+
+    def _chunk_of(self, sequence: DraftSequence) -> int:
+        return min(self._drafter.backlog(sequence), self._chunk_tokens)
 
     def _with_room(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """Reserves memory for each, releasing the least recently used others where it is short;
@@ -117,11 +200,12 @@ class Rounds:
             sequence.draft_s += elapsed_s
 
     def _shape_for(self, sequence: DraftSequence) -> TreeShape:
-        shape = sequence.shape or self.shape
+        wished = None if self.is_pinned else sequence.wish.shape
+        shape = sequence.shape or wished or self.shape
         num_draft_tokens = min(shape.num_draft_tokens, sequence.max_nodes + 1)
         return replace(shape, num_draft_tokens=num_draft_tokens)
 
-    def _answer(self, proposals: Iterable[Proposal]) -> None:
+    def _answer(self, proposals: Iterable[Proposal], draft_s: float) -> None:
         """Delivers one message a link."""
         by_link: dict[int, list[Candidate]] = {}
         for proposal in proposals:
@@ -129,22 +213,51 @@ class Rounds:
             if not self._roster.holds(sequence):
                 continue
             tree = drop_unknown_tokens(proposal.tree, sequence.vocab_size)
-            self._roster.due.pop(sequence.key, None)
+            if proposal.condition is None:
+                self._roster.due.pop(sequence.key, None)
             if sequence.is_probe:
                 self._roster.close(sequence.key)
                 self._deliver(ProbeDone(sequence.key.link, tree, sequence.draft_s))
                 continue
-            by_link.setdefault(sequence.key.link, []).append(
-                Candidate(
-                    sequence_id=sequence.key.sequence_id,
-                    round=sequence.round,
-                    committed_token_count=sequence.num_tokens,
-                    tree=tree,
-                    condition=proposal.condition,
-                )
-            )
+            candidate = self._candidate(sequence, tree, proposal.condition)
+            if candidate is not None:
+                by_link.setdefault(sequence.key.link, []).append(candidate)
+        report = self._report(draft_s)
         for link, candidates in by_link.items():
-            self._deliver(CandidatesReady(link, tuple(candidates)))
+            self._deliver(CandidatesReady(link, tuple(candidates), report))
+
+    def _report(self, draft_s: float | None) -> DraftReport:
+        return DraftReport(draft_s, self.shape if self.is_pinned else None)
+
+    def _candidate(
+        self, sequence: DraftSequence, tree: TokenTree, condition: Condition | None
+    ) -> Candidate | None:
+        """Returns the candidate; None when no verdict can make use of it."""
+        candidate = Candidate(
+            sequence_id=sequence.key.sequence_id,
+            round=sequence.round,
+            committed_token_count=sequence.num_tokens,
+            tree=tree,
+        )
+        if condition is not None:
+            return self._conditional(candidate, sequence, condition)
+        if not self._fan_out.budget or not tree.token_ids:
+            return candidate
+        candidate = replace(candidate, candidate_id=sequence.new_candidate_id())
+        assert candidate.candidate_id is not None
+        sequence.flight = Flight(candidate.candidate_id, tree)
+        self._roster.flying[sequence.key] = sequence
+        return candidate
+
+    def _conditional(
+        self, candidate: Candidate, sequence: DraftSequence, condition: Condition
+    ) -> Candidate | None:
+        is_known = condition.bonus_token_id < sequence.vocab_size
+        if sequence.flight is None or not is_known or not candidate.tree.token_ids:
+            return None
+        candidate_id = sequence.new_candidate_id()
+        named = sequence.flight.push(condition, candidate_id, candidate.tree)
+        return replace(candidate, condition=named, candidate_id=candidate_id)
 
 
 def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:

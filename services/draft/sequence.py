@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from shared.tokens import SamplingParams, TreeShape
+from services.draft.flight import Flight
+from shared.tokens import ANY_TREE, SamplingParams, TreeShape, TreeWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,10 @@ class DraftSequence:
             adds the same noise before it picks candidates.
         vocab_size: trees may hold only tokens below it.
         max_nodes: most nodes of a tree the target takes.
-        shape: overrides the engine's shape.
+        wish: what the target wants of the next tree.
+        max_conditional: most candidates the target keeps for the verdicts of a round.
+        flight: the tree under verification; None when the target has none of this draft.
+        shape: of a probe; overrides the engine's shape.
         is_probe: asked for one tree by `ProposeTree`: answered however long it takes, and never
             at the cost of another sequence.
         draft_s: time the drafter has spent on forwards that included this sequence, in seconds.
@@ -48,7 +54,15 @@ class DraftSequence:
     shape: TreeShape | None = None
     is_probe: bool = False
     draft_s: float = 0.0
+    wish: TreeWish = ANY_TREE
+    max_conditional: int = 0
+    flight: Flight | None = None
+    _candidate_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def new_candidate_id(self) -> int:
+        """Returns an id that no candidate of the sequence had before."""
+        return next(self._candidate_ids)

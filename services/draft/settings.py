@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
-from services.draft.drafters.ngram import MatchType, NgramOptions
+from services.draft.fan_out import MAX_BUDGET, FanOut
 from services.draft.settings_problems import settings_problems
 from services.draft.shapes import (
     CHAIN_SHAPE,
@@ -27,7 +27,9 @@ from shared.model_options import (
     ModelOptions,
     Quantisation,
 )
-from shared.settings import ProcessSettings, load_settings, setting
+from shared.ngram.index import MatchType, NgramOptions
+from shared.service_settings import DialingSettings
+from shared.settings import load_settings, setting
 from shared.tokens import TreeShape
 
 DEMO = Path(__file__).parents[2] / "shared" / "demo"
@@ -46,7 +48,7 @@ class AttentionMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSettings(ProcessSettings):
+class DraftSettings(DialingSettings):
     """Everything that can be set; the flag's help says what each is."""
 
     target: tuple[str, ...] = setting(
@@ -57,6 +59,9 @@ class DraftSettings(ProcessSettings):
     maintenance_host: str = setting("127.0.0.1", "address of AdminService")
     maintenance_port: int | None = setting(
         None, "port of AdminService; one above the port", minimum=0, maximum=65535
+    )
+    metrics_port: int | None = setting(
+        None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
     worker_id: str | None = setting(None, "name of this worker; made up when unset")
     speculative_algorithm: Algorithm = setting(Algorithm.STANDALONE, "drafter")
@@ -82,6 +87,9 @@ class DraftSettings(ProcessSettings):
         None, "committed tokens the draft looks back on at most; its context when unset", minimum=64
     )
     enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
+    enable_cuda_graph: bool = setting(
+        False, "run small forwards of a STANDALONE draft as CUDA graphs; needs CUDA"
+    )
     torch_compile_max_bs: int | None = setting(
         None, f"sequences of a compiled forward at most; {COMPILED_SEQUENCES} when unset", minimum=1
     )
@@ -92,13 +100,22 @@ class DraftSettings(ProcessSettings):
         None, "token ids an EAGLE head is confined to (.pt, .safetensors or .json)"
     )
     speculative_num_steps: int | None = setting(
-        None, "depth of trees; set all three of a shape or none", minimum=1, maximum=MAX_TREE_DEPTH
+        None,
+        "depth of trees; set all three of a shape, which pins it, or none",
+        minimum=1,
+        maximum=MAX_TREE_DEPTH,
     )
     speculative_eagle_topk: int | None = setting(
         None, "children of a node and nodes kept a level; 1 is a chain", minimum=1, maximum=16
     )
     speculative_num_draft_tokens: int | None = setting(
         None, "rows verified a round, the root included", minimum=2, maximum=257
+    )
+    speculative_outcome_budget: int = setting(
+        0,
+        "verdicts prepared for while a tree is verified, a sequence; 0 drafts after each verdict",
+        minimum=0,
+        maximum=MAX_BUDGET,
     )
     speculative_dflash_block_size: int | None = setting(
         None, "rows of a DFLASH block; the checkpoint's when unset", minimum=2, maximum=33
@@ -191,6 +208,11 @@ class DraftSettings(ProcessSettings):
         )
 
     @property
+    def is_shape_pinned(self) -> bool:
+        """Whether trees keep to the shape that is set, instead of what targets wish."""
+        return any(value is not None for value in self.given_shape)
+
+    @property
     def shape(self) -> TreeShape:
         """The live shape at start: what is set, else the algorithm's default.
 
@@ -222,6 +244,11 @@ class DraftSettings(ProcessSettings):
             quantisation=self.speculative_draft_model_quantization,
             attention_backend=self.speculative_draft_attention_backend,
         )
+
+    @property
+    def fan_out(self) -> FanOut:
+        """Which verdicts are prepared for."""
+        return FanOut(self.speculative_outcome_budget)
 
     @property
     def max_compiled_sequences(self) -> int | None:

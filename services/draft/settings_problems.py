@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.draft.algorithm import Algorithm
 from shared.model_options import device_problems
+from shared.service_settings import tls_problems
 from shared.settings_field import declared_fields
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
         *_window_problems(settings),
         *device_problems(settings.device),
         *_target_problems(settings),
+        *tls_problems(settings),
     )
 
 
@@ -115,9 +117,15 @@ def _revision_problems(settings: DraftSettings) -> tuple[str, ...]:
 
 
 def _compile_problems(settings: DraftSettings) -> tuple[str, ...]:
-    if settings.torch_compile_max_bs is None or settings.enable_torch_compile:
-        return ()
-    return ("--torch-compile-max-bs: set --enable-torch-compile, too, or neither",)
+    problems = []
+    if settings.torch_compile_max_bs is not None and not settings.enable_torch_compile:
+        problems.append("--torch-compile-max-bs: set --enable-torch-compile, too, or neither")
+    if settings.enable_cuda_graph and settings.algorithm is not Algorithm.STANDALONE:
+        name = settings.speculative_algorithm.value
+        problems.append(f"--enable-cuda-graph: {name} runs without graphs; STANDALONE has them")
+    if settings.enable_cuda_graph and settings.enable_torch_compile:
+        problems.append("--enable-cuda-graph: graphs hold what is not compiled; set one")
+    return tuple(problems)
 
 
 def _window_problems(settings: DraftSettings) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from services.draft.fan_out import MAX_BUDGET, FanOut
 from shared.errors import FieldViolation, InvalidArgument
 from shared.tokens import TreeShape
 
@@ -39,7 +40,8 @@ def updated_shape(
 
     Args:
         current: None when the request must bring all three numbers.
-        paths: paths of a field mask, `shape` or `shape.<field>`; None changes the set fields.
+        paths: paths of a field mask, `shape`, `shape.<field>`, `pinned` or `outcome_budget`, which
+            are no fields of the shape; None changes the set fields.
         prefix: path of the message in its request, for errors.
 
     Raises:
@@ -59,12 +61,49 @@ def updated_shape(
     return TreeShape(**changes) if current is None else replace(current, **changes)
 
 
+def updated_pin(
+    current: bool, wanted: bool | None, *, changes_shape: bool, paths: Sequence[str] | None
+) -> bool:
+    """Returns whether trees keep to the shape after a request.
+
+    Args:
+        wanted: what the request says; None when it does not.
+        changes_shape: the request brings a shape, which pins it unless it says otherwise.
+        paths: see `updated_shape`.
+    """
+    if wanted is not None and (paths is None or "pinned" in paths):
+        return wanted
+    is_named = paths is None or any(path.startswith("shape") for path in paths)
+    return current or (changes_shape and is_named)
+
+
+def updated_fan_out(
+    current: FanOut, wanted: int | None, *, paths: Sequence[str] | None, prefix: str
+) -> FanOut:
+    """Returns which verdicts are prepared for after a request.
+
+    Args:
+        wanted: budget in the request; None when it names none.
+        paths, prefix: see `updated_shape`.
+
+    Raises:
+        InvalidArgument: the budget is out of range.
+    """
+    if wanted is None or not (paths is None or "outcome_budget" in paths):
+        return current
+    if not 0 <= wanted <= MAX_BUDGET:
+        message = f"outcome_budget is {wanted}; it must be in [0, {MAX_BUDGET}]"
+        raise InvalidArgument.of("OUTCOME_BUDGET_INVALID", f"{prefix}.outcome_budget", message)
+    return replace(current, budget=wanted)
+
+
 def _changed(
     values: dict[str, int], paths: Sequence[str] | None, *, is_partial: bool
 ) -> Sequence[str]:
     if paths is None:
         return [name for name, value in values.items() if value or not is_partial]
-    known = {f"shape.{name}": [name] for name in values} | {"shape": list(values)}
+    known = {f"shape.{name}": [name] for name in values}
+    known |= {"shape": list(values), "pinned": [], "outcome_budget": []}
     unknown = [path for path in paths if path not in known]
     if unknown:
         message = f"update_mask names {', '.join(unknown)}; known are {', '.join(sorted(known))}"

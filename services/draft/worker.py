@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shared.tokens import TreeShape
+
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
     from shared.models.heads.feature_spec import FeatureSpec
@@ -22,6 +24,10 @@ class WorkerIdentity:
         tokenizer_sha256: None for drafters that fit any tokenizer.
         max_context_tokens: None is unbounded.
         feature_spec: hidden states the drafter reads; None for token-level drafters.
+        shape: of its trees while a target wants no other; None does not say.
+        host_id: of a worker that can share memory with a target of its host; empty takes features
+            as bytes.
+        reads_cuda: whether that memory may be a GPU's.
     """
 
     worker_id: str
@@ -31,6 +37,9 @@ class WorkerIdentity:
     max_sequences: int
     max_context_tokens: int | None
     feature_spec: FeatureSpec | None = None
+    shape: TreeShape | None = None
+    host_id: str = ""
+    reads_cuda: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,24 +11,36 @@ from contextlib import suppress
 
 import torch
 import uvloop
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft, embedded_settings
 from services.target.engine_factory import build_engine
-from services.target.metrics import TargetMetrics
+from services.target.metrics import TargetMetrics, engine_figures
 from services.target.process import TargetProcess
 from services.target.settings import DraftPlacement, TargetSettings
+from services.target.tensor_parallel import Followers
 from shared.errors import OutriderError
 from shared.settings import load_settings, split_arguments
 from shared.telemetry.logs import configure_logs
+from shared.telemetry.metrics_server import serve_metrics
+from shared.telemetry.round_log import open_round_log
+from shared.telemetry.tracing import tracer_for
+from shared.telemetry.vllm_metrics import VllmMetrics
+from shared.telemetry.wire_meter import WireMeter
+from shared.telemetry.wire_metrics import WireMetrics
 from shared.tokenizer_files import tokenizer_sha256
+
+# How long a busy event loop may keep the interpreter from the engine's thread, which then launches
+# late: Python's own 5 ms are longer than a step.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> None:
     """Runs the target until SIGINT or SIGTERM."""
     try:
         settings, draft_settings = read_settings(sys.argv[1:], os.environ)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         configure_logs("target", level=settings.log_level, log_format=settings.log_format)
         # Of the process, so a draft it hosts has no say.
         torch.set_num_threads(settings.num_threads)
@@ -58,22 +70,41 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    tracer = tracer_for("target", settings.otlp_endpoint, settings.trace_sample_ratio)
     registry = CollectorRegistry()
-    metrics = TargetMetrics(registry)
+    round_log = open_round_log(settings.round_log)
+    wire = WireMeter(round_log)
+    metrics = TargetMetrics(registry, round_log)
+    registry.register(WireMetrics("outrider_target", wire))
     # Loading blocks the loop: there is nothing to serve yet.
-    engine = build_engine(settings, metrics.observe_step)
-    process = TargetProcess(engine, settings, tokenizer_sha256(settings.tokenizer_folder))
+    followers = Followers(settings) if settings.tp_size > 1 else None
+    engine = build_engine(settings, metrics.observe_step, followers)
+    requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
+    registry.register(requests)
+    process = TargetProcess(
+        engine,
+        settings,
+        tokenizer_sha256(settings.tokenizer_folder),
+        metrics=requests,
+        tracer=tracer,
+        wire=wire,
+    )
     if draft_settings is not None:
-        draft = build_embedded_draft(engine, settings, draft_settings)
+        draft = build_embedded_draft(engine, settings, draft_settings, tracer)
+        registry.register(draft.metrics)
         process.embed(draft.port, draft.settings)
-    if settings.metrics_port is not None:
-        start_http_server(settings.metrics_port, settings.maintenance_host, registry)
+    serve_metrics(registry, settings.maintenance_host, settings.metrics_port, settings.server_tls)
     await process.start()
     try:
         await process.run_until(stop)
     finally:
         with suppress(asyncio.CancelledError):
             await process.stop(settings.drain_grace_s)
+        if followers is not None:
+            followers.stop()
+        tracer.close()
+        if round_log is not None:
+            round_log.close()
 
 
 if __name__ == "__main__":

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from services.target.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.feature_rows import FeatureRows
+from services.target.outcome_tally import OutcomeTally
 from services.target.patience import Patience
-from shared.tokens import SamplingParams, Verdict
+from services.target.turnarounds import Turnarounds
+from shared.tokens import (
+    ANY_TREE,
+    NO_REPORT,
+    Candidate,
+    DraftReport,
+    SamplingParams,
+    TreeShape,
+    TreeWish,
+    Verdict,
+)
 
 if TYPE_CHECKING:
+    from services.target.device_rounds import RoundSource
     from services.target.feature_store import FeatureSpec
+    from services.target.sequence import Sequence
+
+
+UNSAID_SHAPE = TreeShape(3, 1, 4)
+"""Taken for the shape of a draft that did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +41,9 @@ class OpenedSequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     round: int
+    wish: TreeWish = ANY_TREE
+    request_id: str = ""
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +61,20 @@ class DraftMessage:
     features: tuple[FeatureRows, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Candidates that one draft pushed, with what it says of itself.
+
+    Attributes:
+        arrived_s: by the engine's clock; it may be computing a step then.
+    """
+
+    attachment_id: str
+    candidates: SequenceOf[Candidate]
+    report: DraftReport
+    arrived_s: float
+
+
 class DraftPort(Protocol):
     """The way to one draft. Called on the engine thread; must not block."""
 
@@ -51,7 +87,11 @@ class DraftPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftIdentity:
-    """Who attached."""
+    """Who attached.
+
+    Attributes:
+        shape: of its trees while no other is wanted; None when it did not say.
+    """
 
     attachment_id: str
     worker_id: str
@@ -59,6 +99,7 @@ class DraftIdentity:
     algorithm: str
     max_sequences: int
     attach_time_s: float
+    shape: TreeShape | None = None
 
 
 @dataclass(slots=True)
@@ -71,22 +112,45 @@ class AttachmentCounters:
     num_stale_candidates: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AttachmentStatus:
+    """A draft with what the target wants of it.
+
+    Attributes:
+        shape: of the trees that are wanted; None while none are.
+        num_paused: its sequences that go without trees.
+        level_rates: acceptance by level.
+    """
+
+    attachment: Attachment
+    shape: TreeShape | None
+    num_paused: int
+    level_rates: tuple[float, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Attachment:
     """One live draft. Owned by the engine thread.
 
     Attributes:
         feature_spec: hidden states it reads; None for token-level drafts.
-        wants_host_rows: False leaves feature rows on the target's device, for a draft in the
-            same process.
+        report: what it last said of itself.
+        outlet: the way of feature rows.
+        outcomes: how well it foresees verdicts, over its life.
+        turnarounds: how long it takes to answer a verdict.
+        rounds: what it lends for rounds on the device; None when it drafts by itself alone.
     """
 
     identity: DraftIdentity
     port: DraftPort
     patience: Patience
     feature_spec: FeatureSpec | None = None
-    wants_host_rows: bool = True
+    outlet: FeatureOutlet = field(default_factory=InlineOutlet)
+    rounds: RoundSource | None = None
+    report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
+    outcomes: OutcomeTally = field(default_factory=OutcomeTally)
+    turnarounds: Turnarounds = field(default_factory=Turnarounds)
     sequence_ids: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     outbox_opened: list[OpenedSequence] = field(default_factory=list)
@@ -95,8 +159,39 @@ class Attachment:
     outbox_features: list[FeatureRows] = field(default_factory=list)
 
     @property
+    def kind(self) -> tuple[str, str]:
+        """Drafts of one kind propose alike: those of one algorithm and model."""
+        return self.identity.algorithm, self.identity.model_id
+
+    @property
+    def reads_features(self) -> bool:
+        return self.feature_spec is not None
+
+    @property
+    def base_shape(self) -> TreeShape:
+        """The shape of its trees while no other is wanted."""
+        return self.identity.shape or UNSAID_SHAPE
+
+    @property
+    def load(self) -> tuple[bool, float, int]:
+        """Orders drafts by how long they would keep one sequence more waiting; a silent draft
+        comes last."""
+        size = len(self.sequence_ids) + 1
+        turnaround_s = self.turnarounds(self.base_shape.num_steps, size)
+        return self.patience.is_cold, size * turnaround_s, size
+
+    @property
     def has_room(self) -> bool:
         return len(self.sequence_ids) < self.identity.max_sequences
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether a sequence may be handed to it: there is room, both sides want it."""
+        wanted = sequence.request.draft_algorithm
+        return (
+            self.has_room
+            and sequence.sequence_id not in self.released
+            and wanted in (None, self.identity.algorithm)
+        )
 
     def take_message(self) -> DraftMessage | None:
         """Empties the outbox."""

@@ -10,7 +10,8 @@ from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.sampling import sampling_message
-from shared.rpc.trees import verdict_batch_message
+from shared.rpc.trees import verdict_batch_message, wanted_shape_message
+from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
 
 MAX_CHUNK_BYTES = 1024 * 1024
@@ -50,11 +51,14 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     verdicts = verdict_batch_message(message.verdicts)
     for verdict, verdict_message in zip(message.verdicts, verdicts.verdicts, strict=True):
         if verdict.sequence_id in rows:
-            # A round computes the root and the accepted path.
-            num_own = len(verdict.accepted_node_indices) + 1
+            # A round computes the root and the accepted path: as many as it commits.
+            num_own = len(verdict.committed_token_ids)
             before, own = rows.pop(verdict.sequence_id).split(num_own)
             responses += _chunks(before)
-            verdict_message.features.CopyFrom(tensor_message(own.rows))
+            if own.ring_start is None:
+                verdict_message.features.CopyFrom(tensor_message(own.rows))
+            else:
+                verdict_message.ring_rows.CopyFrom(_ring_rows(own))
     for rest in rows.values():
         responses += _chunks(rest)
     if message.verdicts:
@@ -62,18 +66,33 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     return responses
 
 
+def ring_message(ring: FeatureRingWriter) -> pb.FeatureRing:
+    """Returns where a draft finds its ring."""
+    address = ring.address
+    if address.cuda_ipc_handle:
+        return pb.FeatureRing(cuda_ipc_handle=address.cuda_ipc_handle, row_count=ring.num_rows)
+    return pb.FeatureRing(shared_file=address.shared_file, row_count=ring.num_rows)
+
+
 def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
     row_bytes = rows.rows.shape[1] * rows.rows.element_size()
+    is_inline = rows.ring_start is None
+    max_rows = max(MAX_CHUNK_BYTES // row_bytes, 1) if is_inline else len(rows.rows)
     while len(rows.rows):
-        num_rest = max(len(rows.rows) - max(MAX_CHUNK_BYTES // row_bytes, 1), 0)
-        part, rows = rows.split(num_rest)
+        part, rows = rows.split(max(len(rows.rows) - max_rows, 0))
         chunk = pb.FeatureChunk(
             sequence_id=part.sequence_id,
             position_offset=part.position_offset,
-            rows=tensor_message(part.rows),
+            rows=tensor_message(part.rows) if is_inline else None,
+            ring_rows=None if is_inline else _ring_rows(part),
             last=part.completes_prompt,
         )
         yield pb.SpeculateResponse(feature_chunk=chunk)
+
+
+def _ring_rows(rows: FeatureRows) -> pb.RingRows:
+    assert rows.ring_start is not None
+    return pb.RingRows(start=rows.ring_start, row_count=len(rows.rows))
 
 
 def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
@@ -83,4 +102,8 @@ def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
         sampling_params=sampling_message(sequence.sampling),
         round=sequence.round,
         prompt_token_count=sequence.num_prompt_tokens,
+        wanted_shape=wanted_shape_message(sequence.wish),
+        paused=sequence.wish.is_paused,
+        trace_request_id=sequence.request_id,
+        traceparent=sequence.traceparent or "",
     )

@@ -13,18 +13,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from services.target.attachment import Attachment
+import torch
+
+from services.target.attachment import Attachment, AttachmentStatus, Offer
+from services.target.fallback import NgramFallback
 from services.target.feature_store import FeatureSpec
 from services.target.inbox import Inbox
 from services.target.request import EventSink, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler
+from services.target.speculation_controller import SpeculationController
 from services.target.step_loop import Clock, StepLoop
 from services.target.step_report import EngineGauges, StepReport
 from services.target.verifier import Verifier
 from shared.errors import EngineFailed, QueueFull, Unavailable
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner
-from shared.tokens import Candidate
+from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -37,7 +41,10 @@ class Engine:
         runner: runs forwards of the target model and owns the KV pool.
         leases: who holds which page of that pool.
         clock: seconds, monotonic.
-        on_step: called after each forward on the engine thread.
+        on_step: called after each step on the engine thread.
+        overlaps: whether steps are launched before the last one is read, where they can be.
+        fallback: drafts where no draft does; None where nobody should.
+        speculation: decides what is wanted of drafts; by default whatever they send.
     """
 
     def __init__(
@@ -51,10 +58,14 @@ class Engine:
         inbox: Inbox,
         clock: Clock,
         on_step: Callable[[StepReport], None] = lambda report: None,
+        overlaps: bool = True,
+        fallback: NgramFallback | None = None,
+        speculation: SpeculationController | None = None,
     ) -> None:
         self.limits = limits
-        self._config = runner.decoder.config
+        self._config, self._device = runner.decoder.config, runner.device
         self._inbox = inbox
+        self._clock = clock
         self._loop = StepLoop(
             runner=runner,
             leases=leases,
@@ -63,6 +74,9 @@ class Engine:
             limits=limits,
             clock=clock,
             on_step=on_step,
+            overlaps=overlaps,
+            fallback=fallback,
+            speculation=speculation or SpeculationController(None),
         )
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
@@ -83,10 +97,16 @@ class Engine:
         self._inbox.post(lambda: self._loop.admit(request, sink, key))
 
     def cancel(self, sink: EventSink, key: int) -> None:
-        """Ends a request; its pages are free before the next step. Unknown keys are ignored."""
+        """Ends a request; its pages are free once no step in flight uses them. Unknown
+        keys are ignored."""
         self._inbox.post(lambda: self._loop.cancel(sink, key))
 
     # From any thread: drafts.
+
+    @property
+    def device(self) -> torch.device:
+        """Where feature rows lie."""
+        return self._device
 
     def feature_width(self, spec: FeatureSpec) -> int:
         """Returns the width of the rows a spec asks for.
@@ -107,9 +127,16 @@ class Engine:
         """Forgets a draft; its sequences go on without."""
         self._inbox.post(lambda: self._loop.detach(attachment_id))
 
-    def offer(self, attachment_id: str, candidates: Sequence[Candidate]) -> None:
-        """Takes candidates that a draft pushed."""
-        self._inbox.post(lambda: self._loop.offer(attachment_id, candidates))
+    def offer(
+        self,
+        attachment_id: str,
+        candidates: Sequence[Candidate],
+        report: DraftReport = NO_REPORT,
+    ) -> None:
+        """Takes candidates that a draft pushed, with what it says of itself; a step in progress
+        still sees them."""
+        self._loop.offers.append(Offer(attachment_id, candidates, report, self._clock()))
+        self._inbox.post(self._loop.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
         """A draft hands sequences back."""
@@ -122,9 +149,14 @@ class Engine:
         """Whether the engine thread died; nothing will be served any more."""
         return self._failed.is_set()
 
-    def attachments(self) -> Future[tuple[Attachment, ...]]:
-        """Returns the live drafts, oldest first."""
-        return self._call(lambda: self._loop.attachments.live)
+    @property
+    def draft_algorithms(self) -> tuple[str, ...]:
+        """Algorithms of the drafts that are attached now, sorted, each once."""
+        return self._loop.attachments.algorithms
+
+    def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:
+        """Returns the live drafts, oldest first, with what is wanted of them."""
+        return self._call(self._loop.attachments.statuses)
 
     def gauges(self) -> Future[EngineGauges]:
         """Returns the live figures."""
@@ -166,7 +198,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                if not self.step():
+                # The command that a stop sends to wake the thread may be among those of the step.
+                if not self.step() and not self._stop.is_set():
                     self._inbox.run_all(wait_s=self._loop.patience_s())
             self._inbox.run_all()
             self._loop.fail_all(Unavailable.draining())

@@ -1,4 +1,4 @@
-"""Builds an engine from settings: weights, KV pool, policies."""
+"""Builds an engine from settings: runner, pages, policies."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from collections.abc import Callable
 
 import torch
 
+from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, read_adaptive_config
 from services.target.engine import Engine
+from services.target.fallback import Fallback, NgramFallback
 from services.target.inbox import Inbox
 from services.target.request import ModelLimits
+from services.target.runner_factory import build_runner
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
+from services.target.speculation_controller import SpeculationController
 from services.target.step_report import StepReport
+from services.target.tensor_parallel import Followers
 from services.target.verifier import Verifier
 from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
-from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
-from shared.models.loader import load_decoder
-from shared.runtime.device import device_named, dtype_named
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
-from shared.runtime.memory import num_pages_for
-from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import Thresholds
 
 logger = logging.getLogger(__name__)
@@ -32,71 +28,52 @@ INBOX_CAPACITY = 65_536
 """Commands that may wait for the engine: far above any sane number of open requests."""
 
 
-def build_engine(settings: TargetSettings, on_step: Callable[[StepReport], None]) -> Engine:
+def build_engine(
+    settings: TargetSettings,
+    on_step: Callable[[StepReport], None],
+    followers: Followers | None = None,
+) -> Engine:
     """Loads the model and returns an engine, not started.
+
+    Args:
+        followers: the other processes that hold a part of the model; None holds it all.
 
     Raises:
         CheckpointError: the model folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
-    device = device_named(settings.device)
-    config = ModelConfig.from_folder(settings.model_path)
-    dtype = dtype_named(settings.dtype, config.dtype, device)
-    decoder = load_decoder(settings.model_path, dtype=dtype, device=device, show_progress=True)
-    max_context = min(
-        settings.context_length or config.max_position_embeddings, config.max_position_embeddings
+    if followers is None:
+        built = build_runner(settings)
+    else:
+        built = build_runner(settings, followers.group, followers.leader)
+    leases = KvLeases(
+        built.runner.pool.num_pages,
+        settings.page_size,
+        prefix_cache=not settings.disable_radix_cache,
     )
-    layout = decoder.kv_layout(settings.page_size, dtype)
-    limits = _graph_limits(settings, device, max_context)
-    num_pages = num_pages_for(
-        layout,
-        device,
-        mem_fraction_static=settings.mem_fraction_static,
-        max_total_tokens=settings.max_total_tokens,
-        max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
-        reserved_bytes=0 if limits is None else graph_memory_bytes(config, limits, dtype),
-    )
-    pool = KvPool(layout, num_pages, device)
-    leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
-    logger.info(
-        "%s in %s on %s; %s KV pages of %s tokens",
-        settings.model_id, dtype, device, leases.num_pages, settings.page_size,
-    )  # fmt: skip
+    logger.info("%s KV pages of %s tokens", leases.num_pages, settings.page_size)
     return Engine(
-        runner=ModelRunner(decoder, pool, _graphs(decoder, pool, limits)),
+        runner=built.runner,
         leases=leases,
         scheduler=Scheduler(leases, _scheduler_limits(settings)),
         verifier=_verifier(settings),
         limits=ModelLimits(
-            vocab_size=config.vocab_size,
-            max_context_tokens=max_context,
+            vocab_size=built.config.vocab_size,
+            max_context_tokens=built.max_context_tokens,
             max_kv_tokens=leases.num_pages * settings.page_size,
-            eos_token_ids=config.eos_token_ids,
+            eos_token_ids=built.config.eos_token_ids,
         ),
         inbox=Inbox(INBOX_CAPACITY),
         clock=time.monotonic,
         on_step=on_step,
+        overlaps=not settings.disable_overlap_schedule,
+        fallback=_fallback(settings),
+        speculation=SpeculationController(_adaptive_config(settings)),
     )
 
 
-def _graph_limits(
-    settings: TargetSettings, device: torch.device, max_context: int
-) -> GraphLimits | None:
-    if device.type != "cuda" or settings.disable_cuda_graph:
-        return None
-    return GraphLimits.of(
-        max_sequences=settings.cuda_graph_max_bs,
-        max_tree_nodes=settings.max_tree_nodes,
-        max_context_tokens=max_context,
-    )
-
-
-def _graphs(decoder: Decoder, pool: KvPool, limits: GraphLimits | None) -> ForwardGraphs | None:
-    if limits is None:
-        return None
-    graphs = ForwardGraphs(decoder, pool, limits)
-    graphs.capture(show_progress=True)
-    return graphs
+def _fallback(settings: TargetSettings) -> NgramFallback | None:
+    return NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None
 
 
 def _scheduler_limits(settings: TargetSettings) -> SchedulerLimits:
@@ -118,3 +95,10 @@ def _verifier(settings: TargetSettings) -> Verifier:
             acc=settings.speculative_accept_threshold_acc,
         ),
     )
+
+
+def _adaptive_config(settings: TargetSettings) -> AdaptiveConfig | None:
+    if not settings.speculative_adaptive:
+        return None
+    path = settings.speculative_adaptive_config
+    return DEFAULT_CONFIG if path is None else read_adaptive_config(path)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from services.target.request import Delta, Failed, Finished, SpeculationStats, Started
+from google.protobuf.duration_pb2 import Duration
+
+from services.target.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    PromptScored,
+    SpeculationStats,
+    Started,
+)
+from services.target.round_trace import RoundTrace
 from shared.errors import OutriderError
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.rpc.trees import tree_message
 from shared.tokens import FinishReason, TokenLogprobs
 
 _FINISH_REASONS = {
@@ -14,10 +26,14 @@ _FINISH_REASONS = {
 }
 
 
-def response_message(event: Started | Delta | Finished) -> pb.GenerateResponse:
+def response_message(event: Started | PromptScored | Delta | Finished) -> pb.GenerateResponse:
     """Returns the message of one event."""
     if isinstance(event, Delta):
         return pb.GenerateResponse(delta=_delta(event))
+    if isinstance(event, PromptScored):
+        logprobs = [_logprobs(each) for each in event.logprobs]
+        scored = pb.PromptLogprobs(start_position=event.start, logprobs=logprobs)
+        return pb.GenerateResponse(prompt_logprobs=scored)
     if isinstance(event, Started):
         started = pb.GenerationStarted(cached_token_count=event.num_cached_tokens)
         started.queue_duration.FromNanoseconds(round(event.queue_s * 1e9))
@@ -25,7 +41,7 @@ def response_message(event: Started | Delta | Finished) -> pb.GenerateResponse:
     return pb.GenerateResponse(finished=_finished(event))
 
 
-def session_event(key: int, event: Started | Delta | Finished | Failed) -> pb.SessionEvent:
+def session_event(key: int, event: Event) -> pb.SessionEvent:
     """Returns the message of one event of a session's request."""
     if isinstance(event, Failed):
         return pb.SessionEvent(request_id=key, failure=_failure(event.error))
@@ -34,11 +50,34 @@ def session_event(key: int, event: Started | Delta | Finished | Failed) -> pb.Se
 
 def _delta(delta: Delta) -> pb.TokenDelta:
     return pb.TokenDelta(
+        trace=None if delta.trace is None else _trace(delta.trace),
         token_ids=delta.token_ids,
         logprobs=[_logprobs(each) for each in delta.logprobs],
         accepted_token_count=delta.num_accepted,
         drafted_token_count=delta.num_drafted,
     )
+
+
+def _trace(trace: RoundTrace) -> pb.RoundTrace:
+    message = pb.RoundTrace(
+        round=trace.round,
+        tree=tree_message(trace.tree),
+        accepted_node_indices=trace.accepted_nodes,
+        row_count=trace.num_rows,
+        verify_duration=_duration(trace.verify_s),
+        wait_duration=_duration(trace.wait_s),
+    )
+    if trace.draft is not None:
+        message.algorithm = trace.draft.algorithm
+        if trace.draft.response_s is not None:
+            message.draft_duration.CopyFrom(_duration(trace.draft.response_s))
+    return message
+
+
+def _duration(duration_s: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
 
 
 def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:

@@ -32,6 +32,10 @@ class FeatureFeed:
         """A draft that wants these features attached."""
         self._stores.open(spec)
 
+    def kept(self, spec: FeatureSpec) -> FeatureStore | None:
+        """Returns where the features of a spec are; None when they gave way to others."""
+        return self._stores.get(spec.key)
+
     def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:
         """Stores the rows of a step's forward, tree nodes included."""
         if self._stores.is_used:
@@ -56,29 +60,32 @@ class FeatureFeed:
     def _send_rows(
         self, attachment: Attachment, store: FeatureStore, needs: Sequence[FeatureNeed]
     ) -> None:
-        """One gather, and one copy to the host, for all sequences of a draft."""
+        """One gather, and one copy on their way, for all sequences of a draft."""
         starts: list[int] = []
         slots: list[int] = []
         for need in needs:
             start, own = self._unsent(store, need)
             starts.append(start)
             slots += own
-        rows = store.read(slots)
-        if attachment.wants_host_rows:
-            rows = rows.cpu()
+        placed = attachment.outlet.place(store.read(slots))
+        first = 0
         for need, start in zip(needs, starts, strict=True):
             sequence = need.sequence
             count = sequence.num_computed - start
-            part, rows = rows[:count], rows[count:]
-            self._attachments.send_features(
-                need,
-                FeatureRows(sequence.sequence_id, start, part, sequence.num_prompt_tokens),
+            ring_start = None if placed.ring_start is None else placed.ring_start + first
+            rows = FeatureRows(
+                sequence.sequence_id,
+                start,
+                placed.rows[first : first + count],
+                sequence.num_prompt_tokens,
+                ring_start,
             )
+            self._attachments.send_features(need, rows)
+            first += count
 
     def _unsent(self, store: FeatureStore, need: FeatureNeed) -> tuple[int, list[int]]:
         """Returns the first position to send and the slots from there on."""
-        lease = need.sequence.lease
-        assert lease is not None
+        lease = need.sequence.open_lease
         start = need.start or 0
         slots = lease.slots(start, need.sequence.num_computed, self._page_size)
         # The first time, rows from before the store's time are missing at the front.

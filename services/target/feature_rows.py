@@ -17,12 +17,14 @@ class FeatureRows:
         position_offset: position of the first row.
         rows: `[R, W]`, in the dtype the draft asked for, on any device.
         num_prompt_tokens: where the prompt of the sequence ends.
+        ring_start: number of the first row in the ring of the draft; None when they are not there.
     """
 
     sequence_id: int
     position_offset: int
     rows: Tensor
     num_prompt_tokens: int
+    ring_start: int | None = None
 
     @property
     def completes_prompt(self) -> bool:
@@ -38,6 +40,7 @@ class FeatureRows:
                 self,
                 position_offset=self.position_offset + num_before,
                 rows=self.rows[num_before:],
+                ring_start=None if self.ring_start is None else self.ring_start + num_before,
             ),
         )
 

@@ -81,6 +81,11 @@ class FeatureStore:
         self._projection = None if spec.projection is None else spec.projection.to(device)
 
     @property
+    def rows(self) -> Tensor:
+        """`[num_slots, W]`, a row for each slot of the KV pool."""
+        return self._rows
+
+    @property
     def captured_layers(self) -> tuple[int, ...]:
         """Layers the forward must capture; the final norm's output it returns anyway."""
         return tuple(index for index in self.spec.layer_indices if index <= self._num_layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -10,18 +11,21 @@ from typing import Any
 
 from grpc import aio
 
+from services.target.adaptive_config import MAX_STEPS
 from services.target.engine import Engine
 from services.target.event_messages import response_message, session_event
 from services.target.event_stream import EventStream
+from services.target.grammars.compiler import GrammarCompiler
 from services.target.open_requests import OpenRequests
-from services.target.request import Failed, Finished, GenerationRequest
-from services.target.step_loop import Clock
-from shared.errors import InvalidArgument, OutriderError, Unavailable
+from services.target.request import Event, Failed, Finished, GenerationRequest, PromptScoring
+from services.target.request_record import RequestRecord, RequestRecorder
+from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.rpc.grammar import grammar_from_message
 from shared.rpc.lifecycle import Lifecycle, State
 from shared.rpc.sampling import sampling_from_message, stop_from_message
-from shared.telemetry.request_id import current_request_id, new_request_id
+from shared.telemetry.request_id import current_request_id, current_traceparent, new_request_id
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -43,29 +47,41 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
     """Serves one engine."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, lifecycle: Lifecycle, clock: Clock
+        self,
+        engine: Engine,
+        model: ServedModel,
+        grammars: GrammarCompiler,
+        lifecycle: Lifecycle,
+        recorder: RequestRecorder,
     ) -> None:
         self._engine = engine
         self._model = model
+        self._grammars = grammars
         self._lifecycle = lifecycle
-        self._clock = clock
+        self._recorder = recorder
         self.open_requests = OpenRequests()
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         stream = EventStream(asyncio.get_running_loop())
-        self._submit(request, current_request_id.get(), stream, key=0)
+        record = self._record(request, current_request_id.get(), current_traceparent.get())
         self.open_requests.add()
         try:
+            await self._submit(request, record, stream, key=0)
             while True:
                 for _, event in await stream.next_batch():
+                    record.observe(event)
                     if isinstance(event, Failed):
                         raise event.error
                     yield response_message(event)
                     if isinstance(event, Finished):
                         return
+        except OutriderError as error:
+            record.fail(Failed(error))
+            raise
         finally:
+            record.end()
             self.open_requests.remove()
             self._engine.cancel(stream, 0)
 
@@ -76,7 +92,9 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         reader = asyncio.create_task(session.read(request_iterator))
         try:
             while (batch := await session.next_batch(reader)) is not None:
-                yield pb.SessionResponse(events=[session_event(key, event) for key, event in batch])
+                if batch:
+                    events = [session_event(key, event) for key, event in batch]
+                    yield pb.SessionResponse(events=events)
         finally:
             reader.cancel()
             session.cancel_all()
@@ -89,44 +107,94 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             max_context_token_count=limits.max_sequence_tokens,
             vocab_size=limits.vocab_size,
             eos_token_ids=sorted(limits.eos_token_ids),
+            draft_algorithms=self._engine.draft_algorithms,
         )
 
-    def submit(self, submit: pb.Submit, stream: EventStream) -> None:
-        """Starts a request of a session.
+    def record(self, submit: pb.Submit) -> RequestRecord:
+        """Begins the record of a request of a session."""
+        request_id = submit.trace_request_id or new_request_id()
+        return self._record(submit.request, request_id, submit.traceparent or None)
+
+    async def submit(self, submit: pb.Submit, record: RequestRecord, stream: EventStream) -> None:
+        """Starts a request of a session; waits only for its grammar, if it has one.
 
         Raises:
             OutriderError: the request is refused; the session goes on.
         """
-        request_id = submit.trace_request_id or new_request_id()
-        self._submit(submit.request, request_id, stream, key=submit.request_id)
+        await self._submit(submit.request, record, stream, key=submit.request_id)
 
     def cancel(self, stream: EventStream, key: int) -> None:
         """Aborts a request of a session."""
         self._engine.cancel(stream, key)
 
-    def _submit(
-        self, message: pb.GenerateRequest, request_id: str, stream: EventStream, *, key: int
+    def _record(
+        self, message: pb.GenerateRequest, request_id: str, parent: str | None
+    ) -> RequestRecord:
+        return self._recorder.begin(request_id, len(message.prompt_token_ids), parent)
+
+    async def _submit(
+        self, message: pb.GenerateRequest, record: RequestRecord, stream: EventStream, *, key: int
     ) -> None:
         if self._lifecycle.state is State.DRAINING:
             raise Unavailable.draining()
-        self._engine.submit(self._request(message, request_id), stream, key)
+        request = self._request(message, record)
+        if message.HasField("grammar"):
+            grammar = await self._grammars.compile(grammar_from_message(message.grammar))
+            request = dataclasses.replace(request, grammar=grammar)
+        self._engine.submit(request, stream, key)
 
-    def _request(self, message: pb.GenerateRequest, request_id: str) -> GenerationRequest:
+    def _request(self, message: pb.GenerateRequest, record: RequestRecord) -> GenerationRequest:
         limits = self._engine.limits
         limits.check_prompt(message.prompt_token_ids)
         wants_logprobs = message.HasField("top_logprob_count")
         return GenerationRequest(
-            request_id=request_id,
+            request_id=record.request_id,
+            traceparent=record.traceparent,
             prompt_token_ids=tuple(message.prompt_token_ids),
             sampling=sampling_from_message(message.sampling_params, draw_seed=_draw_seed),
             stop=stop_from_message(
                 message.stop_params,
                 max_output_tokens=limits.max_sequence_tokens - len(message.prompt_token_ids),
             ),
-            arrival_s=self._clock(),
+            arrival_s=self._recorder.clock(),
             top_logprobs=message.top_logprob_count if wants_logprobs else None,
             speculation_disabled=message.speculation_params.disabled,
+            draft_algorithm=message.speculation_params.algorithm or None,
+            num_draft_steps=_draft_steps(message.speculation_params),
+            wants_trace=message.speculation_params.trace,
+            priority=message.priority,
+            prompt_scoring=_prompt_scoring(message),
         )
+
+
+def _draft_steps(params: pb.SpeculationParams) -> int | None:
+    """Raises:
+    InvalidArgument: the depth is out of range.
+    """
+    if not params.HasField("step_count"):
+        return None
+    if not 1 <= params.step_count <= MAX_STEPS:
+        raise InvalidArgument.out_of_range(
+            "speculation.num_steps", params.step_count, f"[1, {MAX_STEPS}]"
+        )
+    return params.step_count
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenRequest:
+    """A request of a session.
+
+    Attributes:
+        timer: ends it when its time is over; None when it has as much as it likes.
+    """
+
+    record: RequestRecord
+    timer: asyncio.TimerHandle | None
+
+    def end(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.record.end()
 
 
 class _Session:
@@ -135,7 +203,8 @@ class _Session:
     def __init__(self, servicer: TargetServicer, stream: EventStream) -> None:
         self._servicer = servicer
         self._stream = stream
-        self._open: set[int] = set()
+        self._open: dict[int, _OpenRequest] = {}
+        self._compiling: dict[int, asyncio.Task[None]] = {}
 
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Takes messages until the client half-closes.
@@ -146,10 +215,10 @@ class _Session:
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "submit":
-                self._submit(message.submit)
+                await self._open_request(message.submit)
             elif kind == "cancel":
                 self._close(message.cancel.request_id)
-                self._servicer.cancel(self._stream, message.cancel.request_id)
+                self._cancel(message.cancel.request_id)
             else:
                 raise InvalidArgument.of(
                     "MESSAGE_EMPTY", "message", "a session message must submit or cancel"
@@ -169,34 +238,82 @@ class _Session:
             batch = events.result()
         finally:
             events.cancel()
-        for key, event in batch:
-            if isinstance(event, Finished | Failed):
-                self._close(key)
-        return batch
+        return [(key, event) for key, event in batch if self._take(key, event)]
 
     def cancel_all(self) -> None:
         """Aborts what still runs."""
         for key in tuple(self._open):
             self._close(key)
-            self._servicer.cancel(self._stream, key)
+            self._cancel(key)
 
-    def _submit(self, submit: pb.Submit) -> None:
+    async def _open_request(self, submit: pb.Submit) -> None:
+        """Starts a request; one with a grammar on the side, so that others need not wait for it."""
         key = submit.request_id
         if key in self._open:
             raise InvalidArgument.of(
                 "REQUEST_ID_DUPLICATE", "request_id", f"request {key} is open on this session"
             )
-        self._open.add(key)
+        record = self._servicer.record(submit)
+        self._open[key] = _OpenRequest(record, self._timer(submit))
         self._servicer.open_requests.add()
+        if not submit.request.HasField("grammar"):
+            await self._submit(submit, record)
+            return
+        task = asyncio.create_task(self._submit(submit, record))
+        self._compiling[key] = task
+        task.add_done_callback(lambda _: self._compiling.pop(key, None))
+
+    async def _submit(self, submit: pb.Submit, record: RequestRecord) -> None:
         try:
-            self._servicer.submit(submit, self._stream)
+            self._stream.check_room()
+            await self._servicer.submit(submit, record, self._stream)
         except OutriderError as error:
-            self._stream.put(key, Failed(error))
+            self._stream.put(submit.request_id, Failed(error))
+
+    def _cancel(self, key: int) -> None:
+        compiling = self._compiling.pop(key, None)
+        if compiling is not None:
+            compiling.cancel()
+        self._servicer.cancel(self._stream, key)
+
+    def _take(self, key: int, event: Event) -> bool:
+        """Records an event; False when it is about a request that was cancelled or timed out."""
+        request = self._open.get(key)
+        if request is None:
+            return False
+        request.record.observe(event)
+        if isinstance(event, Finished | Failed):
+            self._close(key)
+        return True
+
+    def _timer(self, submit: pb.Submit) -> asyncio.TimerHandle | None:
+        if not submit.HasField("timeout_duration"):
+            return None
+        timeout_s = submit.timeout_duration.ToNanoseconds() / 1e9
+        loop = asyncio.get_running_loop()
+        return loop.call_later(timeout_s, self._expire, submit.request_id, timeout_s)
+
+    def _expire(self, key: int, timeout_s: float) -> None:
+        """Ends a request whose time is over, wherever it is: queued, computing, or unread."""
+        self._cancel(key)
+        error = DeadlineExceeded(
+            f"the request took longer than the {timeout_s:g} s it was given",
+            reason="DEADLINE_EXCEEDED",
+        )
+        self._stream.put(key, Failed(error))
 
     def _close(self, key: int) -> None:
-        if key in self._open:
-            self._open.remove(key)
+        request = self._open.pop(key, None)
+        if request is not None:
+            request.end()
             self._servicer.open_requests.remove()
+
+
+def _prompt_scoring(message: pb.GenerateRequest) -> PromptScoring | None:
+    if not message.HasField("prompt_logprob_params"):
+        return None
+    params = message.prompt_logprob_params
+    return PromptScoring(params.start_position, params.top_logprob_count)
 
 
 def _draw_seed() -> int:

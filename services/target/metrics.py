@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.target.engine import Engine
+from services.target.outcome_tally import OutcomeTally
+from services.target.settings import TargetSettings
+from services.target.speculation_counts import SpeculationCounts
 from services.target.step_report import StepReport
+from shared.errors import OutriderError
+from shared.telemetry.round_log import RoundLog
+from shared.telemetry.vllm_metrics import EngineFigures
 
+_GAUGES_TIMEOUT_S = 1.0
+_MOST_LABELS = 8
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -21,13 +30,29 @@ class TargetMetrics:
     | `outrider_target_rounds` | draws | accepted length: rate of tokens over rate of rounds |
     | `outrider_target_drafted_tokens` | tree nodes verified | |
     | `outrider_target_accepted_tokens` | tree nodes accepted | acceptance: over drafted |
+    | `outrider_target_busy_seconds` | seconds | share of time: its rate |
+    | `outrider_target_waiting_seconds` | seconds | lost to drafts: its rate |
+    | `outrider_target_paused_rounds` | rounds | without trees, because they would not pay |
+    | `outrider_target_probe_rounds` | rounds | with a tree, only to learn |
+    | `outrider_target_cut_nodes` | tree nodes | drafted, but not worth a row |
     | `outrider_target_preemptions` | sequences | should be near 0 |
+    | `outrider_target_foreseen_verdicts` | verdicts by position, rank | the next tree was here |
+    | `outrider_target_unforeseen_verdicts` | verdicts by position | prepared for in vain |
+    | `outrider_target_unprepared_verdicts` | verdicts | nothing was pushed ahead in time |
+    | `outrider_target_late_foreseen_verdicts` | verdicts | pushed ahead, but came after them |
+    | `outrider_target_wire_bytes`, `…_wire_messages` | to and from drafts, by `direction` | |
+    | `outrider_target_discarded_sequences` | computed after their end | a step for each request |
+    | `outrider_target_host_gap_seconds` | seconds the device waits for the host | near 0 |
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, meaning: str) -> Counter:
-            return Counter(f"outrider_target_{name}", meaning, registry=registry)
+    def __init__(self, registry: CollectorRegistry, log: RoundLog | None = None) -> None:
+        """`log` also takes a span a step."""
 
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"outrider_target_{name}", meaning, labels, registry=registry)
+
+        self.num_preempted = 0
+        self._log = log
         self._steps = counter("steps", "Engine steps that ran a forward.")
         self._rows = counter("rows", "Rows computed: prompt, plain and tree.")
         self._rounds = counter("rounds", "Times a sequence drew tokens.")
@@ -35,6 +60,25 @@ class TargetMetrics:
         self._drafted = counter("drafted_tokens", "Draft nodes verified.")
         self._accepted = counter("accepted_tokens", "Draft nodes accepted.")
         self._preempted = counter("preemptions", "Sequences that lost their pages.")
+        self._hits = counter(
+            "foreseen_verdicts", "Verdicts whose next tree was here.", "position", "rank"
+        )
+        self._misses = counter(
+            "unforeseen_verdicts", "Verdicts that were prepared for in vain.", "position"
+        )
+        self._unprepared = counter(
+            "unprepared_verdicts", "Verdicts that nothing was pushed ahead for."
+        )
+        self._late = counter("late_foreseen_verdicts", "Verdicts whose next tree was on its way.")
+        self._discarded = counter(
+            "discarded_sequences", "Sequences that had ended when their step was read."
+        )
+        self._host_gap = counter("host_gap_seconds", "Time the device waited for the host.")
+        self._busy = counter("busy_seconds", "Time of steps.")
+        self._waiting = counter("waiting_seconds", "Time in which every sequence awaited a draft.")
+        self._paused = counter("paused_rounds", "Rounds for which no tree was wanted.")
+        self._probes = counter("probe_rounds", "Rounds that were drafted for only to learn.")
+        self._cut = counter("cut_nodes", "Drafted nodes that were not worth their row.")
         self._seconds = Histogram(
             "outrider_target_step_seconds",
             "Duration of a step.",
@@ -51,4 +95,59 @@ class TargetMetrics:
         self._drafted.inc(report.num_drafted)
         self._accepted.inc(report.num_accepted)
         self._preempted.inc(report.num_preempted)
+        self.num_preempted += report.num_preempted
+        self._observe_outcomes(report.outcomes)
+        self._observe_speculation(report.speculation)
+        self._busy.inc(report.duration_s)
+        self._discarded.inc(report.num_discarded)
+        self._host_gap.inc(report.host_gap_s)
         self._seconds.observe(report.duration_s)
+        if self._log is not None:
+            self._log.span(
+                "step",
+                report.duration_s,
+                rows=report.num_rows,
+                committed=report.num_committed,
+                hits=report.outcomes.num_hits,
+                late=report.outcomes.num_late_hits,
+                misses=report.outcomes.num_misses + report.outcomes.num_unprepared,
+            )
+
+    def _observe_speculation(self, counts: SpeculationCounts) -> None:
+        self._waiting.inc(counts.waiting_s)
+        self._paused.inc(counts.num_paused_rounds)
+        self._probes.inc(counts.num_probe_rounds)
+        self._cut.inc(counts.num_cut_nodes)
+
+    def _observe_outcomes(self, outcomes: OutcomeTally) -> None:
+        for (position, rank), count in outcomes.hits.items():
+            self._hits.labels(_label(position), _label(rank)).inc(count)
+        for position, count in outcomes.misses.items():
+            self._misses.labels(_label(position)).inc(count)
+        self._unprepared.inc(outcomes.num_unprepared)
+        self._late.inc(outcomes.num_late_hits)
+
+
+def _label(number: int) -> str:
+    """Every label value is a time series of its own, so large numbers share one."""
+    return str(number) if number < _MOST_LABELS else f"{_MOST_LABELS}+"
+
+
+def engine_figures(
+    engine: Engine, settings: TargetSettings, num_preempted: int
+) -> EngineFigures | None:
+    """Returns the live figures; None when the engine does not answer. Called while scraped, on
+    another thread than the engine's."""
+    try:
+        gauges = engine.gauges().result(_GAUGES_TIMEOUT_S)
+    except (OutriderError, TimeoutError):
+        return None
+    return EngineFigures(
+        model_id=settings.model_id,
+        num_running=gauges.num_running,
+        num_waiting=gauges.num_waiting,
+        kv_usage=gauges.num_held_pages / gauges.num_pages,
+        num_pages=gauges.num_pages,
+        page_size=settings.page_size,
+        num_preemptions=num_preempted,
+    )

@@ -38,6 +38,11 @@ class Patience:
         return self._num_misses >= MISSES_UNTIL_COLD
 
     @property
+    def response_s(self) -> float | None:
+        """How long the draft usually takes to answer a verdict; None before the first answer."""
+        return self._response_s
+
+    @property
     def wait_s(self) -> float:
         """The wait a warm draft is given."""
         if self._response_s is None:

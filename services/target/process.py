@@ -11,12 +11,15 @@ from typing import Protocol
 
 from grpc import aio
 
+from services.target.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.event_stream import EventStream
 from services.target.generate_service import ServedModel, TargetServicer
+from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
 from services.target.request import Failed, Finished, GenerationRequest
+from services.target.request_record import RequestRecorder
 from services.target.settings import TargetSettings
-from services.target.speculation_service import AttachmentTerms, SpeculationServicer
+from services.target.speculation_service import SpeculationServicer
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import (
@@ -29,6 +32,9 @@ from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.rpc.shutdown import stop_servers
 from shared.settings import shown_settings
+from shared.telemetry.tracing import NO_TRACER, Tracer
+from shared.telemetry.vllm_metrics import VllmMetrics
+from shared.telemetry.wire_meter import WireMeter
 from shared.tokens import SamplingParams, StopParams
 
 logger = logging.getLogger(__name__)
@@ -55,6 +61,17 @@ def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
         max_nodes=settings.max_tree_nodes,
         max_sequences=settings.max_draft_sequences,
         longest_wait_s=settings.candidate_wait_ms / 1000.0,
+        feature_ring_rows=settings.feature_ring_rows,
+    )
+
+
+def grammar_compiler(engine: Engine, settings: TargetSettings) -> GrammarCompiler:
+    """Returns the compiler of the grammars that requests bring along."""
+    return GrammarCompiler(
+        settings.tokenizer_folder,
+        vocab_size=engine.limits.vocab_size,
+        eos_token_ids=engine.limits.eos_token_ids,
+        limits=GrammarLimits(settings.max_grammar_bytes, settings.grammar_timeout_s),
     )
 
 
@@ -66,19 +83,33 @@ class TargetProcess:
         admin_port: the maintenance port, after `start`.
     """
 
-    def __init__(self, engine: Engine, settings: TargetSettings, tokenizer_sha256: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: TargetSettings,
+        tokenizer_sha256: str,
+        *,
+        metrics: VllmMetrics | None = None,
+        tracer: Tracer = NO_TRACER,
+        wire: WireMeter | None = None,
+    ) -> None:
         model = ServedModel(settings.model_id, tokenizer_sha256)
         self._engine = engine
         self._settings = settings
         self._embedded: EmbeddedPort | None = None
         self._tokenizer_sha256 = tokenizer_sha256
         self._lifecycle = Lifecycle([_TARGET.full_name, _SPECULATION.full_name])
-        self._target = TargetServicer(engine, model, self._lifecycle, time.monotonic)
+        recorder = RequestRecorder(
+            settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
+        )
+        self._grammars = grammar_compiler(engine, settings)
+        self._target = TargetServicer(engine, model, self._grammars, self._lifecycle, recorder)
         self._speculation = SpeculationServicer(
             engine,
             model,
             attachment_terms(settings),
             self._lifecycle,
+            wire,
         )
         self._servers: list[aio.Server] = []
         self._draft_settings: Mapping[str, str] = {}
@@ -103,10 +134,9 @@ class TargetProcess:
         public = await create_server([_TARGET, _SPECULATION], self._register, self._lifecycle)
         admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
         self._servers = [public, admin]
-        self.port = bind(public, f"{self._settings.host}:{self._settings.port}")
-        self.admin_port = bind(
-            admin, f"{self._settings.maintenance_host}:{self._settings.admin_port}"
-        )
+        settings, tls = self._settings, self._settings.server_tls
+        self.port = bind(public, f"{settings.host}:{settings.port}", tls)
+        self.admin_port = bind(admin, f"{settings.maintenance_host}:{settings.admin_port}", tls)
         for server in self._servers:
             await server.start()
         self._engine.start()
@@ -134,6 +164,7 @@ class TargetProcess:
         """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""
         await stop_servers(self._servers, self._lifecycle, self._drain, grace_s=grace_s)
         await asyncio.to_thread(self._engine.stop)
+        self._grammars.close()
         if self._embedded is not None:
             await asyncio.to_thread(self._embedded.stop)
 
@@ -193,12 +224,17 @@ class TargetProcess:
             "free_page_count": gauges.num_free_pages,
             "cached_page_count": gauges.num_cached_pages,
             "held_page_count": gauges.num_held_pages,
+            "drafted_for_sequence_count": gauges.num_drafted_for,
+            "paused_sequence_count": gauges.num_paused,
+            "probe_seconds": gauges.probe_s,
+            **{f"step_ms_of_{rows}_rows": 1e3 * each for rows, each in gauges.step_s.items()},
         }
 
     async def _attachments(self) -> Sequence[admin_service_pb2.Attachment]:
         attachments = await asyncio.wrap_future(self._engine.attachments())
         messages: list[admin_service_pb2.Attachment] = []
-        for attachment in attachments:
+        for status in attachments:
+            attachment = status.attachment
             identity, counters = attachment.identity, attachment.counters
             message = admin_service_pb2.Attachment(
                 attachment_id=identity.attachment_id,
@@ -210,10 +246,20 @@ class TargetProcess:
                 accepted_token_count=counters.num_accepted,
                 missed_round_count=counters.num_missed_rounds,
                 stale_candidate_count=counters.num_stale_candidates,
+                paused_sequence_count=status.num_paused,
+                wanted_step_count=0 if status.shape is None else status.shape.num_steps,
+                level_acceptances=status.level_rates,
             )
+            turnarounds = attachment.turnarounds
+            message.turnaround_duration.FromNanoseconds(_ns(turnarounds.turnaround_s.value))
+            message.draft_duration.FromNanoseconds(_ns(turnarounds.draft_s.value))
             message.attach_time.FromNanoseconds(round(identity.attach_time_s * 1e9))
             messages.append(message)
         return messages
 
     async def _flush(self) -> int:
         return await asyncio.wrap_future(self._engine.flush_prefix_cache())
+
+
+def _ns(duration_s: float) -> int:
+    return round(duration_s * 1e9)

@@ -6,8 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.target.grammars.matcher import CompiledGrammar
+from services.target.round_trace import RoundTrace
 from shared.errors import InvalidArgument, OutriderError
 from shared.tokens import MAX_TOP_LOGPROBS, FinishReason, SamplingParams, StopParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which prompt tokens get log probabilities.
+
+    Attributes:
+        start: position of the first one; the token at position 0 has none.
+        num_top: alternatives of each.
+    """
+
+    start: int
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +34,13 @@ class GenerationRequest:
         prompt_token_ids: at least one.
         top_logprobs: None computes no log probabilities; 0 only those of the drawn tokens.
         arrival_s: engine clock at submission, in seconds.
+        grammar: what the output must match; None lets it be anything.
+        priority: whose turn it is; the least value first.
+        prompt_scoring: which prompt tokens get log probabilities; None for none.
+        draft_algorithm: only drafts of this algorithm get the sequence; None lets any have it.
+        num_draft_steps: depth of trees, instead of what the target finds to pay.
+        wants_trace: every delta tells what its round did.
+        traceparent: what drafts name as their parent; None when nobody traces.
     """
 
     request_id: str
@@ -28,6 +50,13 @@ class GenerationRequest:
     arrival_s: float
     top_logprobs: int | None = None
     speculation_disabled: bool = False
+    draft_algorithm: str | None = None
+    wants_trace: bool = False
+    grammar: CompiledGrammar | None = None
+    priority: int = 0
+    prompt_scoring: PromptScoring | None = None
+    num_draft_steps: int | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +106,18 @@ class ModelLimits:
             raise InvalidArgument.out_of_range(
                 "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
             )
+        if request.prompt_scoring is not None:
+            self._check_scoring(request.prompt_scoring, len(request.prompt_token_ids))
+
+    def _check_scoring(self, scoring: PromptScoring, num_prompt_tokens: int) -> None:
+        if not 0 <= scoring.start < num_prompt_tokens:
+            raise InvalidArgument.out_of_range(
+                "prompt_logprob_start", scoring.start, f"[0, {num_prompt_tokens - 1}]"
+            )
+        if not 0 <= scoring.num_top <= MAX_TOP_LOGPROBS:
+            raise InvalidArgument.out_of_range(
+                "prompt_logprobs", scoring.num_top, f"[0, {MAX_TOP_LOGPROBS}]"
+            )
 
     def _check_token_ids(self, field_name: str, token_ids: object) -> None:
         for token_id in token_ids:  # type: ignore[attr-defined]
@@ -124,17 +165,31 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of prompt tokens, of one step of the prefill.
+
+    Attributes:
+        start: position of the first one, at least 1.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Tokens committed by one step; the first `num_accepted` of them were drafted.
 
     Attributes:
         num_drafted: draft nodes verified in the step.
+        trace: when the request wants it.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     num_accepted: int
     num_drafted: int
+    trace: RoundTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +211,7 @@ class Failed:
     error: OutriderError
 
 
-Event = Started | Delta | Finished | Failed
+Event = Started | PromptScored | Delta | Finished | Failed
 
 
 class EventSink(Protocol):

@@ -7,7 +7,7 @@ a step closes the gap. Prompt chunks, plain tokens and trees share one ragged fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from services.target.sequence import Sequence
@@ -18,6 +18,10 @@ from shared.tokens import EMPTY_TREE, TokenTree
 MAX_COMMITTED_ROWS_BESIDE_TREE = 64
 """A tree rides along with at most this many uncomputed committed tokens, so that a long prompt
 chunk never needs an explicit mask."""
+
+
+MAX_SCORED_ROWS = 256
+"""Rows of a step that score prompt tokens: their logits are kept over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +41,35 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's part of a step: `num_rows` committed tokens, then the nodes of `tree`.
+    """One sequence's part of a step: `num_rows` tokens, then the nodes of `tree`.
 
     Attributes:
+        start: logical KV index of the first row.
+        num_rows: committed tokens, and the pending one if there is one.
         node_indices: index of each node in the tree as it was drafted; they differ from 0 … N-1
             when nodes beyond the output's end were cut.
+        is_complete: whether the step computes the last token, so that the next one is drawn.
+        scored: the rows, counted from 0, whose next token is of the prompt and gets a log
+            probability.
     """
 
     sequence: Sequence
+    start: int
     num_rows: int
     tree: TokenTree
     node_indices: tuple[int, ...]
+    is_complete: bool
+    scored: range = range(0)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the step computes the last committed token, so that a token is drawn."""
-        return self.num_rows == self.sequence.num_uncomputed
+    def is_plain(self) -> bool:
+        """Whether it is one row that draws: plain decode."""
+        return self.num_rows == 1 and self.is_complete and not self.node_indices
 
     def slots(self, page_size: int) -> list[int]:
-        """Returns the KV slot of each row, committed tokens first. Before the commit only."""
-        sequence = self.sequence
-        assert sequence.lease is not None
-        end = sequence.num_computed + self.num_rows + len(self.tree)
-        return sequence.lease.slots(sequence.num_computed, end, page_size)
+        """Returns the KV slot of each row, committed tokens first. While it has its lease only."""
+        lease = self.sequence.open_lease
+        return lease.slots(self.start, self.start + self.num_rows + len(self.tree), page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,17 @@ class StepPlan:
     admitted: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
 
+    @property
+    def drawn(self) -> tuple[ScheduledSequence, ...]:
+        """The scheduled sequences that draw."""
+        return tuple(entry for entry in self.scheduled if entry.is_complete)
+
 
 class Scheduler:
-    """Owns the waiting queue, the running set and their leases."""
+    """Owns the waiting queue, the running set and their leases.
+
+    Both are in order of priority, and of age among equals.
+    """
 
     def __init__(self, leases: KvLeases, limits: SchedulerLimits) -> None:
         self._leases = leases
@@ -87,6 +105,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a waiting sequence might run in the next step."""
+        return bool(self._waiting) and len(self._running) < self._limits.max_running
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -104,14 +127,23 @@ class Scheduler:
         """
         if len(self._waiting) >= self._limits.max_waiting:
             raise QueueFull.of(len(self._waiting), self._limits.max_waiting)
-        self._waiting.append(sequence)
+        # Behind those of its own priority.
+        self._waiting.insert(_num_up_to(self._waiting, _priority(sequence)), sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, whatever its state; its computed pages go to the prefix cache."""
+        """Takes a sequence out, whatever its state. Its pages stay until `release`."""
         if sequence.lease is None:
             self._waiting.remove(sequence)
+        else:
+            self._running.remove(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the pages of a finished sequence, if it has any; whole pages of committed tokens go
+        to the prefix cache."""
+        if sequence.lease is None:
             return
-        self._running.remove(sequence)
+        # A row that was thrown away may have computed the last token, or one that never was.
+        sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         self._close_lease(sequence)
 
     def plan(
@@ -135,26 +167,39 @@ class Scheduler:
         return step.as_plan()
 
     def _schedule(self, sequence: Sequence, tree: TokenTree, step: _Step) -> None:
-        num_rows = sequence.num_uncomputed
+        num_remaining, num_uncomputed = sequence.num_remaining, sequence.num_uncomputed
+        if num_remaining == 0:
+            return  # its last token is drawn, and not read yet
+        num_rows = num_uncomputed
         if num_rows > 1:
             num_rows = min(num_rows, step.num_prompt_rows_left)
+            if sequence.is_scoring:
+                num_rows = min(num_rows, step.num_scored_rows_left)
+                step.num_scored_rows_left -= num_rows
             step.num_prompt_rows_left -= num_rows
         if num_rows == 0:
             return
-        is_complete = num_rows == sequence.num_uncomputed
-        if not is_complete or num_rows > MAX_COMMITTED_ROWS_BESIDE_TREE:
+        is_complete = num_rows == num_uncomputed
+        # A tree was drafted for the committed tokens; it cannot hang off one that nobody has read.
+        is_read = sequence.num_pending == 0
+        if not (is_read and is_complete) or num_rows > MAX_COMMITTED_ROWS_BESIDE_TREE:
             tree = EMPTY_TREE
-        tree, node_indices = pruned(tree, sequence.num_remaining - 1)
-        if not self._fits(sequence, num_rows + len(tree)):
+        tree, node_indices = pruned(tree, num_remaining - 1)
+        if node_indices and not self._fits(sequence, num_rows + len(tree)):
             tree, node_indices = EMPTY_TREE, ()
         if self._make_room(sequence, num_rows + len(tree), step):
-            step.scheduled.append(ScheduledSequence(sequence, num_rows, tree, node_indices))
+            start = sequence.num_computed
+            scored = _scored_rows(sequence, start, num_rows)
+            step.scheduled.append(
+                ScheduledSequence(
+                    sequence, start, num_rows, tree, node_indices, is_complete, scored
+                )
+            )
 
     def _fits(self, sequence: Sequence, num_rows: int) -> bool:
         """Grows the lease if that needs no preemption: no one is preempted for a guess."""
-        assert sequence.lease is not None
         try:
-            self._leases.grow(sequence.lease, sequence.num_computed + num_rows)
+            self._leases.grow(sequence.open_lease, sequence.num_computed + num_rows)
         except OutOfPages:
             return False
         return True
@@ -169,14 +214,15 @@ class Scheduler:
         return True
 
     def _victim(self, step: _Step) -> Sequence:
-        """The youngest running sequence that is not part of the step already."""
+        """The youngest of the least urgent running sequences not part of the step already."""
         scheduled = {id(entry.sequence) for entry in step.scheduled}
         return next(s for s in reversed(self._running) if id(s) not in scheduled)
 
     def _preempt(self, sequence: Sequence, step: _Step) -> None:
         self._running.remove(sequence)
         self._close_lease(sequence)
-        self._waiting.appendleft(sequence)
+        # Before those of its own priority, which are younger.
+        self._waiting.insert(_num_up_to(self._waiting, _priority(sequence) - 1), sequence)
         step.preempted.append(sequence)
 
     def _admit(self, candidate: Callable[[Sequence], TokenTree], step: _Step) -> None:
@@ -189,13 +235,13 @@ class Scheduler:
             if not self._open_lease(sequence):
                 return
             self._waiting.popleft()
-            self._running.append(sequence)
+            self._running.insert(_num_up_to(self._running, _priority(sequence)), sequence)
             step.admitted.append(sequence)
             self._schedule(sequence, candidate(sequence), step)
 
     def _open_lease(self, sequence: Sequence) -> bool:
         """Opens a lease with pages for every committed token, or leaves all as it was."""
-        lease = self._leases.open(sequence.token_ids)
+        lease = self._leases.open(sequence.cacheable_token_ids)
         try:
             self._leases.grow(lease, len(sequence.token_ids))
         except OutOfPages:
@@ -206,8 +252,7 @@ class Scheduler:
         return True
 
     def _close_lease(self, sequence: Sequence) -> None:
-        assert sequence.lease is not None
-        self._leases.close(sequence.lease, sequence.token_ids[: sequence.num_computed])
+        self._leases.close(sequence.open_lease, sequence.token_ids[: sequence.num_computed])
         sequence.lease = None
         sequence.num_computed = 0
 
@@ -217,6 +262,7 @@ class _Step:
 
     def __init__(self, max_prompt_rows: int) -> None:
         self.num_prompt_rows_left = max_prompt_rows
+        self.num_scored_rows_left = MAX_SCORED_ROWS
         self.scheduled: list[ScheduledSequence] = []
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
@@ -225,21 +271,33 @@ class _Step:
         return StepPlan(tuple(self.scheduled), tuple(self.admitted), tuple(self.preempted))
 
 
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority
+
+
+def _num_up_to(sequences: Iterable[Sequence], priority: int) -> int:
+    """Returns how many have their turn no later than `priority` says."""
+    return sum(_priority(each) <= priority for each in sequences)
+
+
+def _scored_rows(sequence: Sequence, start: int, num_rows: int) -> range:
+    """Returns the rows whose next token is the next of the prompt to be scored, or after it."""
+    if not sequence.is_scoring:
+        return range(0)
+    end = min(start + num_rows, sequence.num_prompt_tokens - 1)
+    return range(max(sequence.next_scored - 1 - start, 0), max(end - start, 0))
+
+
 def pruned(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     """Cuts nodes deeper than `max_depth`: the output or the context ends before them.
 
     Returns:
         The tree that is left and, for each of its nodes, the index in the tree as drafted.
     """
+    if not tree.token_ids:
+        return tree, ()
     depths = tree.depths
     kept = tuple(node for node, depth in enumerate(depths) if depth <= max_depth)
     if len(kept) == len(depths):
         return tree, kept
-    new_index = {old: new for new, old in enumerate(kept)}
-    parents = (tree.parent_indices[node] for node in kept)
-    cut = TokenTree(
-        tuple(tree.token_ids[node] for node in kept),
-        tuple(None if parent is None else new_index[parent] for parent in parents),
-        tuple(tree.log_probs[node] for node in kept) if tree.log_probs else (),
-    )
-    return cut, kept
+    return tree.only(kept), kept

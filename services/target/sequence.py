@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from services.target.grammars.matcher import GrammarMatcher
 from services.target.request import GenerationRequest, ModelLimits, SpeculationStats
+from shared.errors import OutriderError
 from shared.kv.leases import KvLease
 from shared.tokens import FinishReason, SamplingParams
 
@@ -14,24 +16,34 @@ from shared.tokens import FinishReason, SamplingParams
 class Sequence:
     """A running or waiting request.
 
-    Invariants: `token_ids` are committed and never taken back; the KV of
-    `token_ids[:num_computed]` is in the lease's pages; at least one committed token, the last, is
-    not computed yet.
+    Invariants: `token_ids` are committed and never taken back. After them come `num_pending` tokens
+    that the device has drawn and the host has not read. The KV of the first `num_computed` of all
+    these is in the lease's pages once the launched steps have run; at least one, the last, is not
+    computed yet.
 
     Attributes:
         token_ids: prompt, then output.
-        num_computed: tokens whose KV is valid; 0 without a lease.
+        num_pending: at most 1 but while a step is launched behind another, then 2.
+        num_computed: tokens whose KV is valid, or will be by the step in flight; 0 without a lease.
         lease: None while waiting.
         round: counts commits; fences candidates.
         finish_reason: set by the commit that ends the sequence.
         stop_token_id: the token that ended it, if one did.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        next_scored: position of the next prompt token that gets a log probability; the launched
+            steps have scored those before. The prompt's length when none is left.
+        matcher: how far the output has got in the request's grammar, if it has one.
+        decided_s: engine clock at the last commit, or when it left the queue.
+        num_prompt_tokens: how many of `token_ids` are the prompt.
+        max_output_tokens: the request's bound, clamped to the context.
+        stop_token_ids: tokens that end this sequence.
     """
 
     sequence_id: int
     request: GenerationRequest
     limits: ModelLimits
     token_ids: list[int]
+    num_pending: int = 0
     num_computed: int = 0
     lease: KvLease | None = None
     round: int = 0
@@ -39,20 +51,40 @@ class Sequence:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     started: bool = False
+    decided_s: float = 0.0
+    matcher: GrammarMatcher | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    num_prompt_tokens: int = field(init=False)
+    next_scored: int = field(init=False)
+    max_output_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stop = self.request.stop
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        scoring = self.request.prompt_scoring
+        # Nothing predicts the first token.
+        self.next_scored = self.num_prompt_tokens if scoring is None else max(scoring.start, 1)
+        room = self.limits.max_sequence_tokens - self.num_prompt_tokens
+        self.max_output_tokens = min(stop.max_output_tokens, room)
+        eos_token_ids = frozenset() if stop.ignore_eos else self.limits.eos_token_ids
+        self.stop_token_ids = stop.stop_token_ids | eos_token_ids
 
     @classmethod
     def of(cls, sequence_id: int, request: GenerationRequest, limits: ModelLimits) -> Sequence:
         """Starts a sequence at its prompt."""
-        return cls(sequence_id, request, limits, list(request.prompt_token_ids))
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        return cls(sequence_id, request, limits, list(request.prompt_token_ids), matcher=matcher)
 
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def open_lease(self) -> KvLease:
+        """The lease of a running sequence."""
+        assert self.lease is not None
+        return self.lease
 
     @property
     def num_output_tokens(self) -> int:
@@ -64,42 +96,57 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def has_output(self) -> bool:
         return len(self.token_ids) > self.num_prompt_tokens
 
     @property
-    def max_output_tokens(self) -> int:
-        """The request's bound, clamped to the context."""
-        room = self.limits.max_sequence_tokens - self.num_prompt_tokens
-        return min(self.request.stop.max_output_tokens, room)
-
-    @property
     def num_remaining(self) -> int:
-        """Output tokens still allowed."""
-        return self.max_output_tokens - self.num_output_tokens
+        """Output tokens that may still be drawn."""
+        return self.max_output_tokens - self.num_output_tokens - self.num_pending
 
     @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Tokens that end this sequence."""
-        stop = self.request.stop
-        return (
-            stop.stop_token_ids
-            if stop.ignore_eos
-            else (stop.stop_token_ids | self.limits.eos_token_ids)
-        )
+    def is_scoring(self) -> bool:
+        """Whether prompt tokens are left that want a log probability."""
+        return self.next_scored < self.num_prompt_tokens
+
+    @property
+    def cacheable_token_ids(self) -> list[int]:
+        """The tokens whose KV may come from the prefix cache, and one more: those before the row
+        that scores the next prompt token must be there, that row must be computed."""
+        return self.token_ids[: self.next_scored] if self.is_scoring else self.token_ids
+
+    @property
+    def needs_host_before_next_step(self) -> bool:
+        """Whether the law of the next token depends on tokens in a way only the host computes.
+
+        Then the next step is launched when this one's tokens are read, not before.
+        """
+        return self.matcher is not None
+
+    @property
+    def failure(self) -> OutriderError | None:
+        """Why the sequence cannot go on."""
+        return None if self.matcher is None else self.matcher.failure
 
     def banned_token_ids(self, num_ahead: int) -> frozenset[int]:
-        """Tokens that may not be drawn `num_ahead` tokens after the committed ones.
+        """Tokens that may not be drawn `num_ahead` tokens after the committed and pending ones.
 
         Before the minimum length no stop token can be drawn; that holds at each depth of a tree
         on its own.
         """
-        if self.num_output_tokens + num_ahead >= self.request.stop.min_output_tokens:
+        if (
+            self.num_output_tokens + self.num_pending + num_ahead
+            >= self.request.stop.min_output_tokens
+        ):
             return frozenset()
         return self.stop_token_ids
+
+    def cancel(self) -> None:
+        """Ends the sequence; what is in flight for it will not be committed."""
+        self.finish_reason = FinishReason.CANCELLED
 
     def commit(self, drawn_token_ids: SequenceOf[int]) -> tuple[int, ...]:
         """Appends tokens up to and including the one that ends the sequence.
@@ -117,8 +164,18 @@ class Sequence:
             if token_id in stop_token_ids:
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token_id
                 break
-            if self.num_remaining == 0:
+            if self._ends_grammar(token_id):
+                self.finish_reason = FinishReason.STOP
+                break
+            if self.num_output_tokens == self.max_output_tokens:
                 self.finish_reason = FinishReason.LENGTH
                 break
         self.round += 1
         return tuple(committed)
+
+    def _ends_grammar(self, token_id: int) -> bool:
+        """Follows the grammar by one committed token; returns whether nothing can come after."""
+        if self.matcher is None:
+            return False
+        self.matcher.advance(token_id)
+        return self.matcher.has_ended

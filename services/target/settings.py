@@ -6,12 +6,22 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.target.fallback import Fallback
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
-from shared.model_options import Dtype, device_problems
-from shared.settings import ProcessSettings, setting
+from shared.model_options import Dtype, KvDtype, ModelOptions, Quantisation, device_problems
+from shared.service_settings import ServiceSettings, tls_problems
+from shared.settings import setting
 
 DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
+
+
+class DeviceRoundsChoice(enum.Enum):
+    """Whether rounds stay on the device where they can."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 class DraftPlacement(enum.Enum):
@@ -22,7 +32,7 @@ class DraftPlacement(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSettings(ProcessSettings):
+class TargetSettings(ServiceSettings):
     """What `outrider-target` can be told."""
 
     model_path: Path = setting(DEMO_MODEL, "Hugging Face folder of the target model")
@@ -31,6 +41,18 @@ class TargetSettings(ProcessSettings):
         None, "folder of the tokenizer, for its identity; the model's"
     )
     dtype: Dtype = setting(Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU")
+    quantization: Quantisation = setting(
+        Quantisation.UNQUANT, "8 bits a weight in the layers; not in embedding and lm_head"
+    )
+    enable_deterministic_inference: bool = setting(
+        False, "in half precision on a GPU: a row of a product has the same bits in any batch"
+    )
+    tp_size: int = setting(
+        1, "processes that hold the model together, one a GPU", minimum=1, maximum=64
+    )
+    kv_cache_dtype: KvDtype = setting(
+        KvDtype.AUTO, "element type of keys and values; auto: the model's"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     context_length: int | None = setting(
         None, "largest prompt plus output in tokens; the model's", minimum=2
@@ -59,11 +81,16 @@ class TargetSettings(ProcessSettings):
         64, "most sequences of a step that runs as a CUDA graph", minimum=1, maximum=256
     )
     disable_cuda_graph: bool = setting(False, "run no step as a CUDA graph")
+    disable_overlap_schedule: bool = setting(False, "read each step before the next is launched")
     disable_radix_cache: bool = setting(False, "share no prompt prefixes between requests")
 
     draft: DraftPlacement = setting(
         DraftPlacement.REMOTE,
         "remote: drafts dial in; embedded: this process hosts one, and takes its flags",
+    )
+    device_rounds: DeviceRoundsChoice = setting(
+        DeviceRoundsChoice.AUTO,
+        "run the rounds of an embedded EAGLE or EAGLE3 head on the device; auto: on a GPU",
     )
     verification_mode: VerificationMode = setting(
         VerificationMode.COUPLED,
@@ -79,10 +106,33 @@ class TargetSettings(ProcessSettings):
         256, "largest tree accepted from a draft, in nodes", minimum=1, maximum=256
     )
     max_draft_sequences: int = setting(256, "most sequences handed to one draft", minimum=1)
+    speculative_fallback: Fallback = setting(
+        Fallback.NONE, "ngram: repeat what followed before in rounds that no draft has a tree for"
+    )
+    speculative_adaptive: bool = setting(
+        False,
+        "choose trees, or none, by what was measured; else drafts choose their shapes",
+    )
+    speculative_adaptive_config: Path | None = setting(
+        None, "JSON file of candidate steps by batch size, as SGLang has it"
+    )
     candidate_wait_ms: float = setting(
         250.0, "longest wait for a draft's trees before a step goes without", minimum=0.0
     )
 
+    max_grammar_bytes: int = setting(
+        65_536, "largest JSON schema, regex or grammar of a request", minimum=1
+    )
+    grammar_timeout_s: float = setting(
+        10.0, "longest time to compile the grammar of a request", minimum=0.1
+    )
+
+    feature_ring_rows: int = setting(
+        4096,
+        "rows of memory through which a draft on this host reads features; 0 sends bytes",
+        minimum=0,
+        maximum=1_048_576,
+    )
     num_threads: int = setting(1, "CPU threads of one forward", minimum=1)
     drain_grace_s: float = setting(30.0, "time running requests get at SIGTERM", minimum=0.0)
     metrics_port: int | None = setting(
@@ -100,7 +150,12 @@ class TargetSettings(ProcessSettings):
                 "--speculative-accept-threshold-single and -acc need "
                 "--verification-mode point-mass; the coupled rule has no thresholds"
             )
+        if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
+            problems.append(
+                "--speculative-adaptive-config has no effect without --speculative-adaptive"
+            )
         problems += device_problems(self.device)
+        problems += tls_problems(self)
         if problems:
             raise SettingsError(tuple(problems))
 
@@ -110,6 +165,13 @@ class TargetSettings(ProcessSettings):
         if self.maintenance_port is not None:
             return self.maintenance_port
         return self.port + 1 if self.port else 0
+
+    @property
+    def model_options(self) -> ModelOptions:
+        return ModelOptions(
+            quantisation=self.quantization,
+            is_deterministic=self.enable_deterministic_inference,
+        )
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -7,16 +7,17 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 
+from services.target.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.attachment import Attachment, DraftIdentity
-from services.target.attachments import MAX_CONDITIONAL_CANDIDATES
-from services.target.draft_messages import draft_messages, feature_spec
+from services.target.attachment_terms import AttachmentTerms
+from services.target.draft_messages import draft_messages, feature_spec, ring_message
 from services.target.draft_stream import DraftStream
 from services.target.engine import Engine
+from services.target.feature_outlet import RingOutlet
 from services.target.generate_service import ServedModel
 from services.target.patience import Patience
 from services.target.verifier import VerificationMode
@@ -24,7 +25,10 @@ from shared.errors import FailedPrecondition, InvalidArgument, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle, State
-from shared.rpc.trees import candidate_from_message
+from shared.rpc.trees import candidate_from_message, report_from_message, shape_from_message
+from shared.runtime.feature_ring import FeatureRings, FeatureRingWriter
+from shared.runtime.ring_memory import RingUnavailable, host_id
+from shared.telemetry.wire_meter import StreamMeter, WireMeter
 from shared.tokens import Candidate
 
 logger = logging.getLogger(__name__)
@@ -35,36 +39,25 @@ _MODES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class AttachmentTerms:
-    """What every draft is told.
-
-    Attributes:
-        max_nodes: largest tree accepted, in nodes.
-        max_sequences: most sequences assigned to one draft.
-        longest_wait_s: upper bound of the wait for candidates.
-        max_queued_messages: a draft that lets more messages pile up is detached.
-    """
-
-    mode: VerificationMode
-    max_nodes: int
-    max_sequences: int
-    longest_wait_s: float
-    max_queued_messages: int = 256
-
-
 class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
     """Attaches drafts to one engine."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, terms: AttachmentTerms, lifecycle: Lifecycle
+        self,
+        engine: Engine,
+        model: ServedModel,
+        terms: AttachmentTerms,
+        lifecycle: Lifecycle,
+        wire: WireMeter | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
         self._terms = terms
         self._lifecycle = lifecycle
+        self._wire = wire or WireMeter()
         self._ids = itertools.count(1)
         self._drains: dict[str, asyncio.Queue[pb.SpeculateResponse]] = {}
+        self._rings = FeatureRings(engine.device)
 
     async def Speculate(
         self, request_iterator: AsyncIterator[pb.SpeculateRequest], context: Context
@@ -72,17 +65,22 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         attach = await self._read_attach(request_iterator)
         attachment, stream = self._attachment(attach)
         attachment_id = attachment.identity.attachment_id
-        yield pb.SpeculateResponse(attached=self._attached(attachment))
+        ring = self._open_ring(attach, attachment)
+        yield pb.SpeculateResponse(attached=self._attached(attachment, ring))
         self._engine.attach(attachment)
         logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
-        reader = asyncio.create_task(self._read(request_iterator, attachment_id))
+        meter = self._wire.stream(attachment_id)
+        reader = asyncio.create_task(self._read(request_iterator, attachment_id, ring, meter))
         try:
             async for response in self._responses(stream, reader, attachment_id):
+                meter.sent(response.ByteSize(), response.WhichOneof("message") or "")
                 yield response
         finally:
             reader.cancel()
             self._drains.pop(attachment_id, None)
             self._engine.detach(attachment_id)
+            if ring is not None:
+                self._rings.close(ring)
             logger.info("draft %s detached from %s", attach.worker_id, attachment_id)
 
     def drain(self, grace_s: float) -> None:
@@ -128,7 +126,13 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             return message.attach
         raise _attach_required("the first message must be `attach`")
 
-    async def _read(self, requests: AsyncIterator[pb.SpeculateRequest], attachment_id: str) -> None:
+    async def _read(
+        self,
+        requests: AsyncIterator[pb.SpeculateRequest],
+        attachment_id: str,
+        ring: FeatureRingWriter | None,
+        meter: StreamMeter,
+    ) -> None:
         """Takes messages until the draft half-closes.
 
         Raises:
@@ -137,10 +141,15 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         """
         async for message in requests:
             kind = message.WhichOneof("message")
+            meter.received(message.ByteSize(), kind or "")
             if kind == "candidates":
-                self._engine.offer(attachment_id, self._candidates(message.candidates))
+                batch = message.candidates
+                report = report_from_message(batch)
+                self._engine.offer(attachment_id, self._candidates(batch), report)
             elif kind == "release":
                 self._engine.release(attachment_id, tuple(message.release.sequence_ids))
+            elif kind == "feature_ring_taken":
+                _free(ring, message.feature_ring_taken.end)
             elif kind == "attach":
                 raise _attach_required("`attach` was sent twice")
             else:
@@ -175,6 +184,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             algorithm=attach.algorithm,
             max_sequences=min(attach.max_sequence_count, self._terms.max_sequences),
             attach_time_s=time.time(),
+            shape=shape_from_message(attach.shape) if attach.HasField("shape") else None,
         )
         spec = feature_spec(attach.feature_spec) if attach.HasField("feature_spec") else None
         patience = Patience(self._terms.longest_wait_s)
@@ -192,7 +202,24 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                     "ATTACH_OUT_OF_RANGE", name, f"{name} is {getattr(attach, name)}; at least 1"
                 )
 
-    def _attached(self, attachment: Attachment) -> pb.Attached:
+    def _open_ring(self, attach: pb.Attach, attachment: Attachment) -> FeatureRingWriter | None:
+        """Shares memory with a draft of this host that can read it; None leaves bytes."""
+        spec, offer = attachment.feature_spec, attach.feature_ring
+        is_readable = offer.host_id and offer.host_id == host_id()
+        if self._rings.is_on_cuda and not offer.reads_cuda:
+            is_readable = False
+        if spec is None or not is_readable or not self._terms.feature_ring_rows:
+            return None
+        width = self._engine.feature_width(spec)
+        try:
+            ring = self._rings.open(self._terms.feature_ring_rows, width, spec.dtype)
+        except RingUnavailable as error:
+            logger.warning("features go to %s as bytes: %s", attach.worker_id, error)
+            return None
+        attachment.outlet = RingOutlet(ring)
+        return ring
+
+    def _attached(self, attachment: Attachment, ring: FeatureRingWriter | None) -> pb.Attached:
         limits, spec = self._engine.limits, attachment.feature_spec
         width = 0 if spec is None else self._engine.feature_width(spec)
         attached = pb.Attached(
@@ -204,9 +231,19 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             vocab_size=limits.vocab_size,
             max_conditional_candidate_count=MAX_CONDITIONAL_CANDIDATES,
             feature_width=width,
+            feature_ring=None if ring is None else ring_message(ring),
         )
         attached.candidate_wait_duration.FromNanoseconds(round(self._terms.longest_wait_s * 1e9))
         return attached
+
+
+def _free(ring: FeatureRingWriter | None, end: int) -> None:
+    if ring is None:
+        raise InvalidArgument.of("RING_MALFORMED", "feature_ring_taken", "there is no ring")
+    try:
+        ring.free(end)
+    except ValueError as error:
+        raise InvalidArgument.of("RING_MALFORMED", "feature_ring_taken.end", str(error)) from error
 
 
 def _attach_required(message: str) -> InvalidArgument:

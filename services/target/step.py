@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from services.target.scheduler import ScheduledSequence
 from shared.kv.batch import SequenceRows
+from shared.kv.upload import Array
+
+UNREAD = 0
+"""Stands for a token that is filled in on the device."""
 
 
 def sequence_rows(entry: ScheduledSequence) -> SequenceRows:
-    """Returns the rows of one scheduled sequence: committed tokens, then tree nodes.
+    """Returns the rows of one scheduled sequence: its tokens, then tree nodes.
 
-    Logits are wanted of the last committed token and of every node, and only when the step
-    reaches the last committed token.
+    Logits are wanted of the rows that score prompt tokens, and, when the step reaches the last
+    token, of that and of every node. A pending token is `UNREAD`: the device has it.
     """
-    sequence, tree = entry.sequence, entry.tree
-    assert sequence.lease is not None
-    start = sequence.num_computed
+    sequence, tree, start = entry.sequence, entry.tree, entry.start
+    known = sequence.token_ids[start : start + entry.num_rows]
+    assert not (sequence.num_pending and len(tree)), "a tree cannot hang off an unread token"
     last_position = start + entry.num_rows - 1
     num_all = entry.num_rows + len(tree)
+    drawing = range(entry.num_rows - 1, num_all) if entry.is_complete else ()
     return SequenceRows(
-        token_ids=[*sequence.token_ids[start : start + entry.num_rows], *tree.token_ids],
+        token_ids=[*known, *[UNREAD] * (entry.num_rows - len(known)), *tree.token_ids],
         positions=[
             *range(start, start + entry.num_rows),
             *(last_position + depth for depth in tree.depths),
         ],
         kv_start=start,
-        pages=sequence.lease.pages,
+        pages=sequence.open_lease.pages,
         prefix_length=start,
         tail_mask=_tail_mask(entry) if len(tree) else None,
-        logit_rows=range(entry.num_rows - 1, num_all) if entry.is_complete else (),
+        logit_rows=[*entry.scored, *drawing],
     )
 
 
@@ -49,13 +56,13 @@ def kv_moves(
     ]
 
 
-def _tail_mask(entry: ScheduledSequence) -> list[list[bool]]:
+def _tail_mask(entry: ScheduledSequence) -> Array:
     """Committed rows are causal; a node sees every committed row, its ancestors and itself."""
     num_rows, tree = entry.num_rows, entry.tree
-    num_all = num_rows + len(tree)
-    mask = [[column <= row for column in range(num_all)] for row in range(num_rows)]
-    for node, parent in enumerate(tree.parent_indices):
-        seen = list(mask[num_rows - 1 if parent is None else num_rows + parent])
-        seen[num_rows + node] = True
-        mask.append(seen)
+    mask = np.tri(num_rows + len(tree), dtype=np.bool_)
+    mask[num_rows:, num_rows:] = False
+    for node, parent in enumerate(tree.parent_indices, num_rows):
+        if parent is not None:
+            mask[node] = mask[num_rows + parent]
+        mask[node, node] = True
     return mask

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from services.target.outcome_tally import OutcomeTally
+from services.target.speculation_counts import SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,27 +14,47 @@ class StepReport:
     """What one step did.
 
     Attributes:
-        duration_s: from plan to commit.
+        duration_s: from its plan, or from the commit of the step before if that was later, to its
+            commit.
+        host_gap_s: how long the device had nothing to do before it because of the host: from
+            reading the step before to launching this one; 0 when it was launched earlier.
         num_rows: rows of the forward.
+        num_prompt_rows: rows of sequences that had more than one token to compute.
         num_rounds: sequences that drew tokens.
         num_committed: tokens committed.
         num_drafted: draft nodes verified.
         num_accepted: draft nodes accepted.
         num_preempted: sequences that lost their pages.
+        outcomes: how drafts foresaw the verdicts of the step, and which of their trees came late
+            for the one before.
+        num_discarded: sequences that had ended when the step was read; their rows were for nothing.
+        speculation: what the controller did since the report before.
     """
 
     duration_s: float
+    host_gap_s: float
     num_rows: int
+    num_prompt_rows: int
     num_rounds: int
     num_committed: int
     num_drafted: int
     num_accepted: int
     num_preempted: int
+    outcomes: OutcomeTally
+    num_discarded: int
+    speculation: SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """Live figures; free + cached + held pages are all pages."""
+    """Live figures; free + cached + held pages are all pages.
+
+    Attributes:
+        num_drafted_for: running sequences for which trees are wanted.
+        num_paused: running sequences that have a draft, but go without trees.
+        probe_s: time that probes have cost.
+        step_s: usual time of a decode step, by its rows.
+    """
 
     num_waiting: int
     num_running: int
@@ -38,3 +62,7 @@ class EngineGauges:
     num_free_pages: int
     num_cached_pages: int
     num_held_pages: int
+    num_drafted_for: int
+    num_paused: int
+    probe_s: float
+    step_s: Mapping[int, float]

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shared.kernels.narrow_cache import CacheScales, load
 from shared.kernels.paged_rows import PagedRows
 from shared.kernels.split_plan import SplitPlan, plan_splits
 from shared.model_options import AttentionBackend
@@ -92,7 +93,13 @@ def plan_tiles(batch: PagedRows, *, sliding_window: int | None, num_query_groups
 
 
 def paged_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, *, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    cache_scales: CacheScales | None = None,
 ) -> Tensor:
     """Attends from every row to the keys its sequence may see.
 
@@ -101,6 +108,7 @@ def paged_attention(
         keys: `[num_slots, Hkv, D]`, one layer of the pool; Hkv divides Hq.
         values: like `keys`.
         scale: factor of the scores, usually `D ** -0.5`.
+        cache_scales: of an e4m3 cache; None of any other.
 
     Returns:
         `[T, Hq, D]` in the dtype of `queries`; scores are float32, and so are sums over keys on
@@ -110,19 +118,35 @@ def paged_attention(
         # Triton is not installed where there is no CUDA.
         from shared.kernels.attention_triton import split_attention
 
-        return split_attention(queries, keys, values, plan, scale=scale)
-    results = [_attend(queries, keys, values, tile, scale) for tile in plan.tiles]
+        return split_attention(queries, keys, values, plan, scale=scale, cache_scales=cache_scales)
+    cache = _Cache(keys, values, cache_scales)
+    results = [_attend(queries, cache, tile, scale) for tile in plan.tiles]
     flat = results[0] if len(results) == 1 else torch.cat(results)
     return flat.index_select(0, plan.result_rows).to(queries.dtype)
 
 
-def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, tile: AttentionTile, scale: float
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Keys and values of one layer, `[num_slots, Hkv, D]` each."""
+
+    keys: Tensor
+    values: Tensor
+    scales: CacheScales | None
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns those at `slots` `[N]` in float32, `[N, Hkv, D]` each."""
+        scales = self.scales
+        return (
+            load(self.keys, slots, None if scales is None else scales.keys),
+            load(self.values, slots, None if scales is None else scales.values),
+        )
+
+
+def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, scale: float) -> Tensor:
     """Returns `[B * R, Hq, D]` float32: query heads of one key head are rows of one product."""
     num_sequences, _, _, num_rows, num_keys = tile.bias.shape
     _, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = cache.keys.shape[1]
     num_groups = num_heads // num_kv_heads
     folded = (num_sequences * num_kv_heads, num_groups * num_rows, head_dim)
     tile_queries = (
@@ -132,8 +156,8 @@ def _attend(
         .permute(0, 2, 3, 1, 4)
         .reshape(folded)
     )
-    tile_keys = _gather(keys, tile.key_slots, num_sequences)
-    tile_values = _gather(values, tile.key_slots, num_sequences)
+    keys, values = cache.rows(tile.key_slots)
+    tile_keys, tile_values = _by_head(keys, num_sequences), _by_head(values, num_sequences)
     scores = torch.bmm(tile_queries, tile_keys.transpose(1, 2)).mul_(scale)
     scores.view(num_sequences, num_kv_heads, num_groups, num_rows, num_keys).add_(tile.bias)
     attended = _weighted_mean(scores, tile_values)
@@ -155,12 +179,11 @@ def _weighted_mean(scores: Tensor, values: Tensor) -> Tensor:
     return torch.bmm(weights, values.double()).float()
 
 
-def _gather(cache: Tensor, slots: Tensor, num_sequences: int) -> Tensor:
-    """Returns the cache rows at `slots` `[B * S]` as `[B * Hkv, S, D]` float32."""
-    _, num_kv_heads, head_dim = cache.shape
-    gathered = cache.index_select(0, slots).float()
+def _by_head(rows: Tensor, num_sequences: int) -> Tensor:
+    """Returns `[B * S, Hkv, D]` as `[B * Hkv, S, D]`."""
+    _, num_kv_heads, head_dim = rows.shape
     return (
-        gathered.view(num_sequences, -1, num_kv_heads, head_dim)
+        rows.view(num_sequences, -1, num_kv_heads, head_dim)
         .transpose(1, 2)
         .reshape(num_sequences * num_kv_heads, -1, head_dim)
     )

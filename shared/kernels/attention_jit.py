@@ -17,10 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
+from shared.kernels.widened_jit import widened
+
 
 @triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "num_shared", "window"])  # type: ignore[untyped-decorator]
 def attend_splits(  # type: ignore[no-untyped-def]
-    queries, keys, values, sums, maxima, masses,
+    queries, keys, values, key_scales, value_scales, sums, maxima, masses,
     block_sequences, block_first_rows, block_counts,
     row_lengths, shared_lengths, positions, page_table, tail_slots,
     query_stride, page_stride, tail_stride, max_splits, num_shared,
@@ -30,13 +33,15 @@ def attend_splits(  # type: ignore[no-untyped-def]
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks.
 
     The first `num_shared` programs along the last axis serve a block's shared splits; with trees,
     one more for each of its rows serves the splits where keys are the row's own.
     """
+    begin(IS_DEPENDENT)
     # Heads run side by side: their parts of a key lie side by side in memory.
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
@@ -84,6 +89,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
         + heads[:, None] * HEAD_DIM + dims[None, :],
         mask=is_lane[:, None] & is_dim[None, :], other=0.0,
     )  # fmt: skip
+    if IS_E4M3:
+        scale_log2 *= tl.load(key_scales + kv_head)
     pages = page_table + sequence * page_stride
     head_keys = keys + kv_head * HEAD_DIM + dims
     head_values = values + kv_head * HEAD_DIM + dims
@@ -107,10 +114,10 @@ def attend_splits(  # type: ignore[no-untyped-def]
                 NUM_KV_HEADS * HEAD_DIM
             )
             is_loaded = is_key[:, None] & is_dim[None, :]
-            tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0.0)
-            tile_values = tl.load(
-                head_values[None, :] + offsets[:, None], mask=is_loaded, other=0.0
-            )
+            tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
+            tile_values = tl.load(head_values[None, :] + offsets[:, None], mask=is_loaded, other=0)
+            tile_keys = matched(tile_keys, tile_queries, IS_E4M3)
+            tile_values = matched(tile_values, tile_queries, IS_E4M3)
             scores = tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
             is_seen = (indices[None, :] < lengths[:, None]) & (indices[None, :] >= lows[:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
@@ -125,12 +132,12 @@ def attend_splits(  # type: ignore[no-untyped-def]
                 slots += tl.where(is_prefix, page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE, 0)
                 offsets = slots * (NUM_KV_HEADS * HEAD_DIM)
                 is_loaded = (is_prefix | is_tail)[:, None] & is_dim[None, :]
-                tile_keys = tl.load(
-                    head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0.0
-                )
+                tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
                 tile_values = tl.load(
-                    head_values[None, :] + offsets[:, None], mask=is_loaded, other=0.0
+                    head_values[None, :] + offsets[:, None], mask=is_loaded, other=0
                 )
+                tile_keys = matched(tile_keys, tile_queries, IS_E4M3)
+                tile_values = matched(tile_values, tile_queries, IS_E4M3)
                 scores = (
                     tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
                 )
@@ -139,6 +146,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
                 )
                 scores = tl.where(is_seen & is_lane[:, None], scores, float("-inf"))
                 best, mass, total = absorb(scores, tile_values, best, mass, total)
+        if IS_E4M3:
+            total *= tl.load(value_scales + kv_head)
         slot = ((block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads).to(tl.int64)
         slot = slot * max_splits + split
         tl.store(maxima + slot, best, mask=is_lane)
@@ -180,13 +189,20 @@ def absorb(scores, values, best, mass, total):  # type: ignore[no-untyped-def]
     return new_best, mass, total
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def matched(raw, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns keys or values as loaded, e4m3 as int8, in the dtype of `like`."""
+    return widened(raw, like) if IS_E4M3 else raw.to(like.dtype)
+
+
 @triton.jit(do_not_specialize=["max_splits"])  # type: ignore[untyped-decorator]
 def combine(  # type: ignore[no-untyped-def]
     sums, maxima, masses, results, block_first_rows, block_counts, row_lengths, max_splits,
     ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial results of one row and head, one level of splits at a time."""
+    begin(IS_DEPENDENT)
     place = tl.program_id(0)
     head = tl.program_id(1)
     if place % ROWS >= tl.load(block_counts + place // ROWS):
@@ -230,14 +246,14 @@ def combine(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["page_stride", "window"])  # type: ignore[untyped-decorator]
 def attend_chunk(  # type: ignore[no-untyped-def]
-    queries, keys, values, results,
+    queries, keys, values, key_scales, value_scales, results,
     block_sequences, block_first_rows, block_counts,
     row_lengths, positions, page_table,
     query_stride, page_stride, scale_log2, window,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Attends from a block of causal rows of one sequence and one key head."""
     # The last blocks see most keys; starting with them evens out the end.
@@ -266,6 +282,8 @@ def attend_chunk(  # type: ignore[no-untyped-def]
         lows = tl.maximum(last - window + 1, 0)
     longest = tl.max(lengths, 0)
     lowest = tl.min(tl.where(is_lane, lows, longest), 0)
+    if IS_E4M3:
+        scale_log2 *= tl.load(key_scales + kv_head)
     pages = page_table + sequence * page_stride
     head_keys = keys + kv_head * HEAD_DIM + dims
     head_values = values + kv_head * HEAD_DIM + dims
@@ -278,12 +296,16 @@ def attend_chunk(  # type: ignore[no-untyped-def]
         page = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
         offsets = (page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
         is_loaded = is_key[:, None] & is_dim[None, :]
-        tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0.0)
-        tile_values = tl.load(head_values[None, :] + offsets[:, None], mask=is_loaded, other=0.0)
+        tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
+        tile_values = tl.load(head_values[None, :] + offsets[:, None], mask=is_loaded, other=0)
+        tile_keys = matched(tile_keys, tile_queries, IS_E4M3)
+        tile_values = matched(tile_values, tile_queries, IS_E4M3)
         scores = tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
         is_seen = (indices[None, :] < lengths[:, None]) & (indices[None, :] >= lows[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         best, mass, total = absorb(scores, tile_values, best, mass, total)
+    if IS_E4M3:
+        total *= tl.load(value_scales + kv_head)
     attended = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
     tl.store(
         results + rows[:, None].to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM)

@@ -10,6 +10,8 @@ import triton
 from torch import Tensor
 
 from shared.kernels.attention_jit import attend_chunk, attend_splits, combine
+from shared.kernels.dependent import dependent_launch
+from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.split_plan import (
     FIRST_SPLIT_KEYS,
     SPLITS_PER_LEVEL,
@@ -29,7 +31,13 @@ _WIDE_BYTES = 512
 
 
 def split_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, plan: SplitPlan, *, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: SplitPlan,
+    *,
+    scale: float,
+    cache_scales: CacheScales | None,
 ) -> Tensor:
     """Attends as `paged_attention` does; arguments and result are its own.
 
@@ -40,7 +48,10 @@ def split_attention(
     assert keys.is_contiguous()
     assert values.is_contiguous()
     results = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    call = _Call(queries, keys, values, results, plan, scale * math.log2(math.e))
+    if cache_scales is not None:
+        keys, values = keys.view(torch.int8), values.view(torch.int8)
+    scale_log2 = scale * math.log2(math.e)
+    call = _Call(queries, keys, values, results, plan, scale_log2, cache_scales)
     _launch_splits(call)
     if plan.chunk_blocks is not None:
         _launch_chunks(call, plan.chunk_blocks)
@@ -52,6 +63,7 @@ class _Call:
     """Arguments of one attention call.
 
     Attributes:
+        keys: of an e4m3 cache its bytes, and so are the values.
         scale_log2: brings scores to base 2, whose exponential the hardware has.
     """
 
@@ -61,6 +73,13 @@ class _Call:
     results: Tensor
     plan: SplitPlan
     scale_log2: float
+    cache_scales: CacheScales | None
+
+    @property
+    def scale_pointers(self) -> tuple[Tensor, Tensor]:
+        """Factors of keys and values; any tensor where no kernel reads them."""
+        scales = self.cache_scales
+        return (self.keys, self.values) if scales is None else (scales.keys, scales.values)
 
     @property
     def num_groups(self) -> int:
@@ -85,12 +104,13 @@ class _Call:
             "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
             "PAGE_SIZE": self.plan.page_size,
             "HAS_WINDOW": self.plan.sliding_window is not None,
+            "IS_E4M3": self.cache_scales is not None,
         }
 
 
 def _launch_splits(call: _Call) -> None:
     queries, plan, blocks = call.queries, call.plan, call.plan.plain_blocks
-    _, num_heads, head_dim = queries.shape
+    num_rows, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads = len(blocks.counts), call.keys.shape[1]
     rows_per_block = blocks.tile // call.num_groups
     shape = (num_blocks * rows_per_block, num_heads, plan.max_splits)
@@ -101,9 +121,9 @@ def _launch_splits(call: _Call) -> None:
     split_programs = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
     own_programs = 0 if plan.tail_slots is None else rows_per_block
     tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
-    options = call.shape_options()
+    options, launch = call.shape_options(), dependent_launch(queries.device, num_rows)
     attend_splits[(num_kv_heads, num_blocks, split_programs + own_programs)](
-        queries, call.keys, call.values, sums, maxima, masses,
+        queries, call.keys, call.values, *call.scale_pointers, sums, maxima, masses,
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
         queries.stride(0), plan.page_table.stride(0), tail.stride(0),
@@ -112,21 +132,21 @@ def _launch_splits(call: _Call) -> None:
         HAS_TAIL=plan.tail_slots is not None, ALL_SHARED=_ALL_SHARED,
         ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
-        **options, num_warps=4, num_stages=call.num_stages,
+        **options, **launch, num_warps=4, num_stages=call.num_stages,
     )  # fmt: skip
     combine[(shape[0], num_heads)](
         sums, maxima, masses, call.results,
         blocks.first_rows, blocks.counts, plan.row_lengths, plan.max_splits,
         ROWS=rows_per_block, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
         BLOCK_DIM=options["BLOCK_DIM"],
-        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=2,
+        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=1, **launch,
     )  # fmt: skip
 
 
 def _launch_chunks(call: _Call, blocks: RowBlocks) -> None:
     queries, plan = call.queries, call.plan
     attend_chunk[(len(blocks.counts), call.keys.shape[1])](
-        queries, call.keys, call.values, call.results,
+        queries, call.keys, call.values, *call.scale_pointers, call.results,
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.positions, plan.page_table,
         queries.stride(0), plan.page_table.stride(0),

@@ -8,20 +8,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_norm(  # type: ignore[no-untyped-def]
-    hidden, update, weight, sums, normed, num_columns, hidden_stride, eps,
-    HAS_UPDATE: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, update, weight, sums, normed, rows, num_columns, hidden_stride, eps,
+    HAS_UPDATE: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes `hidden + update` and its norm; one program a row."""
+    """Writes `hidden + update` and its norm; one program a row, which `rows` may name."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if HAS_ROWS:
+        source = tl.load(rows + row)
     columns = tl.arange(0, BLOCK)
     is_column = columns < num_columns
-    values = tl.load(hidden + row * hidden_stride + columns, mask=is_column, other=0.0)
+    values = tl.load(hidden + source * hidden_stride + columns, mask=is_column, other=0.0)
     if HAS_UPDATE:
         # Rounded as a sum in the tensors' own dtype is.
-        more = tl.load(update + row * num_columns + columns, mask=is_column, other=0.0)
+        more = tl.load(update + source * num_columns + columns, mask=is_column, other=0.0)
         values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
         tl.store(sums + row * num_columns + columns, values, mask=is_column)
     wide = values.to(tl.float32)
@@ -34,11 +41,13 @@ def add_norm(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def rotate_store(  # type: ignore[no-untyped-def]
     heads, norm_weight, cos, signed_sin, slots, queries, keys, values,
-    head_stride, eps,
+    key_scales, value_scales, head_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises and rotates some heads of one row; keys and values go to the row's slot."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_DIM)
@@ -69,15 +78,33 @@ def rotate_store(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + row)
     key_head = head - NUM_HEADS
     target = (slot * NUM_KV_HEADS + key_head[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(keys + target, rotated, mask=is_rotated & (key_head >= 0)[:, None])
+    is_key = is_rotated & (key_head >= 0)[:, None]
     value_head = key_head - NUM_KV_HEADS
+    is_value = is_element & (value_head >= 0)[:, None]
+    if HAS_SCALES:
+        is_head = (key_head >= 0) & (value_head < 0)
+        scale = tl.load(key_scales + key_head, mask=is_head, other=1.0)
+        rotated = narrowed(rotated.to(tl.float32) / scale[:, None], keys)
+        is_head = (value_head >= 0) & (value_head < NUM_KV_HEADS)
+        scale = tl.load(value_scales + value_head, mask=is_head, other=1.0)
+        plain = narrowed(plain.to(tl.float32) / scale[:, None], values)
+    tl.store(keys + target, rotated.to(keys.dtype.element_ty), mask=is_key)
     target = (slot * NUM_KV_HEADS + value_head[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(values + target, plain, mask=is_element & (value_head >= 0)[:, None])
+    tl.store(values + target, plain.to(values.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def narrowed(wide, cache):  # type: ignore[no-untyped-def]
+    """Returns float32 numbers as the nearest that an e4m3 cache holds."""
+    return tl.minimum(tl.maximum(wide, -448.0), 448.0).to(cache.dtype.element_ty)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def silu_product(gate_up, result, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu_product(  # type: ignore[no-untyped-def]
+    gate_up, result, num_columns, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
     """Writes `silu(gate) * up` of some columns of one row."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
@@ -89,3 +116,63 @@ def silu_product(gate_up, result, num_columns, BLOCK: tl.constexpr):  # type: ig
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     product = (activated * up.to(tl.float32)).to(gate.dtype)
     tl.store(result + row * num_columns + columns, product, mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join_inputs(  # type: ignore[no-untyped-def]
+    token_ids, embedding, hidden, rows, embedding_weight, hidden_weight, inputs, residual,
+    num_columns, embedding_eps, hidden_eps,
+    HAS_ROWS: tl.constexpr, HAS_NORMS: tl.constexpr, NORMED_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes one half of a head's input row: the token's embedding, or the hidden state."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    is_hidden = tl.program_id(1) == 1
+    if is_hidden:
+        source = row
+        if HAS_ROWS:
+            source = tl.load(rows + row)
+        values = tl.load(hidden + source * num_columns + columns, mask=is_column, other=0.0)
+    else:
+        token = tl.load(token_ids + row)
+        values = tl.load(embedding + token * num_columns + columns, mask=is_column, other=0.0)
+    result = values
+    if HAS_NORMS:
+        wide = values.to(tl.float32)
+        eps = tl.where(is_hidden, hidden_eps, embedding_eps)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / num_columns + eps)
+        if is_hidden:
+            weights = tl.load(hidden_weight + columns, mask=is_column, other=0.0)
+        else:
+            weights = tl.load(embedding_weight + columns, mask=is_column, other=0.0)
+        result = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
+        result = result.to(values.dtype)
+    half = tl.where(is_hidden, num_columns, 0)
+    tl.store(inputs + row * 2 * num_columns + half + columns, result, mask=is_column)
+    if is_hidden:
+        kept = values
+        if NORMED_RESIDUAL:
+            kept = result
+        tl.store(residual + row * num_columns + columns, kept, mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fill_tables(  # type: ignore[no-untyped-def]
+    positions, frequencies, cos, signed_sin, frequency_stride, factor,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the rotation tables of one position."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < HALF
+    frequency = tl.load(frequencies + row * frequency_stride + columns, mask=is_column, other=0.0)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    row_cos = tl.cos(angle) * factor
+    row_sin = tl.sin(angle) * factor
+    own = row * 2 * HALF + columns
+    tl.store(cos + own, row_cos, mask=is_column)
+    tl.store(cos + own + HALF, row_cos, mask=is_column)
+    tl.store(signed_sin + own, -row_sin, mask=is_column)
+    tl.store(signed_sin + own + HALF, row_sin, mask=is_column)

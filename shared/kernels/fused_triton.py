@@ -6,29 +6,84 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.fused_jit import add_norm, rotate_store, silu_product
+from shared.kernels.dependent import dependent_launch
+from shared.kernels.fused_jit import (
+    add_norm,
+    fill_tables,
+    join_inputs,
+    rotate_store,
+    silu_product,
+)
+from shared.kernels.narrow_cache import CacheScales
 
 _BLOCK_HEADS = 8
 _SILU_BLOCK = 1024
 
 
 def fused_add_norm(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns `hidden + update` and its norm; `weight` is `[D]`."""
+    """Returns `hidden + update` and its norm, of the rows that `rows` names; `weight` is `[D]`."""
     num_columns = hidden.shape[-1]
-    rows = hidden.reshape(-1, num_columns)
-    assert rows.stride(1) == 1
-    sums = rows if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    added = rows if update is None else update.reshape(rows.shape).contiguous()
-    if len(rows):
+    sources = hidden.reshape(-1, num_columns)
+    assert sources.stride(1) == 1
+    shape = hidden.shape if rows is None else (len(rows), num_columns)
+    has_update = update is not None
+    assert has_update or rows is None, "without an update the first result is hidden itself"
+    sums = torch.empty(shape, dtype=hidden.dtype, device=hidden.device) if has_update else hidden
+    normed = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+    added = sources if update is None else update.reshape(sources.shape).contiguous()
+    num_rows = normed.numel() // num_columns
+    if num_rows:
         block = triton.next_power_of_2(num_columns)
-        add_norm[(len(rows),)](
-            rows, added, weight, sums, normed, num_columns, rows.stride(0), eps,
-            HAS_UPDATE=update is not None, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+        add_norm[(num_rows,)](
+            sources, added, weight, sums, normed, sources if rows is None else rows,
+            num_columns, sources.stride(0), eps,
+            HAS_UPDATE=has_update, HAS_ROWS=rows is not None, BLOCK=block,
+            num_warps=8 if block >= 2048 else 4, **dependent_launch(hidden.device, num_rows),
         )  # fmt: skip
-    return sums.view(hidden.shape), normed
+    return sums, normed
+
+
+def fused_join_inputs(
+    token_ids: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    rows: Tensor | None,
+    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None,
+    *,
+    normed_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """Does what `join_inputs` of `shared.kernels.head_inputs` does, in one pass."""
+    num_rows, num_columns = len(token_ids), hidden.shape[1]
+    assert embedding.is_contiguous()
+    assert hidden.is_contiguous()
+    inputs = hidden.new_empty((num_rows, 2 * num_columns))
+    residual = hidden.new_empty((num_rows, num_columns))
+    first, second = norms or ((hidden, 0.0), (hidden, 0.0))
+    if num_rows:
+        block = triton.next_power_of_2(num_columns)
+        join_inputs[(num_rows, 2)](
+            token_ids, embedding, hidden, token_ids if rows is None else rows,
+            first[0], second[0], inputs, residual, num_columns, first[1], second[1],
+            HAS_ROWS=rows is not None, HAS_NORMS=norms is not None,
+            NORMED_RESIDUAL=normed_residual, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+        )  # fmt: skip
+    return inputs, residual
+
+
+def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Does what `position_tables` of `shared.kernels.rotary` does, in one pass."""
+    num_rows, half = len(positions), frequencies.shape[-1]
+    tables = torch.empty((2, num_rows, 1, 2 * half), device=positions.device)
+    cos, signed_sin = tables.unbind()
+    if num_rows:
+        stride = frequencies.stride(0) if frequencies.dim() == 2 else 0
+        fill_tables[(num_rows,)](
+            positions, frequencies, cos, signed_sin, stride, factor,
+            HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
+    return cos, signed_sin
 
 
 def fused_rotate_store(
@@ -38,6 +93,7 @@ def fused_rotate_store(
     tables: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """Does what `rotate_into_cache` does, in one pass."""
     num_rows, num_all, head_dim = heads.shape
@@ -52,10 +108,13 @@ def fused_rotate_store(
     if num_rows:
         rotate_store[(num_rows, triton.cdiv(num_all, _BLOCK_HEADS))](
             heads, slots if norm_weight is None else norm_weight, *tables, slots,
-            queries, keys, values, heads.stride(0), eps,
+            queries, keys, values,
+            slots if scales is None else scales.keys, slots if scales is None else scales.values,
+            heads.stride(0), eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             BLOCK_HEADS=_BLOCK_HEADS, BLOCK_DIM=triton.next_power_of_2(head_dim),
-            HAS_NORM=norm_weight is not None, num_warps=4,
+            HAS_NORM=norm_weight is not None, HAS_SCALES=scales is not None, num_warps=4,
+            **dependent_launch(heads.device, num_rows),
         )  # fmt: skip
     return queries
 
@@ -67,6 +126,7 @@ def fused_silu_mul(gate_up: Tensor) -> Tensor:
     result = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         silu_product[(num_rows, triton.cdiv(num_columns, _SILU_BLOCK))](
-            gate_up, result, num_columns, BLOCK=_SILU_BLOCK, num_warps=4
-        )
+            gate_up, result, num_columns, BLOCK=_SILU_BLOCK, num_warps=4,
+            **dependent_launch(gate_up.device, num_rows),
+        )  # fmt: skip
     return result

@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.steady import SteadyOperand, can_be_steady, steady_linear, tile_counters
+
 _PACKING_ROWS = 8
+# Measured for depths from 1,024 on: a single row takes a kernel of its own, with other bits.
+_FEWEST_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,37 +20,60 @@ class LinearWeight:
     """A weight `[N, K]`, packed into oneDNN's blocked layout where that pays.
 
     Measured for float32 on a CPU without matrix instructions: packed, five rows cost about what
-    one costs, and a row has the same bits for every row count and thread count. Unpacked BLAS
-    doubles its time from one row to two and changes bits below four rows, which would let
-    speculation change a token.
+    one costs, and a row has the same bits for every count of two rows and more and every thread
+    count. Unpacked BLAS doubles its time from one row to two and changes bits below four rows,
+    which would let speculation change a token.
 
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
+        counters: of a product on CUDA that keeps its rows' bits, see `steady`; else None.
     """
 
     values: Tensor
     is_packed: bool
+    counters: Tensor | None = None
 
     @classmethod
     def prepare(cls, weight: Tensor) -> LinearWeight:
         """Packs `weight` `[N, K]` if its device and dtype have a packed product."""
-        if not _can_pack(weight):
+        if not has_steady_product(weight.device, weight.dtype):
             return cls(weight, is_packed=False)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
 
+    def steadied(self) -> LinearWeight:
+        """Returns the same weight for products that keep their rows' bits, where there are any."""
+        if self.is_packed or not can_be_steady(self.values):
+            return self
+        return LinearWeight(self.values, False, tile_counters(len(self.values), self.values.device))
+
 
 def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`."""
-    if weight.is_packed and inputs.shape[0] > 0:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            inputs, weight.values, bias, "none", [], ""
-        )
-        return product
+    if weight.counters is not None:
+        return steady_linear(inputs, SteadyOperand(weight.values, None, weight.counters), bias)
     if weight.is_packed:
-        return inputs.new_zeros(0, weight.values.shape[0])
+        return steady_product(inputs, weight.values, bias)
     return F.linear(inputs, weight.values, bias)
 
 
-def _can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
+def has_steady_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `steady_product` takes such tensors."""
+    return device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
+
+
+def steady_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `inputs @ weight.T + bias`; a row's bits do not depend on the number of rows.
+
+    Args:
+        weight: `[N, K]`, plain or packed.
+    """
+    num_rows = inputs.shape[0]
+    if num_rows == 0:
+        return inputs.new_zeros(0, weight.shape[0])
+    if num_rows < _FEWEST_ROWS:
+        inputs = inputs.repeat(_FEWEST_ROWS, 1)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        inputs, weight, bias, "none", [], ""
+    )
+    return product[:num_rows]

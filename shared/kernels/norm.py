@@ -22,17 +22,22 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden + update` and its norm, both `[T, D]`; `weight` is `[D]`.
 
     Without an update the first result is `hidden` itself.
+
+    Args:
+        rows: `[T]` int64, the rows of both that are wanted; None takes all.
     """
     if hidden.is_cuda:
         from shared.kernels.fused_triton import fused_add_norm
 
-        return fused_add_norm(hidden, update, weight, eps)
+        return fused_add_norm(hidden, update, weight, eps, rows)
     total = hidden if update is None else hidden + update
+    if rows is not None:
+        total = total.index_select(0, rows)
     return total, plain_rms_norm(total, weight, eps)
 
 

@@ -6,6 +6,22 @@ import torch
 from torch import Tensor
 
 
+def position_tables(
+    positions: Tensor, frequencies: Tensor, attention_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the rotation tables of positions: one pass on CUDA, plain torch elsewhere.
+
+    Args:
+        positions: `[T]` int64.
+        frequencies: `[D/2]` float32 radians a position, or `[T, D/2]`.
+    """
+    if positions.is_cuda:
+        from shared.kernels.fused_triton import fused_tables
+
+        return fused_tables(positions, frequencies, attention_factor)
+    return rotation_tables(positions.unsqueeze(1) * frequencies, attention_factor)
+
+
 def rotation_tables(angles: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
     """Returns the cosine and signed sine tables `[T, 1, D]` for `angles` `[T, D/2]` float32.
 

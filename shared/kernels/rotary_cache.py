@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shared.kernels.narrow_cache import CacheScales, store
 from shared.kernels.norm import plain_rms_norm
 from shared.kernels.rotary import rotate
 
@@ -15,6 +16,7 @@ def rotate_into_cache(
     tables: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """Normalises and rotates queries and keys, and stores keys and values: one pass on CUDA.
 
@@ -25,6 +27,7 @@ def rotate_into_cache(
         tables: cosine and signed sine, `[T, 1, D]` float32.
         cache: keys and values of one layer, `[num_slots, Hkv, D]`; written in place.
         slots: `[T]` int64, where each row goes; only padding rows may share one.
+        scales: of an e4m3 cache; None of any other.
 
     Returns:
         The rotated queries `[T, Hq, D]`.
@@ -32,8 +35,8 @@ def rotate_into_cache(
     if heads.is_cuda:
         from shared.kernels.fused_triton import fused_rotate_store
 
-        return fused_rotate_store(heads, norm_weight, eps, tables, cache, slots)
-    return plain_rotate_into_cache(heads, norm_weight, eps, tables, cache, slots)
+        return fused_rotate_store(heads, norm_weight, eps, tables, cache, slots, scales)
+    return plain_rotate_into_cache(heads, norm_weight, eps, tables, cache, slots, scales)
 
 
 def plain_rotate_into_cache(
@@ -43,6 +46,7 @@ def plain_rotate_into_cache(
     tables: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """`rotate_into_cache` in plain torch, on any device: the kernel's oracle."""
     keys, values = cache
@@ -52,6 +56,6 @@ def plain_rotate_into_cache(
     if norm_weight is not None:
         rotated = plain_rms_norm(rotated, norm_weight, eps)
     rotated = rotate(rotated, *tables)
-    keys.index_copy_(0, slots, rotated[:, num_heads:])
-    values.index_copy_(0, slots, heads[:, num_rotated:])
+    store(keys, slots, rotated[:, num_heads:], None if scales is None else scales.keys)
+    store(values, slots, heads[:, num_rotated:], None if scales is None else scales.values)
     return rotated[:, :num_heads]

@@ -14,13 +14,15 @@ chunks, plain decode) or what `tail_mask` says (trees: a row sees its ancestors 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_VECTOR_BYTES = 16
+from shared.kv.upload import Array, uploaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class SequenceRows:
         kv_start: logical KV index of the first row; the rows take R consecutive indices.
         pages: physical pages of the sequence, in logical order, covering `kv_start + R` tokens.
         prefix_length: logical indices below it are visible to every row.
-        tail_mask: None for causal rows; else R tuples of booleans, one for each logical index in
+        tail_mask: None for causal rows; else R rows of booleans, one for each logical index in
             `[prefix_length, kv_start + R)`.
         logit_rows: the rows (0 … R-1) whose logits are wanted, in this order.
     """
@@ -43,7 +45,7 @@ class SequenceRows:
     kv_start: int
     pages: Sequence[int]
     prefix_length: int
-    tail_mask: Sequence[Sequence[bool]] | None
+    tail_mask: Sequence[Sequence[bool]] | Array | None
     logit_rows: Sequence[int]
 
 
@@ -87,101 +89,88 @@ class ForwardBatch:
 def build_batch(
     sequences: Sequence[SequenceRows], *, page_size: int, device: torch.device
 ) -> ForwardBatch:
-    """Packs the rows of several sequences, in order, into the tensors of one forward."""
+    """Packs the rows of several sequences, in order, into the tensors of one forward.
+
+    Does not wait for the device.
+    """
     assert sequences, "a forward needs at least one sequence"
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    query_starts = [0]
-    logit_rows: list[int] = []
-    for rows in sequences:
-        first_row = query_starts[-1]
-        token_ids.extend(rows.token_ids)
-        positions.extend(rows.positions)
-        slots.extend(_slots(rows, page_size))
-        logit_rows.extend(first_row + row for row in rows.logit_rows)
-        query_starts.append(first_row + len(rows.token_ids))
-    kv_lengths = [rows.kv_start + len(rows.token_ids) for rows in sequences]
-    max_pages = max(len(rows.pages) for rows in sequences)
-    page_table = [[*rows.pages, *[0] * (max_pages - len(rows.pages))] for rows in sequences]
-    wide = (token_ids, positions, slots, logit_rows)
-    narrow = (
-        query_starts,
-        kv_lengths,
-        [rows.prefix_length for rows in sequences],
-        [page for row in page_table for page in row],
-    )
-    (token_rows, position_rows, slot_rows, logits), (starts, lengths, prefixes, pages) = _on_device(
-        wide, narrow, device
+    counts = np.array([len(rows.token_ids) for rows in sequences], np.int64)
+    kv_starts = np.array([rows.kv_start for rows in sequences], np.int64)
+    query_starts = np.zeros(len(sequences) + 1, np.int64)
+    np.cumsum(counts, out=query_starts[1:])
+    kv_lengths = kv_starts + counts
+    page_table = _page_table(sequences)
+    mask = _tail_mask(sequences, query_starts)
+    token_ids, positions, slots, logit_rows, starts, lengths, prefixes, pages, causal, *tail = (
+        uploaded(
+            [
+                _joined([rows.token_ids for rows in sequences]),
+                _joined([rows.positions for rows in sequences]),
+                _slots(query_starts, kv_starts, page_table, page_size),
+                _joined(
+                    [
+                        [start + row for row in rows.logit_rows]
+                        for start, rows in zip(query_starts.tolist(), sequences, strict=False)
+                    ]
+                ),
+                query_starts.astype(np.int32),
+                kv_lengths.astype(np.int32),
+                np.array([rows.prefix_length for rows in sequences], np.int32),
+                page_table,
+                np.array([rows.tail_mask is None for rows in sequences], np.bool_),
+                *([] if mask is None else [mask]),
+            ],
+            device,
+        )
     )
     return ForwardBatch(
-        token_ids=token_rows,
-        positions=position_rows,
-        slots=slot_rows,
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
         query_starts=starts,
         kv_lengths=lengths,
         prefix_lengths=prefixes,
-        page_table=pages.view(len(sequences), max_pages),
-        tail_mask=_tail_mask(sequences, query_starts, device),
-        is_causal=torch.tensor(
-            [rows.tail_mask is None for rows in sequences], dtype=torch.bool, device=device
-        ),
-        logit_rows=logits,
-        max_query_length=max(len(rows.token_ids) for rows in sequences),
-        max_kv_length=max(kv_lengths),
+        page_table=pages,
+        tail_mask=tail[0] if tail else None,
+        is_causal=causal,
+        logit_rows=logit_rows,
+        max_query_length=int(counts.max()),
+        max_kv_length=int(kv_lengths.max()),
         page_size=page_size,
     )
 
 
-def _on_device(
-    wide: Sequence[Sequence[int]], narrow: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns int64 tensors of `wide` and int32 tensors of `narrow`, which share one upload.
-
-    A copy to a GPU costs the host about ten microseconds whatever its size.
-    """
-    wide_host, narrow_host = _aligned(wide, torch.int64), _aligned(narrow, torch.int32)
-    packed = torch.cat((wide_host.view(torch.uint8), narrow_host.view(torch.uint8))).to(device)
-    wide_size = wide_host.nbytes
-    return (
-        _cut(packed[:wide_size].view(torch.int64), wide),
-        _cut(packed[wide_size:].view(torch.int32), narrow),
-    )
+def _joined(parts: Sequence[Sequence[int]]) -> Array:
+    return np.fromiter(itertools.chain.from_iterable(parts), np.int64)
 
 
-def _aligned(parts: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
-    """Returns the parts end to end, each padded to whole vector loads, which kernels count on."""
-    multiple = _VECTOR_BYTES // dtype.itemsize
-    values: list[int] = []
-    for part in parts:
-        values.extend(part)
-        values.extend([0] * (-len(part) % multiple))
-    return torch.tensor(values, dtype=dtype)
+def _page_table(sequences: Sequence[SequenceRows]) -> Array:
+    """Returns `[B, P]` int32, padded with page 0."""
+    table = np.zeros((len(sequences), max(len(rows.pages) for rows in sequences)), np.int32)
+    for row, rows in zip(table, sequences, strict=True):
+        row[: len(rows.pages)] = rows.pages
+    return table
 
 
-def _cut(packed: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
-    multiple = _VECTOR_BYTES // packed.dtype.itemsize
-    sizes = [len(part) + -len(part) % multiple for part in parts]
-    return [
-        piece[: len(part)] for piece, part in zip(torch.split(packed, sizes), parts, strict=True)
-    ]
+def _slots(query_starts: Array, kv_starts: Array, page_table: Array, page_size: int) -> Array:
+    """Returns `[T]` int64, the slot of each row: rows of a sequence take consecutive indices."""
+    counts = np.diff(query_starts)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    indices = np.arange(query_starts[-1]) + (kv_starts - query_starts[:-1])[owners]
+    pages = page_table[owners, indices // page_size].astype(np.int64)
+    slots: Array = pages * page_size + indices % page_size
+    return slots
 
 
-def _slots(rows: SequenceRows, page_size: int) -> list[int]:
-    indices = range(rows.kv_start, rows.kv_start + len(rows.token_ids))
-    return [rows.pages[index // page_size] * page_size + index % page_size for index in indices]
-
-
-def _tail_mask(
-    sequences: Sequence[SequenceRows], query_starts: Sequence[int], device: torch.device
-) -> Tensor | None:
-    width = max((len(rows.tail_mask[0]) for rows in sequences if rows.tail_mask), default=0)
+def _tail_mask(sequences: Sequence[SequenceRows], query_starts: Array) -> Array | None:
+    masks = (rows.tail_mask for rows in sequences)
+    width = max((len(mask[0]) for mask in masks if mask is not None), default=0)
     if width == 0:
         return None
-    mask = torch.zeros((query_starts[-1], width), dtype=torch.bool)
+    mask = np.zeros((query_starts[-1], width), np.bool_)
     for start, rows in zip(query_starts, sequences, strict=False):
         if rows.tail_mask is None:
             continue
-        tail = torch.tensor(rows.tail_mask, dtype=torch.bool)
+        tail = np.asarray(rows.tail_mask, np.bool_)
         mask[start : start + tail.shape[0], : tail.shape[1]] = tail
-    return mask.to(device)
+    return mask

@@ -23,6 +23,11 @@ class KvLayout:
     dtype: torch.dtype
 
     @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values take 8 bits, with factors; see `CacheScales`."""
+        return self.dtype is torch.float8_e4m3fn
+
+    @property
     def token_size_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim

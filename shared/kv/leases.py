@@ -21,12 +21,14 @@ class KvLease:
         pages: `[0, num_shared_pages)` belong to the prefix cache and are read only;
             `[num_shared_pages, …)` are this lease's own.
         num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
+        version: grows with every change of `pages`.
     """
 
     pages: list[int]
     num_cached_tokens: int
     num_shared_pages: int
     prefix: PrefixNode = field(repr=False)
+    version: int = 0
 
     def slots(self, start: int, end: int, page_size: int) -> list[int]:
         """Returns the KV slots of the logical indices `[start, end)`."""
@@ -86,12 +88,14 @@ class KvLeases:
         if num_missing > self._pool.num_free:
             self._pool.release(self._cache.evict(num_missing - self._pool.num_free))
         lease.pages.extend(self._pool.allocate(num_missing))
+        lease.version += 1
 
     def shrink(self, lease: KvLease, num_tokens: int) -> None:
         """Frees own pages beyond `num_tokens`."""
         num_kept = max(-(-num_tokens // self.page_size), lease.num_shared_pages)
         self._pool.release(lease.pages[num_kept:])
         del lease.pages[num_kept:]
+        lease.version += 1
 
     def close(self, lease: KvLease, token_ids: Sequence[int]) -> None:
         """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
@@ -105,6 +109,7 @@ class KvLeases:
             self._pool.release(self._cache.insert(tokens, lease.pages[:num_kept]))
         self._cache.unlock(lease.prefix)
         lease.pages = []
+        lease.version += 1
 
     def publish(self, lease: KvLease, token_ids: Sequence[int]) -> None:
         """Shares the whole pages of computed `token_ids` while the lease goes on, so that other
@@ -118,6 +123,7 @@ class KvLeases:
         self._cache.lock(node)
         self._cache.unlock(lease.prefix)
         lease.pages[:num_pages] = pages
+        lease.version += 1
         lease.prefix, lease.num_shared_pages = node, num_pages
 
     def flush(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shared.kernels.narrow_cache import CacheScales, store
 from shared.kv.layout import KvLayout
 
 
@@ -15,12 +16,24 @@ class KvPool:
     batches. Memory starts as zeros because masked slots are multiplied by zero, not skipped, and
     zero times an uninitialised NaN is NaN.
 
+    Args:
+        scales: `[2, num_layers, num_kv_heads]` float32 of an e4m3 cache, keys first; see
+            `CacheScales`. Of any other cache None.
+
     Attributes:
+        storage: `[2, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys first.
         keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor a layer.
         values: likewise.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_pages: int,
+        device: torch.device,
+        scales: Tensor | None = None,
+    ) -> None:
+        assert (scales is not None) == layout.is_e4m3, "an e4m3 cache, and no other, has factors"
         assert num_pages >= 2, f"{num_pages} pages: page 0 is padding, so at least 2 are needed"
         shape = (
             2,
@@ -32,18 +45,28 @@ class KvPool:
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
-        self._storage = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.keys: tuple[Tensor, ...] = self._storage[0].unbind()
-        self.values: tuple[Tensor, ...] = self._storage[1].unbind()
+        self.storage = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.keys: tuple[Tensor, ...] = self.storage[0].unbind()
+        self.values: tuple[Tensor, ...] = self.storage[1].unbind()
+        self._scales = (
+            None
+            if scales is None
+            else tuple(map(CacheScales, scales[0].unbind(), scales[1].unbind()))
+        )
 
     @property
     def page_size(self) -> int:
         return self.layout.page_size
 
+    def scales(self, layer: int) -> CacheScales | None:
+        """Returns the factors of one layer; None unless the cache is e4m3."""
+        return None if self._scales is None else self._scales[layer]
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores `keys` and `values` `[T, num_kv_heads, head_dim]` at `slots` `[T]` int64."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        scales = self.scales(layer)
+        store(self.keys[layer], slots, keys, None if scales is None else scales.keys)
+        store(self.values[layer], slots, values, None if scales is None else scales.values)
 
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens between slots in every layer, as if all were read before any is written.
@@ -51,5 +74,6 @@ class KvPool:
         Both are `[N]` int64 and may overlap; targets are distinct. Compacts the accepted path of
         a tree to the front of its tail. Costs a copy of the N tokens.
         """
-        moved = self._storage.index_select(2, source_slots)
-        self._storage.index_copy_(2, target_slots, moved)
+        # torch copies no e4m3 by index.
+        storage = self.storage.view(torch.uint8) if self.layout.is_e4m3 else self.storage
+        storage.index_copy_(2, target_slots, storage.index_select(2, source_slots))

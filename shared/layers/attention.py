@@ -79,6 +79,7 @@ class Attention:
             (context.cos, context.signed_sin),
             (pool.keys[self.layer], pool.values[self.layer]),
             context.batch.slots,
+            pool.scales(self.layer),
         )
         attended = paged_attention(
             queries,
@@ -86,6 +87,7 @@ class Attention:
             pool.values[self.layer],
             context.plans[shape.sliding_window],
             scale=shape.head_dim**-0.5,
+            cache_scales=pool.scales(self.layer),
         )
         return self.output(attended.view(len(hidden), -1))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,6 +19,16 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: RmsNorm
     mlp: Mlp
+
+    def steadied(self) -> DecoderLayer:
+        """Returns the same layer with products that keep a row's bits; see `Linear.steadied`."""
+        attention = replace(
+            self.attention,
+            qkv=self.attention.qkv.steadied(),
+            output=self.attention.output.steadied(),
+        )
+        mlp = replace(self.mlp, gate_up=self.mlp.gate_up.steadied(), down=self.mlp.down.steadied())
+        return replace(self, attention=attention, mlp=mlp)
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shared.kernels.linear import LinearWeight, linear
-from shared.kernels.quantised import QuantisedWeight, quantised_linear
+from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import Quantisation
 
 _STORED = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
@@ -16,10 +17,16 @@ _STORED = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`inputs @ weight.T + bias`; build it with `of`, which prepares the weight."""
+    """`inputs @ weight.T + bias`; build it with `of`, which prepares the weight.
+
+    Attributes:
+        group: processes that each hold some columns of the weight and of the inputs; the products
+            are added over them. None where the columns are all here.
+    """
 
     weight: LinearWeight | QuantisedWeight
     bias: Tensor | None
+    group: TensorGroup | None = None
 
     @classmethod
     def of(
@@ -27,14 +34,38 @@ class Linear:
         weight: Tensor,
         bias: Tensor | None = None,
         quantisation: Quantisation = Quantisation.UNQUANT,
+        group: TensorGroup | None = None,
     ) -> Linear:
         """Prepares `weight` `[N, K]` for its device; it may be copied, so drop your reference."""
         if quantisation is Quantisation.UNQUANT:
-            return cls(LinearWeight.prepare(weight), bias)
-        return cls(QuantisedWeight.of(weight, _STORED[quantisation]), bias)
+            return cls(LinearWeight.prepare(weight), bias, group)
+        # The factor of a channel is that of the whole matrix, wherever its columns are.
+        largest = None if group is None else group.maximum(largest_elements(weight))
+        return cls(QuantisedWeight.of(weight, _STORED[quantisation], largest), bias, group)
+
+    def steadied(self) -> Linear:
+        """Returns the same layer, whose rows keep their bits for every number of rows.
+
+        8-bit weights do anyway; where there is no such product the layer stays as it is.
+        """
+        if isinstance(self.weight, QuantisedWeight):
+            return self
+        return replace(self, weight=self.weight.steadied())
+
+    def dense(self) -> Tensor:
+        """Returns the weight as it multiplies, `[N, K]`; a copy where it is packed."""
+        if isinstance(self.weight, QuantisedWeight):
+            return self.weight.dequantised(self.weight.dtype)
+        return self.weight.values.to_dense() if self.weight.is_packed else self.weight.values
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """`[T, K]` to `[T, N]`."""
+        if self.group is None:
+            return self._product(inputs, self.bias)
+        total = self.group.sum(self._product(inputs, None))
+        return total if self.bias is None else total + self.bias
+
+    def _product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.weight, QuantisedWeight):
-            return quantised_linear(inputs, self.weight, self.bias)
-        return linear(inputs, self.weight, self.bias)
+            return quantised_linear(inputs, self.weight, bias)
+        return linear(inputs, self.weight, bias)

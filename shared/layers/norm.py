@@ -19,6 +19,12 @@ class RmsNorm:
     def __call__(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)
 
-    def add(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns `hidden + update` and its norm, `[T, D]` each; no update leaves `hidden`."""
-        return add_rms_norm(hidden, update, self.weight, self.eps)
+    def add(
+        self, hidden: Tensor, update: Tensor | None, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `hidden + update` and its norm, `[T, D]` each; no update leaves `hidden`.
+
+        Args:
+            rows: `[T]` int64, the rows that are wanted; None takes all.
+        """
+        return add_rms_norm(hidden, update, self.weight, self.eps, rows)

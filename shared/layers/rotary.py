@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.rotary import rotation_tables
+from shared.kernels.rotary import position_tables
 
 
 class RopeScaling(enum.Enum):
@@ -72,11 +72,10 @@ class Rotary:
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosine and signed sine `[T, 1, head_dim]` float32 for `positions` `[T]`."""
-        column = positions.unsqueeze(1)
         frequencies = self._frequencies
         if self._config.scaling is RopeScaling.DYNAMIC:
-            frequencies = self._dynamic_frequencies(column)
-        return rotation_tables(column * frequencies, self._config.attention_factor)
+            frequencies = self._dynamic_frequencies(positions.unsqueeze(1))
+        return position_tables(positions, frequencies, self._config.attention_factor)
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
         """Returns `[T, head_dim / 2]`, those of a sequence that ends at each position.

@@ -25,6 +25,23 @@ _FILES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a tensor: `[start, start + length)` along `dim`."""
+
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return (*[slice(None)] * self.dim, slice(self.start, self.start + self.length))
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that is left of `whole`."""
+        return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
+
+
 class WeightFile(Protocol):
     """One open weight file."""
 
@@ -32,7 +49,7 @@ class WeightFile(Protocol):
 
     def shape(self, key: str) -> tuple[int, ...]: ...
 
-    def read(self, key: str) -> Tensor: ...
+    def read(self, key: str, cut: Cut | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +111,12 @@ class _SafetensorsFile:
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(key).get_shape())
 
-    def read(self, key: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(key)
+    def read(self, key: str, cut: Cut | None = None) -> Tensor:
+        tensor: Tensor
+        if cut is None:
+            tensor = self._file.get_tensor(key)
+        else:
+            tensor = self._file.get_slice(key)[cut.slices]
         return tensor
 
 
@@ -117,5 +138,6 @@ class _PickledFile:
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._tensors[key].shape)
 
-    def read(self, key: str) -> Tensor:
-        return self._tensors[key].to(self._device)
+    def read(self, key: str, cut: Cut | None = None) -> Tensor:
+        tensor = self._tensors[key]
+        return (tensor if cut is None else tensor[cut.slices]).to(self._device)

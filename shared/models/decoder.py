@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
+from shared.models.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Decoder:
         embedding: `[V, H]`; draft heads without one of their own read it too.
         lm_head: `H` to `V`.
         attention_backend: what computes attention.
+        group: processes that share the model; V is then this one's part of the vocabulary.
     """
 
     config: ModelConfig
@@ -50,6 +53,7 @@ class Decoder:
     lm_head: Linear
     rotary: Rotary
     attention_backend: AttentionBackend = AttentionBackend.AUTO
+    group: TensorGroup | None = None
 
     @property
     def device(self) -> torch.device:
@@ -64,10 +68,18 @@ class Decoder:
         config = self.config
         return KvLayout(
             num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=self.layers[0].attention.shape.num_kv_heads,
             head_dim=config.head_dim,
             page_size=page_size,
             dtype=dtype or self.dtype,
+        )
+
+    def steadied(self) -> Decoder:
+        """Returns the same decoder with products that keep a row's bits; see `Linear.steadied`."""
+        return replace(
+            self,
+            layers=tuple(layer.steadied() for layer in self.layers),
+            lm_head=self.lm_head.steadied(),
         )
 
     def forward(
@@ -81,7 +93,7 @@ class Decoder:
         """
         context = self._context(batch, pool)
         captured: dict[int, Tensor] = {}
-        hidden, update = F.embedding(batch.token_ids, self.embedding), None
+        hidden, update = self._embedded(batch.token_ids), None
         for index, layer in enumerate(self.layers):
             if index in capture_layers:
                 captured[index] = hidden if update is None else hidden + update
@@ -91,8 +103,18 @@ class Decoder:
         return DecoderOutput(normed, features)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 for `hidden_rows` `[L, H]` after the final norm."""
-        return self.lm_head(hidden_rows).float()
+        """Returns `[L, V]` float32 over all tokens for `hidden_rows` `[L, H]` of the last norm."""
+        logits = self.lm_head(hidden_rows)
+        return (logits if self.group is None else self.group.joined(logits)).float()
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""
+        if self.group is None:
+            return F.embedding(token_ids, self.embedding)
+        own_ids = token_ids - self.group.rank * len(self.embedding)
+        is_own = (own_ids >= 0) & (own_ids < len(self.embedding))
+        rows = F.embedding(own_ids.masked_fill(~is_own, 0), self.embedding)
+        return self.group.sum(rows.masked_fill(~is_own.unsqueeze(1), 0.0))
 
     def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)
@@ -103,11 +125,11 @@ class Decoder:
         return ForwardContext(batch, pool, cos, signed_sin, plans)
 
 
-def attention_shape(config: ModelConfig, layer: int) -> AttentionShape:
-    """Returns the heads and window of one layer."""
+def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:
+    """Returns the heads and window of one layer, as far as the shard holds them."""
     return AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=shard.num_heads(config),
+        num_kv_heads=shard.num_kv_heads(config),
         head_dim=config.head_dim,
         sliding_window=config.sliding_windows[layer],
     )

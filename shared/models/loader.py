@@ -13,12 +13,14 @@ from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
 from shared.models.decoder_weights import IGNORED_SUFFIXES, LM_HEAD_KEY, decoder_parts
 from shared.models.mtp_keys import find_mtp_layers
+from shared.models.shard import WHOLE, Shard
 from shared.models.weights import read_weights
 
 
@@ -29,12 +31,14 @@ def load_decoder(
     device: torch.device,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
     show_progress: bool = False,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """Reads config and weights, cast to `dtype`, straight to `device`.
 
     Args:
         options: quantisation is that of the layers. Embedding and lm_head stay as they are: one
             is only looked up in, the other may be the same tensor, and it ranks the tokens.
+        group: processes that share the model; each reads its part, see `Shard`.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or of another architecture; the
@@ -45,7 +49,7 @@ def load_decoder(
     tied_copy = (LM_HEAD_KEY,) if config.tie_word_embeddings else ()
     tensors = read_weights(
         checkpoint,
-        decoder_parts(config),
+        decoder_parts(config, shard_of(group)),
         # Next-token layers are a drafter's.
         ignored_prefixes=(*find_mtp_layers(checkpoint.files).prefixes, *tied_copy),
         ignored_suffixes=IGNORED_SUFFIXES,
@@ -53,11 +57,20 @@ def load_decoder(
         device=device,
         show_progress=show_progress,
     )
-    return build_decoder(config, tensors, device, options)
+    return build_decoder(config, tensors, device, options, group)
+
+
+def shard_of(group: TensorGroup | None) -> Shard:
+    """Returns what this process of the group holds."""
+    return WHOLE if group is None else Shard(group.rank, group.size)
 
 
 def build_decoder(
-    config: ModelConfig, tensors: dict[str, Tensor], device: torch.device, options: ModelOptions
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+    options: ModelOptions,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """Returns the decoder of `tensors`, which are named by `decoder_parts`.
 
@@ -66,7 +79,14 @@ def build_decoder(
     embedding = tensors.pop("embedding")
     head = embedding if config.tie_word_embeddings else tensors.pop("lm_head")
     layers = tuple(
-        build_layer(config, tensors, attention_shape(config, layer), layer, options.quantisation)
+        build_layer(
+            config,
+            tensors,
+            attention_shape(config, layer, shard_of(group)),
+            layer,
+            options.quantisation,
+            group,
+        )
         for layer in range(config.num_layers)
     )
     decoder = Decoder(
@@ -77,9 +97,10 @@ def build_decoder(
         lm_head=Linear.of(head),
         rotary=Rotary(config.rope, config.head_dim, device),
         attention_backend=options.attention_backend,
+        group=group,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
-    return decoder
+    return decoder.steadied() if options.is_deterministic else decoder
 
 
 def build_layer(
@@ -88,6 +109,7 @@ def build_layer(
     shape: AttentionShape,
     layer: int,
     quantisation: Quantisation = Quantisation.UNQUANT,
+    group: TensorGroup | None = None,
 ) -> DecoderLayer:
     """Takes the tensors of `layers.{layer}.` out of the dict; see `decoder_weights.layer_parts`."""
     prefix, eps = f"layers.{layer}.", config.rms_norm_eps
@@ -99,19 +121,24 @@ def build_layer(
         attention=Attention(
             shape=shape,
             qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
-            output=linear_from(tensors, f"{prefix}output", quantisation),
+            output=linear_from(tensors, f"{prefix}output", quantisation, group),
             qk_norm=None if qk_norm is None else RmsNorm(qk_norm, eps),
             layer=layer,
         ),
         mlp_norm=RmsNorm(tensors.pop(f"{prefix}mlp_norm"), eps),
         mlp=Mlp(
             linear_from(tensors, f"{prefix}gate_up", quantisation),
-            linear_from(tensors, f"{prefix}down", quantisation),
+            linear_from(tensors, f"{prefix}down", quantisation, group),
         ),
     )
 
 
-def linear_from(tensors: dict[str, Tensor], name: str, quantisation: Quantisation) -> Linear:
+def linear_from(
+    tensors: dict[str, Tensor],
+    name: str,
+    quantisation: Quantisation,
+    group: TensorGroup | None = None,
+) -> Linear:
     """Takes weight and, if there is one, bias out of the dict."""
     weight, bias = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
-    return Linear.of(weight, bias, quantisation)
+    return Linear.of(weight, bias, quantisation, group)

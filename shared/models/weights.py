@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import Checkpoint, WeightFile, open_weights
+from shared.models.checkpoint import Checkpoint, Cut, WeightFile, open_weights
 
 # How many names a message lists before it only counts.
 _MAX_NAMES = 5
@@ -27,16 +27,23 @@ class WeightPart:
         shape: shape it must have there.
         target: name of the tensor it becomes; parts of one target are stacked along axis 0.
         repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
+        cut: the part that is read; None reads all.
     """
 
     key: str
     shape: tuple[int, ...]
     target: str
     repeats: int = 1
+    cut: Cut | None = None
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Shape of what is read."""
+        return self.shape if self.cut is None else self.cut.shape(self.shape)
 
     @property
     def num_rows(self) -> int:
-        return self.shape[0] * self.repeats
+        return self.read_shape[0] * self.repeats
 
 
 def read_weights(
@@ -63,8 +70,24 @@ def read_weights(
             weights = open_weights(path, device)
             for part in file_parts:
                 _check_shape(path, weights, part)
-                places[part.key].copy_(_repeated(weights.read(part.key), part))
+                places[part.key].copy_(_repeated(weights.read(part.key, part.cut), part))
                 progress.update()
+    return targets
+
+
+def stack_weights(
+    parts: Sequence[WeightPart],
+    read: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Returns what `read_weights` does, of tensors that `read` makes from their keys."""
+    targets = _allocate(parts, dtype, device)
+    for part, place in zip(parts, _places(parts, targets).values(), strict=True):
+        tensor = read(part.key)
+        assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
+        place.copy_(_repeated(tensor if part.cut is None else tensor[part.cut.slices], part))
     return targets
 
 
@@ -110,7 +133,7 @@ def _allocate(
     parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     num_rows: dict[str, int] = defaultdict(int)
-    trailing = {part.target: part.shape[1:] for part in parts}
+    trailing = {part.target: part.read_shape[1:] for part in parts}
     for part in parts:
         num_rows[part.target] += part.num_rows
     return {

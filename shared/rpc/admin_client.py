@@ -8,9 +8,10 @@ from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
+from shared.tls import ClientTls
 
 
-async def flush_prefix_cache(address: str, timeout_s: float) -> int:
+async def flush_prefix_cache(address: str, timeout_s: float, tls: ClientTls | None = None) -> int:
     """Drops the unused prefix-cache pages of a target; returns how many.
 
     Args:
@@ -19,7 +20,7 @@ async def flush_prefix_cache(address: str, timeout_s: float) -> int:
     Raises:
         OutriderError: it did not; in the words of the call's status.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         stub = pb_grpc.AdminServiceStub(channel)
         try:
             answer = await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), timeout=timeout_s)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shared.errors import SettingsError
 from shared.rpc.channel import open_channel
+from shared.tls import ClientTls, checked_client_tls
 
 
-async def is_serving(address: str, *, service: str = "", timeout_s: float = 5.0) -> bool:
+async def is_serving(
+    address: str, *, service: str = "", timeout_s: float = 5.0, tls: ClientTls | None = None
+) -> bool:
     """Returns whether the server at `address` says SERVING for `service` (empty: all of it)."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
         try:
@@ -35,9 +40,25 @@ def main() -> None:
     parser.add_argument("address", help="host:port")
     parser.add_argument("--service", default="", help="full service name; empty asks for all")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds")
+    parser.add_argument("--tls-ca", type=Path, help="PEM; speaks TLS when set")
+    parser.add_argument("--tls-cert", type=Path, help="PEM, shown to the server")
+    parser.add_argument("--tls-key", type=Path, help="PEM, of --tls-cert")
+    parser.add_argument("--tls-name", help="name in the server's certificate; the host's")
     arguments = parser.parse_args()
+    try:
+        tls = checked_client_tls(
+            arguments.tls_ca,
+            arguments.tls_cert,
+            arguments.tls_key,
+            arguments.tls_name,
+            prefix="--tls-",
+        )
+    except SettingsError as error:
+        sys.exit(error.message)
     serving = asyncio.run(
-        is_serving(arguments.address, service=arguments.service, timeout_s=arguments.timeout)
+        is_serving(
+            arguments.address, service=arguments.service, timeout_s=arguments.timeout, tls=tls
+        )
     )
     sys.exit(0 if serving else 1)
 

@@ -8,7 +8,7 @@ MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 KEEPALIVE_INTERVAL_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 
 def channel_options() -> Options:
@@ -38,6 +38,8 @@ def _both_ends() -> Options:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # Without it an unanswered ping is given a minute, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -10,9 +10,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared.errors import SettingsError
+from shared.rpc.credentials import server_credentials
 from shared.rpc.interceptors import ErrorInterceptor
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.options import server_options
+from shared.tls import ServerTls
 
 Registration = Callable[[aio.Server], None]
 
@@ -37,14 +39,20 @@ async def create_server(
     return server
 
 
-def bind(server: aio.Server, address: str) -> int:
+def bind(server: aio.Server, address: str, tls: ServerTls | None = None) -> int:
     """Binds `host:port`, port 0 for any, and returns the port.
+
+    Args:
+        tls: None speaks plainly.
 
     Raises:
         SettingsError: the address is taken or not this host's.
     """
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(tls))
     except RuntimeError as error:
         raise _cannot_listen(address) from error
     if port == 0:  # how grpcio before 1.60 fails

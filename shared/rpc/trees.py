@@ -8,7 +8,18 @@ from collections.abc import Iterable
 from shared.errors import InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import token_tree_pb2
-from shared.tokens import Candidate, Condition, Outcome, TokenTree, TreeShape, Verdict
+from shared.tokens import (
+    ANY_TREE,
+    NO_TREE,
+    Candidate,
+    Condition,
+    DraftReport,
+    Outcome,
+    TokenTree,
+    TreeShape,
+    TreeWish,
+    Verdict,
+)
 
 _OUTCOMES = {
     Outcome.VERIFIED: pb.Verdict.OUTCOME_VERIFIED,
@@ -73,12 +84,51 @@ def candidate_from_message(message: pb.Candidate) -> Candidate:
         message.committed_token_count,
         tree_from_message(message.tree),
         _condition(message.condition) if message.HasField("condition") else None,
+        message.candidate_id if message.HasField("candidate_id") else None,
     )
 
 
-def candidate_batch_message(candidates: Iterable[Candidate]) -> pb.CandidateBatch:
+def candidate_batch_message(
+    candidates: Iterable[Candidate], report: DraftReport
+) -> pb.CandidateBatch:
     """Returns the message of one step's candidates."""
-    return pb.CandidateBatch(candidates=map(_candidate_message, candidates))
+    batch = pb.CandidateBatch(candidates=map(_candidate_message, candidates))
+    if report.draft_s is not None:
+        batch.draft_duration.FromNanoseconds(round(report.draft_s * 1e9))
+    if report.pinned_shape is not None:
+        batch.pinned_shape.CopyFrom(shape_message(report.pinned_shape))
+    return batch
+
+
+def report_from_message(batch: pb.CandidateBatch) -> DraftReport:
+    """Returns what a batch says beside its candidates.
+
+    Raises:
+        InvalidArgument: the pinned shape is out of range.
+    """
+    has_time, has_shape = batch.HasField("draft_duration"), batch.HasField("pinned_shape")
+    return DraftReport(
+        draft_s=batch.draft_duration.ToNanoseconds() / 1e9 if has_time else None,
+        pinned_shape=shape_from_message(batch.pinned_shape) if has_shape else None,
+    )
+
+
+def wish_from_message(message: pb.Verdict | pb.SequenceOpened) -> TreeWish:
+    """Returns what the target wants of the next tree.
+
+    Raises:
+        InvalidArgument: the shape is out of range.
+    """
+    if message.paused:
+        return NO_TREE
+    if not message.HasField("wanted_shape"):
+        return ANY_TREE
+    return TreeWish(shape_from_message(message.wanted_shape))
+
+
+def wanted_shape_message(wish: TreeWish) -> token_tree_pb2.TreeShape | None:
+    """Returns the message of the shape that is wanted, if one is."""
+    return None if wish.shape is None else shape_message(wish.shape)
 
 
 def verdict_from_message(message: pb.Verdict) -> Verdict:
@@ -101,6 +151,9 @@ def verdict_from_message(message: pb.Verdict) -> Verdict:
         tuple(message.accepted_node_indices[:]),
         tuple(message.committed_token_ids[:]),
         message.committed_token_count,
+        wish_from_message(message),
+        message.candidate_id if message.HasField("candidate_id") else None,
+        message.next_candidate_id if message.HasField("next_candidate_id") else None,
     )
 
 
@@ -110,8 +163,11 @@ def verdict_batch_message(verdicts: Iterable[Verdict]) -> pb.VerdictBatch:
 
 
 def _condition(message: pb.Condition) -> Condition:
-    node = message.node_index if message.HasField("node_index") else None
-    return Condition(node, message.bonus_token_id)
+    return Condition(
+        message.node_index if message.HasField("node_index") else None,
+        message.bonus_token_id,
+        message.candidate_id if message.HasField("candidate_id") else None,
+    )
 
 
 def _candidate_message(candidate: Candidate) -> pb.Candidate:
@@ -120,12 +176,20 @@ def _candidate_message(candidate: Candidate) -> pb.Candidate:
         round=candidate.round,
         committed_token_count=candidate.committed_token_count,
         tree=tree_message(candidate.tree),
+        # None leaves a field absent.
+        candidate_id=candidate.candidate_id,
     )
     if candidate.condition is not None:
-        message.condition.bonus_token_id = candidate.condition.bonus_token_id
-        if candidate.condition.node_index is not None:
-            message.condition.node_index = candidate.condition.node_index
+        message.condition.CopyFrom(_condition_message(candidate.condition))
     return message
+
+
+def _condition_message(condition: Condition) -> pb.Condition:
+    return pb.Condition(
+        node_index=condition.node_index,
+        bonus_token_id=condition.bonus_token_id,
+        candidate_id=condition.candidate_id,
+    )
 
 
 def _verdict_message(verdict: Verdict) -> pb.Verdict:
@@ -136,4 +200,8 @@ def _verdict_message(verdict: Verdict) -> pb.Verdict:
         accepted_node_indices=verdict.accepted_node_indices,
         committed_token_ids=verdict.committed_token_ids,
         committed_token_count=verdict.committed_token_count,
+        wanted_shape=wanted_shape_message(verdict.wish),
+        paused=verdict.wish.is_paused,
+        candidate_id=verdict.candidate_id,
+        next_candidate_id=verdict.next_candidate_id,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.model_options import Dtype
+from shared.model_options import Dtype, KvDtype
 
 
 def device_named(name: str) -> torch.device:
@@ -12,6 +12,18 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
+
+
+_KV_DTYPES = {
+    KvDtype.BFLOAT16: torch.bfloat16,
+    KvDtype.FLOAT16: torch.float16,
+    KvDtype.FP8_E4M3: torch.float8_e4m3fn,
+}
+
+
+def kv_dtype_named(dtype: KvDtype, model: torch.dtype) -> torch.dtype:
+    """Returns the type of keys and values in the cache of a model that computes in `model`."""
+    return _KV_DTYPES.get(dtype, model)
 
 
 def dtype_named(dtype: Dtype, saved: torch.dtype | None, device: torch.device) -> torch.dtype:

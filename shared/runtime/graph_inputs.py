@@ -44,11 +44,14 @@ class GraphInputs:
     """A `ForwardBatch` of the largest size, in memory that never moves.
 
     A bucket of R rows reads the first R of every tensor, so all graphs share these.
+
+    Attributes:
+        num_pages: columns of the page table; a sequence may hold more pages than its rows need.
     """
 
     def __init__(self, limits: GraphLimits, page_size: int, device: torch.device) -> None:
         num_rows, num_sequences = limits.max_rows, limits.max_sequences
-        num_pages = -(-limits.max_context_tokens // page_size)
+        self.num_pages = num_pages = -(-limits.max_context_tokens // page_size)
         self._whole = ForwardBatch(
             token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
             positions=torch.zeros(num_rows, dtype=torch.int64, device=device),

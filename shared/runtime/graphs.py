@@ -20,6 +20,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
+from shared.runtime.capture import capturing
 from shared.runtime.graph_inputs import GraphInputs, GraphLimits
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class ForwardGraphs:
             len(batch.token_ids) <= limits.max_rows
             and len(batch.kv_lengths) <= limits.max_sequences
             and batch.max_kv_length <= limits.max_context_tokens
+            and batch.page_table.shape[1] <= self._inputs.num_pages
             and (has_tail or batch.max_query_length <= MAX_PLAIN_ROWS)
             and (batch.tail_mask is None or batch.tail_mask.shape[1] <= limits.max_tail_width)
             and (tuple(capture_layers) in kinds or len(kinds) < _MAX_CAPTURE_KINDS)
@@ -131,8 +133,7 @@ class ForwardGraphs:
         self._forward(bucket, key.capture_layers)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Another thread of this process may use the device meanwhile, for an embedded draft.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with capturing(graph, self._memory):
             logits, hidden, features = self._forward(bucket, key.capture_layers)
         return CapturedForward(graph, bucket, logits, hidden, features)
 

@@ -12,6 +12,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.compiled import compile_small
 from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.lockstep import Leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class ModelRunner:
     Args:
         graphs: computes the forwards that fit it; None computes all of them as they are.
         max_compiled_sequences: see `compile_small`; graphs hold what is not compiled.
+        leader: tells the other processes of the decoder's group, on rank 0.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ModelRunner:
         graphs: ForwardGraphs | None = None,
         *,
         max_compiled_sequences: int | None = None,
+        leader: Leader | None = None,
     ) -> None:
         assert pool.layout == decoder.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the decoder"
@@ -51,6 +54,7 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self._graphs = graphs
+        self._leader = leader
         self._forward = compile_small(decoder.forward, max_compiled_sequences)
 
     @property
@@ -67,11 +71,20 @@ class ModelRunner:
 
         The tensors of the result may be written again by the next run.
         """
+        if self._leader is not None:
+            self._leader.forward(batch, capture_layers)
         if self._graphs is not None and self._graphs.fits(batch, capture_layers):
             return self._replay(self._graphs, batch, capture_layers)
         output = self._forward(batch, self.pool, capture_layers=capture_layers)
         logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
         return RunnerOutput(logits, output.hidden, output.features)
+
+    @torch.inference_mode()
+    def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Moves keys and values between slots of the pool; see `KvPool.move`."""
+        if self._leader is not None:
+            self._leader.move(source_slots, target_slots)
+        self.pool.move(source_slots, target_slots)
 
     def _replay(
         self, graphs: ForwardGraphs, batch: ForwardBatch, capture_layers: tuple[int, ...]

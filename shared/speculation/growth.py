@@ -34,6 +34,10 @@ class Children:
     token_ids: Tensor
     log_probs: Tensor
 
+    def best(self, count: int) -> Children:
+        """Returns the first `count` children of each node."""
+        return Children(self.token_ids[..., :count], self.log_probs[..., :count])
+
 
 @dataclass(frozen=True, slots=True)
 class Beam:
@@ -51,6 +55,25 @@ class Beam:
     log_probs: Tensor
     parents: Tensor
     visible: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedNodes:
+    """The N best nodes of each of B trees, in the order in which they were found.
+
+    Attributes:
+        candidates: `[B, N]` int64, ascending; counts candidates over all levels from 0.
+        token_ids: `[B, N]` int64.
+        parents: `[B, N]` int64, the parent's candidate plus 1; 0 is the root.
+        own: `[B, N]` float32, score given the parent.
+        path: `[B, N]` float32, score of the path from the root; -inf where there is no node.
+    """
+
+    candidates: Tensor
+    token_ids: Tensor
+    parents: Tensor
+    own: Tensor
+    path: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +170,37 @@ class TreeGrowth:
         self._selected.append(level.first_candidate + chosen)
         return beam
 
-    def finish(self) -> tuple[GrownTree, ...]:
-        """Returns the trees with their best nodes. Waits for the device once.
+    def select(self) -> SelectedNodes:
+        """Returns the best nodes of each tree; nothing waits for the device.
 
         A child's path score is at most its parent's, and on equal scores the earlier candidate
-        wins, which the parent is; so the best nodes hold every kept node's parent. Candidates with
-        score -inf are left out, so a tree may have fewer nodes than the shape allows, or none.
+        wins, which the parent is; so the best nodes hold every kept node's parent.
         """
         assert self._levels, "nothing was added"
         path = torch.cat([level.path for level in self._levels], dim=1)
         num_kept = min(self._shape.max_node_count, path.shape[1])
         kept = stable_topk(path, num_kept)[1].sort(dim=1).values
-        columns = [
-            kept,
-            torch.cat([level.token_ids for level in self._levels], dim=1).gather(1, kept),
-            torch.cat([level.parents for level in self._levels], dim=1).gather(1, kept),
-            torch.cat([level.own for level in self._levels], dim=1).gather(1, kept),
-            path.gather(1, kept),
-            *self._selected,
-        ]
+        return SelectedNodes(
+            candidates=kept,
+            token_ids=torch.cat([each.token_ids for each in self._levels], dim=1).gather(1, kept),
+            parents=torch.cat([each.parents for each in self._levels], dim=1).gather(1, kept),
+            own=torch.cat([each.own for each in self._levels], dim=1).gather(1, kept),
+            path=path.gather(1, kept),
+        )
+
+    def finish(self) -> tuple[GrownTree, ...]:
+        """Returns the selected trees on the host. Waits for the device once.
+
+        Candidates with score -inf are left out, so a tree may have fewer nodes than the shape
+        allows, or none.
+        """
+        nodes = self.select()
+        columns = [nodes.candidates, nodes.token_ids, nodes.parents, nodes.own, nodes.path]
         # Everything is exact in float64, so one transfer brings it all.
-        packed = torch.cat([column.to(torch.float64) for column in columns], dim=1).tolist()
-        return tuple(_grown_tree(row, num_kept) for row in packed)
+        packed = torch.cat(
+            [column.to(torch.float64) for column in (*columns, *self._selected)], dim=1
+        ).tolist()
+        return tuple(_grown_tree(row, nodes.candidates.shape[1]) for row in packed)
 
     def _visible(self, parents: Tensor) -> Tensor:
         batch_size, topk = parents.shape

@@ -16,25 +16,51 @@ def token_logprobs(
 ) -> tuple[TokenLogprobs, ...]:
     """Returns the log probability, rank and best alternatives of each row's token.
 
-    Waits for the device once. Call it with the committed rows only.
+    Waits for the device once.
 
     Args:
         logits: `[R, V]` raw logits of any float type.
-        token_ids: R committed tokens.
+        token_ids: R tokens.
         num_top: R counts of alternatives wanted, each in [0, MAX_TOP_LOGPROBS].
     """
     assert logits.shape[0] == len(token_ids) == len(num_top)
+    chosen_ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    packed = packed_logprobs(logits, chosen_ids, max(num_top, default=0))
+    return unpacked_logprobs(packed.cpu(), num_top)
+
+
+def packed_logprobs(logits: Tensor, token_ids: Tensor, width: int) -> Tensor:
+    """Computes what `unpacked_logprobs` takes apart. Does not wait for the device.
+
+    Args:
+        logits: `[R, V]` raw logits of any float type.
+        token_ids: `[R]` int64.
+        width: alternatives of each row.
+
+    Returns:
+        `[R, 2 + 2 * min(width, V)]` float64: log probability, rank, then values and ids of the
+        alternatives. Ids and ranks are exact in float64, so one transfer brings everything.
+    """
     log_probs = logits.to(torch.float32).log_softmax(dim=-1)
-    chosen_ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    chosen_ids = token_ids.unsqueeze(1)
     chosen = log_probs.gather(1, chosen_ids)
     ranks = (log_probs > chosen).sum(dim=1, keepdim=True) + 1
-    width = min(max(num_top, default=0), logits.shape[-1])
+    width = min(width, logits.shape[-1])
     if width:
         top_values, top_ids = stable_topk(log_probs, width)
     else:
         top_values, top_ids = chosen[:, :0], chosen_ids[:, :0]
-    # Ids and ranks are exact in float64, so one transfer brings everything.
-    packed = torch.cat([part.double() for part in (chosen, ranks, top_values, top_ids)], dim=1)
+    return torch.cat([part.double() for part in (chosen, ranks, top_values, top_ids)], dim=1)
+
+
+def unpacked_logprobs(packed: Tensor, num_top: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Returns the log probabilities of each row.
+
+    Args:
+        packed: see `packed_logprobs`; on the host.
+        num_top: alternatives wanted of each row.
+    """
+    width = (packed.shape[1] - 2) // 2
     return tuple(
         _row(row, width, count) for row, count in zip(packed.tolist(), num_top, strict=True)
     )

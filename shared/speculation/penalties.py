@@ -74,9 +74,9 @@ def count_tokens(
     paths = [p if h.has_penalties else () for h in histories for p in h.row_paths]
     owners = [i for i, history in enumerate(histories) for _ in history.row_paths]
     rows = torch.tensor(owners, dtype=torch.int64, device=device)
-    output = _histogram(committed, vocab_size, device).index_select(0, rows)
-    output += _histogram(paths, vocab_size, device)
-    in_prompt = _histogram(prompts, vocab_size, device).index_select(0, rows) > 0
+    output = histogram(committed, vocab_size, device).index_select(0, rows)
+    output += histogram(paths, vocab_size, device)
+    in_prompt = histogram(prompts, vocab_size, device).index_select(0, rows) > 0
     return TokenCounts(output=output, occurs=in_prompt | (output > 0))
 
 
@@ -88,12 +88,21 @@ def apply_penalties(logits: Tensor, penalties: Penalties, counts: TokenCounts) -
     return logits - penalties.presence * (counts.output > 0)
 
 
-def _histogram(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Returns `[len(token_ids), V]` float32 occurrences of each token in each list."""
-    flat = [row * vocab_size + token for row, ids in enumerate(token_ids) for token in ids]
+def histogram(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """Returns `[len(token_ids), V]` float32 occurrences of each token in each list.
+
+    Does not wait for the device.
+    """
     counts = torch.zeros(len(token_ids) * vocab_size, dtype=torch.float32, device=device)
-    if flat:
+    lists = [
+        torch.tensor(ids, dtype=torch.int64) + row * vocab_size
+        for row, ids in enumerate(token_ids)
+        if len(ids)
+    ]
+    if lists:
+        places = torch.cat(lists)
+        if device.type == "cuda":
+            places = places.pin_memory().to(device, non_blocking=True)
         # Sums of ones are exact in float32, so the order of the additions does not matter.
-        index = torch.tensor(flat, dtype=torch.int64, device=device)
-        counts.scatter_add_(0, index, torch.ones((), device=device).expand(len(flat)))
+        counts.scatter_add_(0, places, torch.ones((), device=device).expand(len(places)))
     return counts.view(len(token_ids), vocab_size)

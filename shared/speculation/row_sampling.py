@@ -57,6 +57,11 @@ class RowSampling:
         """Whether steps 1 to 3 do anything."""
         return not (self.penalties is None and self.bias is None and self.banned is None)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature is all that shapes the law."""
+        return not (self.shapes_logits or self.has_top_k or self.has_top_p or self.has_min_p)
+
 
 def row_sampling(
     params: Sequence[SamplingParams],
@@ -74,10 +79,13 @@ def row_sampling(
         banned_token_ids: for each row the tokens it must not draw, see `tree.banned_by_min_tokens`;
             empty when no row bans any.
     """
-    owners = [p for p, count in zip(params, row_counts, strict=True) for _ in range(count)]
-    assert len(banned_token_ids) in (0, len(owners))
+    assert len(params) == len(row_counts)
+    assert len(banned_token_ids) in (0, sum(row_counts))
     drawing = [p for p in params if not p.is_greedy]
-    columns = torch.tensor([_numbers(p) for p in owners], dtype=torch.float64).to(device)
+    counts = torch.tensor(row_counts, dtype=torch.int64)
+    numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64)
+    seeds = torch.tensor([signed_seed(p.seed) for p in params], dtype=torch.int64)
+    columns = _uploaded(numbers.repeat_interleave(counts, 0), device)
     floats = columns.to(torch.float32)
     has_all_top_k = bool(drawing) and all(p.top_k for p in drawing)
     return RowSampling(
@@ -87,8 +95,8 @@ def row_sampling(
         top_ps=columns[:, 2:3],
         min_ps=floats[:, 3:4],
         penalties=_penalties(floats) if any(p.has_penalties for p in params) else None,
-        seeds=torch.tensor([_signed(p.seed) for p in owners], dtype=torch.int64).to(device),
-        bias=_bias(owners, device),
+        seeds=_uploaded(seeds.repeat_interleave(counts), device),
+        bias=_bias(params, row_counts, device),
         banned=_banned(banned_token_ids, device),
         all_greedy=not drawing,
         has_top_k=any(p.top_k for p in drawing),
@@ -98,12 +106,50 @@ def row_sampling(
     )
 
 
+def sampling_columns(params: SamplingParams) -> tuple[float, float, float, float]:
+    """Returns what `sampling_of_columns` reads of a sequence without penalties, bias and bans."""
+    return (params.temperature, float(params.top_k or _NO_TOP_K), params.top_p, params.min_p)
+
+
+def sampling_of_columns(
+    columns: Tensor, seeds: Tensor, *, has_draws: bool, has_cuts: bool
+) -> RowSampling:
+    """Returns the parameters of rows whose numbers are on the device already.
+
+    Args:
+        columns: `[R, 4]` float64, see `sampling_columns`.
+        seeds: `[R]` int64.
+        has_draws: some row may draw; else all are greedy.
+        has_cuts: some drawing row may have top-k, top-p or min-p.
+    """
+    floats = columns.to(torch.float32)
+    return RowSampling(
+        temperatures=floats[:, 0:1].clamp_min(_MIN_TEMPERATURE),
+        greedy=columns[:, 0:1] == 0.0,
+        top_ks=columns[:, 1:2].to(torch.int64),
+        top_ps=columns[:, 2:3],
+        min_ps=floats[:, 3:4],
+        penalties=None,
+        seeds=seeds,
+        bias=None,
+        banned=None,
+        all_greedy=not has_draws,
+        has_top_k=has_cuts,
+        max_top_k=None,
+        has_top_p=has_cuts,
+        has_min_p=has_cuts,
+    )
+
+
+def signed_seed(seed: int) -> int:
+    """Returns the low 64 bits of a seed as the int64 that holds them."""
+    low = seed & (2**64 - 1)
+    return low - 2**64 if low >= 2**63 else low
+
+
 def _numbers(params: SamplingParams) -> tuple[float, ...]:
     return (
-        params.temperature,
-        float(params.top_k or _NO_TOP_K),
-        params.top_p,
-        params.min_p,
+        *sampling_columns(params),
         params.repetition_penalty,
         params.frequency_penalty,
         params.presence_penalty,
@@ -116,27 +162,19 @@ def _penalties(columns: Tensor) -> Penalties:
     )
 
 
-def _signed(seed: int) -> int:
-    """The low 64 bits of a seed as the int64 that holds them."""
-    low = seed & (2**64 - 1)
-    return low - 2**64 if low >= 2**63 else low
-
-
 def _bias(
-    owners: Sequence[SamplingParams], device: torch.device
+    params: Sequence[SamplingParams], row_counts: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    entries = [
-        (row, token_id, value)
-        for row, params in enumerate(owners)
-        for token_id, value in params.logit_bias.items()
-    ]
-    if not entries:
+    if not any(each.logit_bias for each in params):
         return None
-    rows, token_ids, values = zip(*entries, strict=True)
+    owners = [each for each, count in zip(params, row_counts, strict=True) for _ in range(count)]
+    rows = [row for row, each in enumerate(owners) for _ in each.logit_bias]
+    token_ids = [token_id for each in owners for token_id in each.logit_bias]
+    values = [value for each in owners for value in each.logit_bias.values()]
     return (
-        torch.tensor(rows, device=device),
-        torch.tensor(token_ids, device=device),
-        torch.tensor(values, dtype=torch.float32, device=device),
+        _uploaded(torch.tensor(rows, dtype=torch.int64), device),
+        _uploaded(torch.tensor(token_ids, dtype=torch.int64), device),
+        _uploaded(torch.tensor(values, dtype=torch.float32), device),
     )
 
 
@@ -147,4 +185,14 @@ def _banned(
     token_ids = [token_id for ids in banned_token_ids for token_id in ids]
     if not rows:
         return None
-    return torch.tensor(rows, device=device), torch.tensor(token_ids, device=device)
+    return (
+        _uploaded(torch.tensor(rows, dtype=torch.int64), device),
+        _uploaded(torch.tensor(token_ids, dtype=torch.int64), device),
+    )
+
+
+def _uploaded(host: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy on the device. From pinned memory, which the host does not wait for."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import InvalidArgument
-from shared.speculation.distributions import shaped_logits, target_log_probs
+from shared.speculation.distributions import shaped_logits, truncated
 from shared.speculation.noise import fresh_coins, fresh_seeds, gumbel_noise
 from shared.speculation.penalties import TokenCounts
 from shared.speculation.row_sampling import RowSampling
@@ -76,14 +76,23 @@ def draw_tokens(
     positions: Tensor,
     counts: TokenCounts | None = None,
 ) -> Tensor:
-    """Returns each row's token `[R]` int64: the law of the logits, then the coupled draw.
+    """Returns each row's token `[R]` int64: what `coupled_draw` draws from the law of the logits.
 
-    Greedy batches skip law and noise: one argmax. Arguments are those of `target_log_probs` and
+    The law is not normalised first: that adds one number to a whole row, which moves no argmax.
+    Greedy batches skip law and noise. Arguments are those of `target_log_probs` and
     `coupled_draw`.
     """
+    if logits.is_cuda and sampling.is_plain:
+        # Triton is not installed where there is no CUDA.
+        from shared.speculation.draw_triton import fused_draw
+
+        return fused_draw(logits, None if sampling.all_greedy else sampling, positions)
+    logits = shaped_logits(logits, sampling, counts)
     if sampling.all_greedy:
-        return shaped_logits(logits, sampling, counts).argmax(dim=-1)
-    return coupled_draw(target_log_probs(logits, sampling, counts), sampling.seeds, positions)
+        return logits.argmax(dim=-1)
+    noise = gumbel_noise(sampling.seeds, positions, logits.shape[-1])
+    drawn = (truncated(logits, sampling) + noise).argmax(dim=-1)
+    return torch.where(sampling.greedy.squeeze(1), logits.argmax(dim=-1), drawn)
 
 
 def coupled_draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """`make bench`: tokens per second and accepted length, plain and speculative, in one run.
 
 Uses the gateway at --url, or starts a stack of its own when nothing answers there. Every repeat
-measures plain decoding and each tree shape in turn, so that a slow minute hits all of them.
+measures plain decoding, what the server does by itself and each tree shape in turn, so that a slow
+minute hits all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import httpx
 
 from shared.errors import InvalidArgument
 from shared.tokens import TreeShape
-from tests.bench.drafts import live_shape, set_shape
+from tests.bench.drafts import DraftConfig, live_config, set_config
 from tests.bench.measure import Measurement, Pass, answer_all, summarise
 from tests.bench.stack import StackFailed, running_stack
 from tests.load.chat import ChatFailed, ChatRequest, served_model
@@ -41,56 +42,73 @@ class BenchSettings:
     repeats: int
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How answers are decoded.
+
+    Attributes:
+        config: of the draft; None decodes plainly.
+    """
+
+    name: str
+    config: DraftConfig | None
+
+
 async def run(settings: BenchSettings) -> list[Measurement]:
     """Measures every mode; the first entry is plain decoding, which the others compare with."""
     async with httpx.AsyncClient(base_url=settings.url, timeout=600.0) as http:
         model = await served_model(http)
-        async with _restored_shape(settings) as shapes:
-            await _measure_mode(http, model, settings, None)  # warms caches and clocks
-            modes: list[TreeShape | None] = [None, *shapes]
+        async with _restored_config(settings) as original:
+            modes = _modes(settings, original)
+            await _measure_mode(http, model, settings, modes[0])  # warms caches and clocks
             runs = [
                 [await _measure_mode(http, model, settings, mode) for mode in modes]
                 for _ in range(settings.repeats)
             ]
     plain_texts = runs[0][0].texts
     return [
-        summarise(_mode_name(mode), [repeat[i] for repeat in runs], plain_texts)
+        summarise(mode.name, [repeat[i] for repeat in runs], plain_texts)
         for i, mode in enumerate(modes)
     ]
 
 
 @contextlib.asynccontextmanager
-async def _restored_shape(settings: BenchSettings) -> AsyncIterator[tuple[TreeShape, ...]]:
-    """Yields the shapes to measure, by default the live one, which is back at the end."""
-    original = await live_shape(settings.draft)
+async def _restored_config(settings: BenchSettings) -> AsyncIterator[DraftConfig]:
+    """Yields the draft's configuration, which is back at the end."""
+    original = await live_config(settings.draft)
     try:
-        yield settings.shapes or (original,)
+        yield original
     finally:
-        await set_shape(settings.draft, original)
+        await set_config(settings.draft, original)
+
+
+def _modes(settings: BenchSettings, original: DraftConfig) -> list[Mode]:
+    """Plain, what the server does by itself, and each shape that was asked for, pinned."""
+    own = _shape_name(original.shape) if original.is_pinned else "adaptive"
+    pinned = [Mode(_shape_name(each), DraftConfig(each, True)) for each in settings.shapes]
+    return [Mode("plain", None), Mode(own, original), *pinned]
 
 
 async def _measure_mode(
-    http: httpx.AsyncClient, model: str, settings: BenchSettings, shape: TreeShape | None
+    http: httpx.AsyncClient, model: str, settings: BenchSettings, mode: Mode
 ) -> Pass:
-    """Answers all prompts with trees of this shape; None decodes plainly."""
-    if shape is not None:
-        await set_shape(settings.draft, shape)
+    """Answers all prompts."""
+    if mode.config is not None:
+        await set_config(settings.draft, mode.config)
     requests = [
         ChatRequest(
             prompt,
             settings.max_tokens,
             temperature=settings.temperature,
             seed=seed,
-            speculation=shape is not None,
+            speculation=mode.config is not None,
         )
         for seed, prompt in enumerate(settings.prompts)
     ]
     return await answer_all(http, model, requests, settings.concurrency)
 
 
-def _mode_name(shape: TreeShape | None) -> str:
-    if shape is None:
-        return "plain"
+def _shape_name(shape: TreeShape) -> str:
     return f"{shape.num_steps} steps, top {shape.topk}, {shape.num_draft_tokens} tokens"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,8 @@ from shared.models.loader import build_decoder
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
+from tests.bench.device_clock import copy_bandwidth, device_ms
+from tests.bench.gpu_round import round_table
 from tests.helpers.attention_batches import chunk, tree, with_pages
 
 CUDA = torch.device("cuda")
@@ -87,22 +89,6 @@ def random_decoder(config: ModelConfig) -> Decoder:
     return build_decoder(config, tensors, CUDA, ModelOptions())
 
 
-def device_ms(work: Callable[[], object], *, repeats: int = 15, inner: int = 4) -> float:
-    """Returns the median device time of one call."""
-    for _ in range(3):
-        work()
-    times_ms = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(inner):
-            work()
-        end.record()
-        torch.cuda.synchronize()
-        times_ms.append(start.elapsed_time(end) / inner)
-    return statistics.median(times_ms)
-
-
 def product_floor_ms(decoder: Decoder, num_rows: int) -> float:
     """Returns the time of the step's matrix products alone, in one CUDA graph."""
     config = decoder.config
@@ -122,14 +108,6 @@ def product_floor_ms(decoder: Decoder, num_rows: int) -> float:
     with torch.cuda.graph(graph):
         products()
     return device_ms(graph.replay)
-
-
-def copy_bandwidth() -> float:
-    """Returns bytes a millisecond of a large device copy, read and written."""
-    source = torch.randn(2**30, device=CUDA)
-    target = torch.empty_like(source)
-    size = 2 * source.numel() * source.element_size()
-    return size / device_ms(lambda: target.copy_(source), inner=2)
 
 
 def product_rate() -> float:
@@ -252,6 +230,7 @@ def main() -> None:
     for count in (1, 64):
         print(f"host gap, batch {count}: {host_gap_ms(runner, count) * 1e3:.0f} us")
     print("; ".join(same_bits(runner)))
+    print("\n".join(round_table(decoder, pool)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from gateway.api_keys import KeyLimits, keys_from_texts
 from gateway.app import Gateway, create_app
 from gateway.http_server import HttpServer
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
+from gateway.quota import Quotas
 from gateway.targets import LinkTiming
 from gateway.text.model_text import ModelText
 from gateway.text.tokenizer import Tokenizer
@@ -101,7 +103,12 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
         retry_window_s: float = 5.0,
         model_name: str | None = None,
         api_key: str | None = None,
+        quotas: Quotas | None = None,
+        cors_origins: tuple[str, ...] = (),
+        text: ModelText = text,
     ) -> Gateway:
+        if quotas is None:
+            quotas = Quotas(keys_from_texts([api_key] if api_key else [], KeyLimits()))
         pool = TargetPool(
             PoolSettings(
                 addresses=tuple(target.address for target in targets),
@@ -115,12 +122,13 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
             pool=pool,
             text=text,
             limits=limits or RequestLimits(),
-            metrics=GatewayMetrics(pool),
+            metrics=GatewayMetrics(pool, quotas),
             lifecycle=Lifecycle([]),
             open_answers=OpenAnswers(),
             version="0",
             start_time_s=1.0,
-            api_key=api_key,
+            quotas=quotas,
+            cors_origins=cors_origins,
         )
         made.append(gateway)
         pool.start()

@@ -57,15 +57,8 @@ async def test_a_bias_out_of_range_names_its_token(client: httpx.AsyncClient) ->
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
-        ("guided_json", {}),
         ("modalities", ["text", "audio"]),
-        ("prompt_logprobs", 1),
-        ("priority", 3),
     ],
 )
 async def test_what_is_not_implemented_is_refused_by_name(
@@ -79,9 +72,7 @@ async def test_what_is_not_implemented_is_refused_by_name(
     ("extra", "param"),
     [
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
-        ({"speculation": {"algorithm": "ngram"}}, "speculation.algorithm"),
+        ({"speculation": {"fan_out": 3}}, "speculation.fan_out"),
     ],
 )
 async def test_what_completions_cannot_do_is_refused_by_name(
@@ -118,15 +109,15 @@ async def test_unknown_fields_are_named_in_the_log(
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content[0].type",
         ),
     ],
 )
-async def test_messages_that_need_tools_or_media_are_refused(
+async def test_messages_that_need_old_calls_or_media_are_refused(
     client: httpx.AsyncClient, message: dict[str, Any], param: str
 ) -> None:
     response = await client.post("/v1/chat/completions", json={**CHAT, "messages": [message]})

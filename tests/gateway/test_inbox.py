@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.generation import Delta, Started
-from gateway.inbox import ClientGone, ClientTooSlow, Inbox
+from gateway.inbox import Aborted, ClientGone, ClientTooSlow, Inbox
 
 
 def inbox(max_unread_tokens: int = 100) -> tuple[Inbox, list[str]]:
@@ -54,3 +54,13 @@ async def test_closing_wakes_the_reader_with_the_reason() -> None:
     box.close(ClientGone())
     with pytest.raises(ClientGone):
         await reader
+
+
+async def test_what_came_before_an_abort_is_still_read() -> None:
+    box, _ = inbox()
+    box.put(0, Delta([1, 2], 0))
+    box.end(Aborted.of("r"))
+    box.put(0, Delta([3], 0))
+    assert await box.take() == [(0, Delta([1, 2], 0))]
+    with pytest.raises(Aborted):
+        await box.take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
 import signal
@@ -136,3 +137,37 @@ def test_every_bad_setting_is_named_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
         load("--port", "70000", "--max-choices", "0")
     assert len(caught.value.problems) == 2
+
+
+async def test_neither_keys_nor_prompts_reach_the_log(
+    target: FakeTarget, model_folder: Path
+) -> None:
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "gateway", "--port", str(port), "--maintenance-port", "0"),
+        *("--target", target.address, "--tokenizer", str(model_folder)),
+        *("--log-level", "debug", "--log-format", "json"),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OUTRIDER_GATEWAY_API_KEY": "alice:open-sesame"},
+    )
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
+        while not await is_ready(client, str(client.base_url)):
+            assert process.returncode is None, await process.communicate()
+            await asyncio.sleep(0.05)
+        for key, status in (("open-sesame", 200), ("wrong-sesame", 401)):
+            body = {**CHAT, "messages": [{"role": "user", "content": "abracadabra"}]}
+            answer = await client.post(
+                "/v1/chat/completions",
+                json={**body, "max_tokens": 4, "ignore_eos": True},
+                headers={"authorization": f"Bearer {key}", "x-request-id": "known"},
+            )
+            assert answer.status_code == status
+    process.send_signal(signal.SIGTERM)
+    _, log = await asyncio.wait_for(process.communicate(), 20.0)
+    lines = [json.loads(line) for line in log.splitlines()]
+    [ended] = [line for line in lines if line["message"] == "request ended"]
+    assert (ended["request_id"], ended["client"]) == ("known", "alice")
+    for secret in (b"open-sesame", b"wrong-sesame", b"abracadabra"):
+        assert secret not in log

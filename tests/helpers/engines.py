@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,17 +12,31 @@ import torch
 
 from services.target.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.engine import Engine
+from services.target.fallback import NgramFallback
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec
+from services.target.grammars.matcher import CompiledGrammar
 from services.target.inbox import Inbox
 from services.target.patience import Patience
-from services.target.request import Delta, Event, Failed, Finished, GenerationRequest, ModelLimits
+from services.target.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ModelLimits,
+    PromptScored,
+    PromptScoring,
+)
 from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.speculation_controller import SpeculationController
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
+from shared.kv.pages import PagePool
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
@@ -59,6 +73,22 @@ class Clock:
         return self.now_s
 
 
+class PoisonedPages(PagePool):
+    """Whoever reads a page after its release gets an answer that is visibly wrong."""
+
+    def __init__(self, num_pages: int, pool: KvPool) -> None:
+        super().__init__(num_pages)
+        self._kv = pool
+
+    def release(self, pages: Iterable[int]) -> None:
+        freed = list(pages)
+        super().release(freed)
+        for page in freed:
+            slots = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+            for cache in (*self._kv.keys, *self._kv.values):
+                cache[slots].fill_(1e3)
+
+
 def build_engine(
     decoder: Decoder,
     *,
@@ -72,22 +102,75 @@ def build_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     on_step: Callable[[StepReport], None] = lambda report: None,
     graph_limits: GraphLimits | None = None,
+    kv_dtype: torch.dtype | None = None,
+    overlaps: bool = True,
+    fallback: NgramFallback | None = None,
+    poisons_free_pages: bool = False,
+    clock: Callable[[], float] | None = None,
+    speculation: SpeculationController | None = None,
+    make_runner: Callable[[Decoder, KvPool], ModelRunner] | None = None,
 ) -> Engine:
-    """Returns an engine over `decoder`, on its device, whose thread is not started."""
-    pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, decoder.device)
+    """Returns an engine over `decoder`, on its device, whose thread is not started.
+
+    Args:
+        poisons_free_pages: fills pages with large numbers when nobody owns them any more.
+    """
+    layout = decoder.kv_layout(PAGE_SIZE, kv_dtype)
+    scales = kv_scales(decoder) if layout.is_e4m3 else None
+    pool = KvPool(layout, num_pages, decoder.device, scales)
     graphs = None if graph_limits is None else ForwardGraphs(decoder, pool, graph_limits)
     leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=prefix_cache)
+    if poisons_free_pages:
+        leases._pool = PoisonedPages(num_pages, pool)
+    return engine_over(
+        ModelRunner(decoder, pool, graphs) if make_runner is None else make_runner(decoder, pool),
+        leases,
+        max_running=max_running,
+        max_step_rows=max_step_rows,
+        mode=mode,
+        thresholds=thresholds,
+        max_context_tokens=max_context_tokens,
+        eos_token_ids=eos_token_ids,
+        on_step=on_step,
+        clock=clock,
+        overlaps=overlaps,
+        fallback=fallback,
+        speculation=speculation,
+    )
+
+
+def engine_over(
+    runner: ModelRunner,
+    leases: KvLeases,
+    *,
+    max_running: int = 8,
+    max_step_rows: int = 64,
+    mode: VerificationMode = VerificationMode.COUPLED,
+    thresholds: Thresholds = EXACT,
+    max_context_tokens: int = 200,
+    eos_token_ids: frozenset[int] = frozenset(),
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    clock: Callable[[], float] | None = None,
+    overlaps: bool = True,
+    fallback: NgramFallback | None = None,
+    speculation: SpeculationController | None = None,
+) -> Engine:
+    """Returns an engine over a runner that is there already; arguments as in `build_engine`."""
+    num_pages = runner.pool.num_pages
     return Engine(
-        runner=ModelRunner(decoder, pool, graphs),
+        runner=runner,
         leases=leases,
         scheduler=Scheduler(leases, SchedulerLimits(max_running, 64, max_step_rows)),
         verifier=Verifier(mode, generator=torch.Generator().manual_seed(0), thresholds=thresholds),
         limits=ModelLimits(
-            VOCAB_SIZE, max_context_tokens, (num_pages - 1) * PAGE_SIZE, eos_token_ids
+            VOCAB_SIZE, max_context_tokens, (num_pages - 1) * runner.page_size, eos_token_ids
         ),
         inbox=Inbox(10_000),
-        clock=Clock(),
+        clock=clock or Clock(),
         on_step=on_step,
+        overlaps=overlaps,
+        fallback=fallback,
+        speculation=speculation,
     )
 
 
@@ -106,6 +189,17 @@ class Collector:
 
     def logprobs(self, key: int) -> list[TokenLogprobs]:
         return [each for event in self._deltas(key) for each in event.logprobs]
+
+    def prompt_scores(self, key: int) -> dict[int, TokenLogprobs]:
+        """Returns the log probabilities of prompt tokens by position; each comes once, in order,
+        before the first output token."""
+        found: dict[int, TokenLogprobs] = {}
+        for place, event in enumerate(self.events[key]):
+            if isinstance(event, PromptScored):
+                assert not any(isinstance(each, Delta) for each in self.events[key][:place])
+                assert not found or event.start == max(found) + 1
+                found |= dict(enumerate(event.logprobs, event.start))
+        return found
 
     def finished(self, key: int) -> Finished:
         [last] = [event for event in self.events[key] if isinstance(event, Finished)]
@@ -129,6 +223,9 @@ def request(
     *,
     top_logprobs: int | None = None,
     speculation_disabled: bool = False,
+    grammar: CompiledGrammar | None = None,
+    prompt_scoring: PromptScoring | None = None,
+    priority: int = 0,
 ) -> GenerationRequest:
     """Returns a request with greedy sampling and 24 tokens unless told otherwise."""
     return GenerationRequest(
@@ -139,6 +236,9 @@ def request(
         arrival_s=0.0,
         top_logprobs=top_logprobs,
         speculation_disabled=speculation_disabled,
+        grammar=grammar,
+        prompt_scoring=prompt_scoring,
+        priority=priority,
     )
 
 
@@ -162,8 +262,15 @@ def run(
         ]  # fmt: skip
         if len(ended) == len(requests):
             break
-    engine.check_idle()
+    settle(engine)
     return collector
+
+
+def settle(engine: Engine) -> None:
+    """Steps the engine until nothing is in flight, then checks its pages."""
+    while engine.step():
+        pass
+    engine.check_idle()
 
 
 Proposal = Callable[[list[int]], TokenTree]
@@ -179,15 +286,17 @@ class ScriptedDraft:
     engine: Engine
     propose: Proposal
     name: str = "scripted"
+    algorithm: str = "SCRIPTED"
     disturb: Callable[[list[Candidate]], list[Candidate]] = lambda batch: batch
     committed: dict[int, list[int]] = field(default_factory=dict)
     is_closed: bool = False
     feature_spec: FeatureSpec | None = None
     features: dict[int, list[FeatureRows]] = field(default_factory=dict)
+    wait_s: float = 0.5
 
     def attach(self) -> None:
-        identity = DraftIdentity(self.name, self.name, "m", "SCRIPTED", 64, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(0.5), self.feature_spec))
+        identity = DraftIdentity(self.name, self.name, "m", self.algorithm, 64, 0.0)
+        self.engine.attach(Attachment(identity, self, Patience(self.wait_s), self.feature_spec))
 
     def detach(self) -> None:
         self.engine.detach(self.name)

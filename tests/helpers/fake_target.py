@@ -15,6 +15,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
+from shared.tls import ServerTls
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TargetService"]
 
@@ -52,6 +53,7 @@ class FakeTarget:
     max_context_tokens: int = 4096
     vocab_size: int = 512
     eos_token_ids: tuple[int, ...] = (0,)
+    draft_algorithms: tuple[str, ...] = ()
     num_cached_tokens: int = 0
     hold_after: int | None = None
     is_mute: bool = False
@@ -59,6 +61,7 @@ class FakeTarget:
     submits: list[pb.Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     num_sessions: int = 0
+    tls: ServerTls | None = None
 
     def __post_init__(self) -> None:
         self.release = asyncio.Event()
@@ -72,6 +75,11 @@ class FakeTarget:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def num_open(self) -> int:
+        """Requests that are being generated now."""
+        return sum(session.num_open for session in self._sessions)
+
     async def start(self, port: int = 0) -> None:
         servicer = _Servicer(self)
 
@@ -79,7 +87,7 @@ class FakeTarget:
             pb_grpc.add_TargetServiceServicer_to_server(servicer, server)
 
         self._server = await create_server([_SERVICE], register, self.lifecycle)
-        self.port = bind(self._server, f"127.0.0.1:{port}")
+        self.port = bind(self._server, f"127.0.0.1:{port}", self.tls)
         await self._server.start()
         await self.lifecycle.activate()
 
@@ -120,6 +128,7 @@ class FakeTarget:
             max_context_token_count=self.max_context_tokens,
             vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
+            draft_algorithms=self.draft_algorithms,
         )
 
     async def open_session(self, session: _Session) -> None:
@@ -170,6 +179,10 @@ class _Session:
         self._target = target
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
+    @property
+    def num_open(self) -> int:
+        return len(self._tasks)
+
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         async for request in requests:
             if request.HasField("submit"):
@@ -199,6 +212,9 @@ class _Session:
         target, request = self._target, submit.request
         started = pb.GenerationStarted(cached_token_count=target.num_cached_tokens)
         self._put(submit, response=pb.GenerateResponse(started=started))
+        for event in _prompt_logprobs(request):
+            self._put(submit, response=pb.GenerateResponse(prompt_logprobs=event))
+            await asyncio.sleep(0)
         finished = pb.GenerationFinished(
             finish_reason=pb.FINISH_REASON_LENGTH,
             prompt_token_count=len(request.prompt_token_ids),
@@ -209,11 +225,30 @@ class _Session:
                 await target.release.wait()
             taken = _within_limits(request, step, finished, target.eos_token_ids)
             self._put(submit, response=pb.GenerateResponse(delta=_delta(request, taken, finished)))
-            await asyncio.sleep(0)  # each step is a message of its own
+            await asyncio.sleep(0)
+            while not self.outgoing.empty():  # each step is a message of its own
+                await asyncio.sleep(0)
             if _is_over(request, finished):
                 break
         self._put(submit, response=pb.GenerateResponse(finished=finished))
         self._tasks.pop(submit.request_id, None)
+
+
+def _prompt_logprobs(request: pb.GenerateRequest) -> list[pb.PromptLogprobs]:
+    """Three tokens at a time, as a chunked prefill would."""
+    if not request.HasField("prompt_logprob_params"):
+        return []
+    params, prompt = request.prompt_logprob_params, request.prompt_token_ids
+    return [
+        pb.PromptLogprobs(
+            start_position=start,
+            logprobs=[
+                _logprobs(token_id, params.top_logprob_count)
+                for token_id in prompt[start : start + 3]
+            ],
+        )
+        for start in range(max(params.start_position, 1), len(prompt), 3)
+    ]
 
 
 def _steps(request: pb.GenerateRequest, steps: Steps) -> Steps:
@@ -254,13 +289,17 @@ def _is_over(request: pb.GenerateRequest, finished: pb.GenerationFinished) -> bo
 def _delta(
     request: pb.GenerateRequest, taken: Sequence[int], finished: pb.GenerationFinished
 ) -> pb.TokenDelta:
-    """Makes the message, and counts it as a verified round that drafted two tokens too many."""
+    """Makes the message, and counts it as a verified round that drafted two tokens too many.
+
+    A trace, when asked for, has the tokens of the step as a chain under two wrong first tokens.
+    """
+    number = finished.speculation.round_count
+    finished.speculation.round_count += 1
     num_accepted = max(len(taken) - 1, 0)
     num_drafted = 0
     if not request.speculation_params.disabled:
         num_drafted = num_accepted + 2
         stats = finished.speculation
-        stats.round_count += 1
         stats.verified_round_count += 1
         stats.accepted_token_count += num_accepted
         stats.drafted_token_count += num_drafted
@@ -275,7 +314,23 @@ def _delta(
         accepted_token_count=num_accepted,
         drafted_token_count=num_drafted,
         logprobs=logprobs,
+        trace=_trace(number, taken, num_drafted) if request.speculation_params.trace else None,
     )
+
+
+def _trace(number: int, taken: Sequence[int], num_drafted: int) -> pb.RoundTrace:
+    trace = pb.RoundTrace(round=number, row_count=1 + num_drafted)
+    trace.verify_duration.FromMilliseconds(4)
+    trace.wait_duration.FromMilliseconds(2)
+    if num_drafted:
+        trace.algorithm = "FAKE"
+        trace.draft_duration.FromMilliseconds(1)
+        path = taken[:-1]
+        trace.tree.token_ids.extend([1, 2, *path])
+        trace.tree.parent_indices.extend([-1, -1, *(i + 1 if i else -1 for i in range(len(path)))])
+        trace.tree.log_probs.extend([-1.0] * num_drafted)
+        trace.accepted_node_indices.extend(range(2, num_drafted))
+    return trace
 
 
 def _logprobs(token_id: int, num_top: int) -> pb.TokenLogprobs:

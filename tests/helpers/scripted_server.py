@@ -13,6 +13,7 @@ from grpc import aio
 from shared.rpc.channel import open_channel
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
+from shared.tls import ClientTls, ServerTls
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -33,7 +34,11 @@ class ScriptedServer:
 
 
 @contextlib.asynccontextmanager
-async def scripted_server(**behaviours: Callable[..., Any]) -> AsyncIterator[ScriptedServer]:
+async def scripted_server(
+    server_tls: ServerTls | None = None,
+    client_tls: ClientTls | None = None,
+    **behaviours: Callable[..., Any],
+) -> AsyncIterator[ScriptedServer]:
     """Serves behaviours by kind of RPC, for example `unary_stream=...`, on a free port."""
     handlers = {
         kind: getattr(grpc, f"{kind}_rpc_method_handler")(behaviour)
@@ -44,9 +49,9 @@ async def scripted_server(**behaviours: Callable[..., Any]) -> AsyncIterator[Scr
     server = await create_server(
         [], lambda server: server.add_generic_rpc_handlers((generic,)), lifecycle
     )
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', server_tls)}"
     await server.start()
-    async with open_channel(address) as channel:
+    async with open_channel(address, client_tls) as channel:
         try:
             yield ScriptedServer(server, channel, lifecycle, address)
         finally:

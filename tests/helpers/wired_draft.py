@@ -3,50 +3,93 @@
 from __future__ import annotations
 
 from services.draft.drafters.drafter import Drafter
-from services.draft.events import CandidatesReady, LinkOpened, LinkTerms, Output
-from services.draft.link_codec import attach_request, event_from_response
+from services.draft.events import (
+    CandidatesReady,
+    LinkOpened,
+    LinkTerms,
+    Output,
+    SequencesReleased,
+)
+from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.link_codec import attach_request, event_from_response, request_from_output
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds
 from services.draft.worker import WorkerIdentity
+from services.target.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.draft_messages import draft_messages, feature_spec
 from services.target.engine import Engine
 from services.target.patience import Patience
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.tokens import TreeShape
+from shared.rpc.trees import candidate_from_message
+from shared.tokens import Candidate, TreeShape
 from tests.helpers.engines import VOCAB_SIZE
+
+LINK = 1
 
 
 class WiredDraft:
-    """A `DraftPort` that reads the bytes of the wire and answers within the target's step."""
+    """A `DraftPort` that reads the bytes of the wire and answers within the target's step.
 
-    def __init__(self, engine: Engine, drafter: Drafter, shape: TreeShape) -> None:
+    Attributes:
+        wait_s: the target's patience; its clock advances a second whenever it is read.
+    """
+
+    wait_s = 0.5
+
+    def __init__(
+        self, engine: Engine, drafter: Drafter, shape: TreeShape, fan_out: FanOut = SYNCHRONOUS
+    ) -> None:
         self.engine = engine
         self.spec = drafter.limits.feature_spec
         self.roster = Roster(drafter, max_sequences=8, deliver=self._deliver)
-        self.rounds = Rounds(self.roster, drafter, shape, chunk_tokens=16, deliver=self._deliver)
-        self.roster.apply(LinkOpened(1, LinkTerms(VOCAB_SIZE, 64, 8, mirrors_noise=True)))
+        self.rounds = Rounds(
+            self.roster, drafter, shape, chunk_tokens=16, fan_out=fan_out, deliver=self._deliver
+        )
+        self.open_link()
+
+    def open_link(self) -> None:
+        """Opens the link in the draft; its target may have come and gone before."""
+        terms = LinkTerms(
+            VOCAB_SIZE, 64, 8, mirrors_noise=True, max_conditional=MAX_CONDITIONAL_CANDIDATES
+        )
+        self.roster.apply(LinkOpened(LINK, terms))
 
     def attach(self) -> None:
         worker = WorkerIdentity("w", "m", "EAGLE", None, 8, 128, feature_spec=self.spec)
         message = pb.SpeculateRequest.FromString(attach_request(worker).SerializeToString())
-        spec = feature_spec(message.attach.feature_spec)
+        spec = None if self.spec is None else feature_spec(message.attach.feature_spec)
         identity = DraftIdentity("wired", "w", "m", "EAGLE", 8, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(0.5), spec))
+        self.engine.attach(Attachment(identity, self, Patience(self.wait_s), spec))
+
+    def detach(self) -> None:
+        self.engine.detach("wired")
 
     def send(self, message: DraftMessage) -> bool:
         for response in draft_messages(message):
-            wire = pb.SpeculateResponse.FromString(response.SerializeToString())
-            event = event_from_response(1, wire, self.spec)
-            assert event is not None
-            self.roster.apply(event)
+            self.hear(response.SerializeToString())
         while self.rounds.step():
             pass
         return True
 
+    def hear(self, response: bytes) -> None:
+        """Takes the bytes of one message in."""
+        event = event_from_response(LINK, pb.SpeculateResponse.FromString(response), self.spec)
+        assert event is not None
+        self.roster.apply(event)
+
     def close(self) -> None:
         raise AssertionError("the target gave the draft up")
 
+    def offer(self, candidates: tuple[Candidate, ...]) -> None:
+        """Hands candidates to the target."""
+        self.engine.offer("wired", candidates)
+
     def _deliver(self, output: Output) -> None:
+        if isinstance(output, SequencesReleased):
+            self.engine.release("wired", output.sequence_ids)
+            return
         assert isinstance(output, CandidatesReady)
-        self.engine.offer("wired", output.candidates)
+        wire = request_from_output(output).SerializeToString()
+        batch = pb.SpeculateRequest.FromString(wire).candidates
+        self.offer(tuple(map(candidate_from_message, batch.candidates)))

@@ -54,9 +54,16 @@ def _request(temperature: float, *, disabled: bool) -> pb.GenerateRequest:
     )
 
 
+@pytest.mark.parametrize("budget", [0, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_output_is_the_same_and_drafted(folder: Path, temperature: float) -> None:
-    process = _process(folder, "--speculative-draft-model-path", str(folder))
+async def test_output_is_the_same_and_drafted(
+    folder: Path, temperature: float, budget: int
+) -> None:
+    process = _process(
+        folder,
+        *("--speculative-draft-model-path", str(folder)),
+        *("--speculative-outcome-budget", str(budget)),
+    )
     await process.start()
     async with (
         open_channel(f"127.0.0.1:{process.port}") as channel,

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence
+from services.target.outcome_tally import OutcomeTally
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
@@ -157,3 +159,24 @@ def test_a_prompt_from_the_prefix_cache_is_drafted_for_as_a_new_one_is(
     assert [tokens for tokens, _, _ in first] == [tokens for tokens, _, _ in second]
     assert [len(tree) for _, _, tree in first] == [len(tree) for _, _, tree in second]
     assert _check(drafter, tiny) >= 6
+
+
+@pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
+def test_drafting_ahead_from_recurrent_states_changes_nothing(
+    tiny: TinyHead, seed: int | None, decoder: Decoder, folder: Path, tmp_path: Path
+) -> None:
+    total = OutcomeTally()
+    engine = build_engine(
+        decoder, max_step_rows=16, on_step=lambda report: total.add(report.outcomes)
+    )
+    drafter = _drafter(tmp_path, folder, tiny)
+    WiredDraft(engine, drafter, SHAPE, FanOut(8)).attach()
+    sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
+    requests = [request(prompt, sampling, StopParams(24)) for prompt in (PROMPT, PROMPT[:9])]
+    answers = run(engine, requests)
+    plain = run(build_engine(decoder), requests)
+    assert [answers.token_ids(i) for i in range(2)] == [plain.token_ids(i) for i in range(2)]
+    # A head of random weights guesses badly, but it does foresee some verdicts.
+    assert total.num_hits > 0
+    assert total.num_unprepared <= 2
+    drafter.check()

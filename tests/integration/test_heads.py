@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.process import DraftProcess
@@ -20,6 +21,8 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
+from shared.runtime.feature_ring import FeatureRingWriter
+from shared.runtime.round_runner import RoundRunner
 from shared.settings import load_settings
 from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer
@@ -28,6 +31,7 @@ from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 
 VOCAB_SIZE = 300
+AHEAD = ", ahead"
 PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
 
 
@@ -50,10 +54,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _flags(folders: dict[str, Path], kind: str) -> list[str]:
+    algorithm = kind.removesuffix(AHEAD)
     # Next-token layers are the target's own.
-    own = ("--speculative-draft-model-path", str(folders[kind])) if kind in folders else ()
+    has_own = algorithm in folders
+    own = ("--speculative-draft-model-path", str(folders[algorithm])) if has_own else ()
+    ahead = ("--speculative-outcome-budget", "4") if kind.endswith(AHEAD) else ()
     return [
-        *("--speculative-algorithm", kind, *own),
+        *("--speculative-algorithm", algorithm, *own, *ahead),
         *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
         *("--speculative-num-draft-tokens", "6"),
     ]
@@ -61,7 +68,7 @@ def _flags(folders: dict[str, Path], kind: str) -> list[str]:
 
 @asynccontextmanager
 async def _serving(
-    folders: dict[str, Path], kind: str, placement: str, *embedded_flags: str
+    folders: dict[str, Path], kind: str, placement: str, *flags: str
 ) -> AsyncIterator[pb_grpc.TargetServiceStub]:
     folder = folders["target"]
     arguments = [
@@ -70,7 +77,8 @@ async def _serving(
         *("--candidate-wait-ms", "2000", "--draft", placement),
     ]
     if placement == "embedded":
-        arguments += [*_flags(folders, kind), *embedded_flags]
+        arguments += _flags(folders, kind)
+    arguments += flags
     settings, draft_settings = read_settings(arguments, {})
     engine = build_engine(settings, lambda report: None)
     process = TargetProcess(engine, settings, tokenizer_sha256(folder))
@@ -134,7 +142,9 @@ async def _outputs(
 
 
 @pytest.mark.parametrize("placement", ["remote", "embedded"])
-@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "MTP", "DFLASH"])
+@pytest.mark.parametrize(
+    "kind", ["EAGLE", "EAGLE3", "MTP", "DFLASH", f"EAGLE{AHEAD}", f"EAGLE3{AHEAD}", f"MTP{AHEAD}"]
+)
 async def test_head_drafts_and_changes_nothing(
     folders: dict[str, Path], kind: str, placement: str
 ) -> None:
@@ -145,6 +155,27 @@ async def test_head_drafts_and_changes_nothing(
                 found, num_verified = await _outputs(stub, temperature, disabled=False)
                 assert found == expected
                 assert num_verified > 0
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+async def test_rounds_on_the_device_change_nothing(
+    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, launched = RoundRunner.launch, []
+
+    def counted(runner: RoundRunner) -> None:
+        launched.append(len(runner.sequence_ids))
+        launch(runner)
+
+    monkeypatch.setattr(RoundRunner, "launch", counted)
+    async with _serving(folders, kind, "embedded", "--device-rounds", "on") as stub:
+        for temperature in (0.0, 1.0):
+            expected, _ = await _outputs(stub, temperature, disabled=True)
+            for _ in range(2):
+                found, num_verified = await _outputs(stub, temperature, disabled=False)
+                assert found == expected
+                assert num_verified > 0
+    assert max(launched) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("quantisation", ["int8", "fp8"])
@@ -158,3 +189,27 @@ async def test_a_draft_in_8_bits_changes_nothing(
             found, num_verified = await _outputs(stub, temperature, disabled=False)
             assert found == expected
             assert num_verified > 0
+
+
+@pytest.mark.parametrize("num_rows", [0, 4, 4096])
+async def test_features_travel_through_memory_while_it_has_room(
+    folders: dict[str, Path], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, starts = FeatureRingWriter.write, []
+
+    def written(ring: FeatureRingWriter, rows: torch.Tensor) -> int | None:
+        starts.append(write(ring, rows))
+        return starts[-1]
+
+    monkeypatch.setattr(FeatureRingWriter, "write", written)
+    flags = ("--feature-ring-rows", str(num_rows))
+    async with _serving(folders, "EAGLE3", "remote", *flags) as stub:
+        expected, _ = await _outputs(stub, 0.0, disabled=True)
+        found, num_verified = await _outputs(stub, 0.0, disabled=False)
+        assert found == expected
+        assert num_verified > 0
+    in_ring = [start for start in starts if start is not None]
+    assert bool(in_ring) == (num_rows > 0)
+    assert in_ring == sorted(in_ring)
+    # No prompt fits the small ring, however soon its draft reads; committed rows do.
+    assert (None in starts) == (num_rows == 4)

@@ -1,6 +1,7 @@
-"""`make load`: closed-loop load on a running gateway.
+"""`make load`: load on a running gateway.
 
-N workers each keep one request in flight until M requests are done. Prints time to the first
+N workers each keep one request in flight until M requests are done; with `--arrivals` requests are
+sent at times of their own instead, and timed from when they were due. Prints time to the first
 token, gaps between chunks, tokens per second and errors; exits with code 1 when a request failed.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tests.load.arrivals import Arrivals, arrivals_named
 from tests.load.chat import ChatFailed, ChatRequest, ChatResult, served_model, stream_chat
 from tests.load.figures import percentile, table
 from tests.load.prompts import PROMPTS
@@ -26,7 +28,12 @@ _PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """Shape of the load."""
+    """Shape of the load.
+
+    Attributes:
+        arrivals: None is a closed loop of `concurrency` workers.
+        speculation: False asks for plain decoding.
+    """
 
     url: str
     concurrency: int
@@ -34,6 +41,9 @@ class LoadSettings:
     max_tokens: int
     temperature: float
     timeout_s: float
+    arrivals: Arrivals | None = None
+    prompts: tuple[str, ...] = PROMPTS
+    speculation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,9 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 async def run(settings: LoadSettings) -> LoadReport:
     """Sends the load and waits for its end."""
-    limits = httpx.Limits(max_connections=settings.concurrency)
+    # An open loop has as many connections as it needs.
+    is_closed = settings.arrivals is None
+    limits = httpx.Limits(max_connections=settings.concurrency if is_closed else None)
     async with httpx.AsyncClient(
         base_url=settings.url, limits=limits, timeout=settings.timeout_s
     ) as http:
@@ -82,27 +94,38 @@ async def run(settings: LoadSettings) -> LoadReport:
         results: list[ChatResult] = []
         errors: list[str] = []
 
+        async def ask(request: ChatRequest, late_s: float = 0.0) -> None:
+            try:
+                results.append((await stream_chat(http, model, request)).delayed(late_s))
+            except (ChatFailed, httpx.HTTPError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
         async def work() -> None:
             for request in requests:  # shared by all workers: each takes the next
-                try:
-                    results.append(await stream_chat(http, model, request))
-                except (ChatFailed, httpx.HTTPError) as error:
-                    errors.append(f"{type(error).__name__}: {error}")
+                await ask(request)
 
         started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for _ in range(settings.concurrency):
-                group.create_task(work())
+            if settings.arrivals is None:
+                for _ in range(settings.concurrency):
+                    group.create_task(work())
+            else:
+                pairs = zip(requests, settings.arrivals.offsets_s(), strict=False)
+                for request, due_s in pairs:
+                    await asyncio.sleep(due_s - (time.perf_counter() - started))
+                    late_s = time.perf_counter() - started - due_s
+                    group.create_task(ask(request, late_s))
         return LoadReport(tuple(results), tuple(errors), time.perf_counter() - started)
 
 
 def _requests(settings: LoadSettings) -> Iterator[ChatRequest]:
     for number in range(settings.num_requests):
         yield ChatRequest(
-            prompt=PROMPTS[number % len(PROMPTS)],
+            prompt=settings.prompts[number % len(settings.prompts)],
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
             seed=number,
+            speculation=settings.speculation,
         )
 
 
@@ -118,6 +141,8 @@ def _parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
     parser = argparse.ArgumentParser(prog="load", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--arrivals", help="open loop: poisson, burst or steady")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second, open loop")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -131,6 +156,7 @@ def _parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
         max_tokens=flags.max_tokens,
         temperature=flags.temperature,
         timeout_s=flags.timeout_s,
+        arrivals=flags.arrivals and arrivals_named(flags.arrivals, flags.rate),
     )
     return settings, flags.json
 

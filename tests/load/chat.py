@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -53,6 +53,11 @@ class ChatResult:
     chunk_times: tuple[float, ...]
     num_tokens: int
     rounds: int | None
+
+    def delayed(self, late_s: float) -> ChatResult:
+        """Returns the result as seen from `late_s` before the request was sent."""
+        times = tuple(each + late_s for each in self.chunk_times)
+        return replace(self, chunk_times=times, duration_s=self.duration_s + late_s)
 
     @property
     def first_token_s(self) -> float:

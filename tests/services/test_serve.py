@@ -27,22 +27,39 @@ def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_demo_model_is_served_with_the_demo_draft() -> None:
     settings = parse([])
-    assert settings.algorithm == "STANDALONE"
+    assert settings.algorithms == ("STANDALONE",)
     assert settings.ports == (8000, 8001, 50051, 50052, 50061, 50062)
 
 
 def test_another_model_drafts_from_its_own_text_unless_told_otherwise(tmp_path: Path) -> None:
     model, draft = _model_folder(tmp_path / "model"), _model_folder(tmp_path / "draft")
-    assert parse(["--model", str(model)]).algorithm == "NGRAM"
-    assert parse(["--model", str(model), "--draft-model", str(draft)]).algorithm == "STANDALONE"
-    assert parse(["--model", str(model), "--algorithm", "eagle3"]).algorithm == "EAGLE3"
+    assert parse(["--model", str(model)]).algorithms == ("NGRAM",)
+    assert parse(["--model", str(model), "--draft-model", str(draft)]).algorithms == ("STANDALONE",)
+    assert parse(["--model", str(model), "--algorithm", "eagle3"]).algorithms == ("EAGLE3",)
 
 
 @pytest.mark.parametrize("flags", [["--placement", "embedded"], ["--algorithm", "NONE"]])
 def test_no_draft_process_means_no_draft_ports(flags: list[str]) -> None:
     settings = parse(flags)
-    assert not settings.has_draft_process
+    assert not settings.draft_ports
     assert settings.ports == (8000, 8001, 50051, 50052)
+
+
+def test_several_algorithms_are_as_many_drafts() -> None:
+    settings = parse(["--algorithm", "standalone, NGRAM,ngram"])
+    assert settings.algorithms == ("STANDALONE", "NGRAM")
+    assert settings.ports[-4:] == (50061, 50062, 50063, 50064)
+    specs = [draft_spec(settings, each) for each in settings.algorithms]
+    assert [spec.name for spec in specs] == ["draft-standalone", "draft-ngram"]
+    assert [spec.arguments[1] for spec in specs] == ["50061", "50063"]
+
+
+@pytest.mark.parametrize("flag", ["--placement=embedded", "--draft-model=MODEL"])
+def test_what_only_one_draft_can_have_is_refused_for_several(flag: str, tmp_path: Path) -> None:
+    flag = flag.replace("MODEL", str(_model_folder(tmp_path / "model")))
+    result = _serve("--algorithm", "NGRAM,STANDALONE", flag)
+    assert result.returncode == 2
+    assert "--algorithm names 2" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -52,9 +69,10 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
     algorithm: str, is_head: bool, tmp_path: Path
 ) -> None:
     model = _model_folder(tmp_path / "model")
-    arguments = draft_spec(parse(["--model", str(model), "--algorithm", algorithm])).arguments
+    settings = parse(["--model", str(model), "--algorithm", algorithm])
+    arguments = draft_spec(settings, algorithm).arguments
     assert ("--target-model-path" in arguments) == (str(model) in arguments) == is_head
-    demo = draft_spec(parse(["--algorithm", algorithm])).arguments
+    demo = draft_spec(parse(["--algorithm", algorithm]), algorithm).arguments
     assert "--target-model-path" not in demo
 
 

@@ -56,6 +56,10 @@ class DflashDrafter:
         self._states: dict[SequenceKey, _State] = {}
 
     @property
+    def foresight(self) -> None:
+        """Every tree follows its verdict."""
+
+    @property
     def limits(self) -> DrafterLimits:
         head = self._runner.head
         return DrafterLimits(

@@ -2,51 +2,17 @@
 
 *Index* counts from the sequence's window: index i is committed token `window_start + i`, and it is
 also the token's rotary position and its logical place in the KV cache. Committed tokens take the
-indices `[0, num_computed)`; the rows of a grown tree follow them as its tail.
+indices `[0, num_computed)`; the rows of grown trees follow them as its tail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from services.draft.drafters.tail import Tail
 from services.draft.sequence import DraftSequence
-from shared.kv.leases import KvLease, KvLeases
-
-
-@dataclass(slots=True)
-class GrownRows:
-    """Computed rows of the last tree, the r-th at index `base + r`.
-
-    Attributes:
-        base: tokens committed when the tree was grown.
-        rows: row of each (parent row, token); the parent is None below the last committed token.
-    """
-
-    base: int
-    rows: dict[tuple[int | None, int], int] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    def add(self, parent: int | None, token: int) -> int:
-        """Appends a row; returns its number."""
-        row = len(self.rows)
-        self.rows[parent, token] = row
-        return row
-
-    def match(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns the rows of the longest path whose tokens begin `token_ids`."""
-        path: list[int] = []
-        parent: int | None = None
-        for token in token_ids:
-            row = self.rows.get((parent, token))
-            if row is None:
-                break
-            path.append(row)
-            parent = row
-        return path
+from shared.kv.leases import KvLease, KvLeases, OutOfPages
 
 
 @dataclass(slots=True, eq=False)
@@ -56,13 +22,13 @@ class SequenceKv:
     Attributes:
         window_start: committed token that has index 0.
         num_computed: indices below it hold the KV of committed tokens.
-        grown: the last tree's rows, until a verdict or another forward overwrites them.
+        tail: what is computed behind them, until another forward overwrites it.
     """
 
     lease: KvLease
     window_start: int
     num_computed: int
-    grown: GrownRows | None = None
+    tail: Tail | None = None
     is_published: bool = False
 
 
@@ -78,7 +44,8 @@ class DraftKv:
         assert max_context_tokens > margin_tokens + 1, "no room for a context beside the tree"
         self.leases = leases
         self._max_window_tokens = max_context_tokens - margin_tokens
-        self._moves: list[tuple[int, int]] = []
+        # Source slot of each slot that is to be overwritten.
+        self._moves: dict[int, int] = {}
 
     def open(self, sequence: DraftSequence) -> SequenceKv:
         """Starts a sequence on the longest cached prefix of its window."""
@@ -114,26 +81,44 @@ class DraftKv:
     def close(self, kv: SequenceKv, sequence: DraftSequence) -> None:
         self.leases.close(kv.lease, _computed(kv, sequence))
 
+    def reserve_tail(self, kv: SequenceKv, num_rows: int) -> bool:
+        """Makes room for that many rows behind the tail's; False when there is none."""
+        assert kv.tail is not None
+        try:
+            self.leases.grow(kv.lease, kv.tail.base + kv.tail.num_rows + num_rows)
+        except OutOfPages:
+            return False
+        return True
+
     def take_moves(self) -> list[tuple[int, int]]:
-        """Returns the (source, target) slots to copy before the next forward, and forgets them."""
-        moves, self._moves = self._moves, []
-        return moves
+        """Returns the (source, target) slots to copy before the next forward, as if all were read
+        before any is written, and forgets them."""
+        moves, self._moves = self._moves, {}
+        return [(source, target) for target, source in moves.items()]
 
     def _keep_accepted(self, kv: SequenceKv, token_ids: Sequence[int]) -> None:
         """The tokens decide, not the verdict's node indices: the verified tree may have been
         another one, and KV depends on nothing but the tokens before it."""
-        grown, kv.grown = kv.grown, None
-        if grown is None:
+        tail = kv.tail
+        if tail is None:
             return
-        assert grown.base == kv.num_computed, "a tree outlived the tokens it hangs off"
-        # The last token stays to be computed: the next tree grows from its logits.
-        rows = grown.match(token_ids[:-1])
-        for offset, row in enumerate(rows):
-            if row != offset:
-                self._moves.append(
-                    (self._slot(kv, grown.base + row), self._slot(kv, grown.base + offset))
-                )
-        kv.num_computed += len(rows)
+        assert tail.base == kv.num_computed, "a tail outlived the tokens it hangs off"
+        path = tail.match(token_ids)
+        if path:
+            self._move(kv, tail.base, tail.reroot(path[-1]))
+        kv.num_computed += len(path)
+        if len(path) < len(token_ids):
+            # What comes after the path was not foreseen, so nothing hangs off it.
+            kv.tail = None
+
+    def _move(self, kv: SequenceKv, base: int, rows: Sequence[tuple[int, int]]) -> None:
+        """Adds copies of rows to those that wait, which later ones may build on."""
+        moved = {}
+        for source, target in rows:
+            if source != target:
+                slot = self._slot(kv, base + source)
+                moved[self._slot(kv, base + target)] = self._moves.get(slot, slot)
+        self._moves.update(moved)
 
     def _slot(self, kv: SequenceKv, index: int) -> int:
         page_size = self.leases.page_size

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.draft.events import FeatureRows
+from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
 
@@ -48,11 +49,47 @@ class DrafterLimits:
     feature_spec: FeatureSpec | None = None
 
 
+class Foresight(Protocol):
+    """Prepares trees for the verdicts on a tree that is being verified.
+
+    Attributes:
+        budget: verdicts a sequence and round; proposals keep what choosing among so many needs.
+            Set between forwards.
+    """
+
+    budget: int
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has something to compute."""
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        """Prepares for the verdicts on `tree`, which is verified in the current round. Computes
+        nothing.
+
+        Args:
+            shape: of the trees to prepare.
+        """
+
+    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        """Starts on the tree for the current round from what was computed ahead; `advance` will
+        return it, without a condition. False when there is nothing to go on from."""
+
+    def advance(self) -> list[Proposal]:
+        """Computes one forward; returns the proposals that are complete, likeliest first."""
+
+
 class Drafter(Protocol):
     """Proposes token trees that continue committed tokens."""
 
     @property
     def limits(self) -> DrafterLimits: ...
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """None for drafters that cannot draft ahead."""
 
     def open(self, sequence: DraftSequence) -> None:
         """Takes a sequence on."""

@@ -4,6 +4,10 @@ A round costs one forward a level for all sequences together, as in `standalone`
 in the rows whose features the last verdict brought, and scores the first level; on each further
 level a node reads the state its parent's row left. Sequences whose features have not arrived get
 an empty tree: their target need not wait.
+
+Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
+will bring. They are computed again from the features of each verdict, so that errors do not grow
+from round to round.
 """
 
 from __future__ import annotations
@@ -19,17 +23,36 @@ from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.feature_buffer import FeatureBuffer
 from services.draft.drafters.head_kv import HeadKv, num_window_rows
-from services.draft.drafters.tree_tail import TreeTail, beam_rows
+from services.draft.drafters.head_tails import HeadTails, reroot
+from services.draft.drafters.outcome_drafter import OutcomeDrafter
+from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
 from shared.runtime.head_runner import HeadOutput, HeadRunner
 from shared.speculation.growth import Children, TreeGrowth, choose_children
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
 CONTEXT_MARGIN = 33
 """Rows of the context kept for the deepest tree and the row it hangs off."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadLoan:
+    """What a drafter lends to a target in the same process.
+
+    Attributes:
+        pages: of `pool`; the drafter keeps off them for good.
+        max_context_tokens: longest sequence that needs no window.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    pages: tuple[int, ...]
+    max_context_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +90,17 @@ class EagleDrafter:
             leases, max_context_tokens=max_context_tokens, margin_tokens=CONTEXT_MARGIN
         )
         self._states: dict[SequenceKey, _State] = {}
+        self._tails = HeadTails(self, leases, runner.device)
+        self._outcomes = OutcomeDrafter(
+            self._tails.tail_of,
+            self._tails.compute,
+            max_depth=CONTEXT_MARGIN - 1,
+            keeps_rows=False,
+        )
+
+    @property
+    def foresight(self) -> OutcomeDrafter | None:
+        return self._outcomes
 
     @property
     def limits(self) -> DrafterLimits:
@@ -75,6 +109,22 @@ class EagleDrafter:
             vocab_size=head.config.vocab_size,
             max_context_tokens=self._max_context_tokens,
             feature_spec=head.feature_spec,
+        )
+
+    def kv_of(self, sequence: DraftSequence) -> SequenceKv:
+        """Returns the pages of a sequence and what is computed in them."""
+        return self._states[sequence.key].kv
+
+    def lend(self) -> HeadLoan:
+        """Lends the head and half of the free pages; called before any sequence is opened."""
+        leases = self._kv.leases
+        loan = leases.open(())
+        leases.grow(loan, leases.num_free_pages // 2 * leases.page_size)
+        return HeadLoan(
+            self._runner.head,
+            self._runner.pool,
+            tuple(loan.pages),
+            self._max_context_tokens - CONTEXT_MARGIN,
         )
 
     def open(self, sequence: DraftSequence) -> None:
@@ -86,6 +136,9 @@ class EagleDrafter:
         if features is not None:
             self.add_features(sequence, features)
         state = self._states[sequence.key]
+        self._outcomes.observe(sequence, verdict.committed_token_ids)
+        self._outcomes.drop(sequence)
+        reroot(state.kv, verdict.committed_token_ids)
         if self._kv.is_outgrown(state.kv, sequence):
             start = sequence.num_tokens - 1 - self._kv.num_kept_rows
             self._restart(sequence, max(start, state.features.start))
@@ -126,12 +179,13 @@ class EagleDrafter:
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        complete = [sequence for sequence in sequences if self._is_complete(sequence)]
-        waiting = [sequence for sequence in sequences if not self._is_complete(sequence)]
+        complete = [sequence for sequence in sequences if self.is_complete(sequence)]
+        waiting = [sequence for sequence in sequences if not self.is_complete(sequence)]
         grown = self._grow(complete, self._grown_shape(shape)) if complete else []
         return [*grown, *(Proposal(sequence, EMPTY_TREE) for sequence in waiting)]
 
     def close(self, sequence: DraftSequence) -> None:
+        self._outcomes.drop(sequence)
         self._kv.close(self._states.pop(sequence.key).kv, sequence)
 
     def flush_prefix_cache(self) -> int:
@@ -158,26 +212,40 @@ class EagleDrafter:
 
     def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Computes the next committed rows of each sequence."""
-        self._compute_committed(counts, with_logits=False)
+        self.compute_committed(counts, with_logits=False)
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
-        output = self._compute_committed(
+        output = self.compute_committed(
             [(sequence, self.backlog(sequence)) for sequence in sequences], with_logits=True
         )
         for sequence in sequences:
             self._kv.publish(self._states[sequence.key].kv, sequence)
-        tails = [TreeTail(self._states[sequence.key].kv) for sequence in sequences]
-        growth.add(_children(scores, output, tails, shape))
+        tails = [TreeTail(self._states[s.key].kv, s.token_ids[-1]) for s in sequences]
+        outputs = [output]
+        levels = [self._children(scores, output, tails, shape)]
+        growth.add(levels[0].best(shape.topk))
         while not growth.is_complete:
             beam = growth.select_beam()
             hidden = parent_states(output.states, beam.parents)
-            output = self._run(beam_rows(beam, tails), hidden)
-            growth.add(_children(scores, output, tails, shape))
+            output = self.run(beam_rows(beam, tails), hidden)
+            outputs.append(output)
+            levels.append(self._children(scores, output, tails, shape))
+            growth.add(levels[-1].best(shape.topk))
+        if self._outcomes.budget:
+            learn_levels(tails, levels)
+            self._tails.keep(sequences, tails, outputs)
         grown = zip(sequences, growth.finish(), strict=True)
         return [Proposal(sequence, result.tree) for sequence, result in grown]
 
-    def _is_complete(self, sequence: DraftSequence) -> bool:
+    def _children(
+        self, scores: DraftScores, output: HeadOutput, tails: Sequence[TreeTail], shape: TreeShape
+    ) -> Children:
+        """As many as the tree needs, and those that verdicts may end in beside them."""
+        width = min(shape.topk + self._outcomes.budget, self._runner.head.vocabulary.size)
+        return choose_children(scores(output.logits, [tail.paths for tail in tails]), width)
+
+    def is_complete(self, sequence: DraftSequence) -> bool:
         """Whether the features of every committed position but the last are here."""
         state, backlog = self._states[sequence.key], self.backlog(sequence)
         return 0 < backlog == num_window_rows(state.kv, sequence) - state.kv.num_computed
@@ -191,13 +259,13 @@ class EagleDrafter:
             topk=min(shape.topk, self._runner.head.vocabulary.size),
         )
 
-    def _compute_committed(
+    def compute_committed(
         self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
     ) -> HeadOutput:
         """Computes the next rows of each sequence from the target's features."""
         hidden = self._committed_hidden(counts)
         rows = [self._committed_rows(*each, with_logits=with_logits) for each in counts]
-        output = self._run(rows, hidden)
+        output = self.run(rows, hidden)
         for sequence, _ in counts:
             self._drop_features(sequence)
         return output
@@ -229,7 +297,7 @@ class EagleDrafter:
             logit_rows=(count - 1,) if with_logits else (),
         )
 
-    def _run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
+    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
         runner = self._runner
         batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
         return runner.run(batch, hidden)
@@ -237,6 +305,7 @@ class EagleDrafter:
     def _restart(self, sequence: DraftSequence, window_start: int) -> None:
         state = self._states[sequence.key]
         state.kv = self._kv.restart(state.kv, sequence, window_start)
+        self._outcomes.drop(sequence)
 
     def _drop_features(self, sequence: DraftSequence) -> None:
         state = self._states[sequence.key]
@@ -244,12 +313,6 @@ class EagleDrafter:
         if self._keeps_features:
             needed = min(needed, sequence.num_tokens - 1 - self._kv.num_kept_rows)
         state.features.drop_before(needed)
-
-
-def _children(
-    scores: DraftScores, output: HeadOutput, tails: Sequence[TreeTail], shape: TreeShape
-) -> Children:
-    return choose_children(scores(output.logits, [tail.paths for tail in tails]), shape.topk)
 
 
 def parent_states(states: Tensor, parents: Tensor) -> Tensor:

@@ -32,6 +32,10 @@ class MultiLayerDrafter(EagleDrafter):
     the deeper layers read."""
 
     @property
+    def foresight(self) -> None:
+        """Every tree follows its verdict: open rows change with each token."""
+
+    @property
     def _num_layers(self) -> int:
         return len(self._runner.head.layers)
 
@@ -39,10 +43,10 @@ class MultiLayerDrafter(EagleDrafter):
     def _num_open_rows(self) -> int:
         return self._num_layers
 
-    def _is_complete(self, sequence: DraftSequence) -> bool:
+    def is_complete(self, sequence: DraftSequence) -> bool:
         """Every layer needs a committed row."""
         num_rows = num_window_rows(self._states[sequence.key].kv, sequence)
-        return super()._is_complete(sequence) and num_rows >= self._num_layers
+        return super().is_complete(sequence) and num_rows >= self._num_layers
 
     def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         states = self._committed_hidden(counts)

@@ -34,6 +34,8 @@ def device_for(settings: DraftSettings) -> torch.device:
     if settings.enable_torch_compile:
         # Its compiler does not take the packed weights that make CPU forwards fast.
         problems.append("--enable-torch-compile needs CUDA")
+    if settings.enable_cuda_graph:
+        problems.append("--enable-cuda-graph needs CUDA")
     if problems:
         raise SettingsError(tuple(f"{problem}; the device is {device}" for problem in problems))
     return device
@@ -69,9 +71,17 @@ def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) ->
 
 
 def allocate_kv(
-    settings: DraftSettings, layout: KvLayout, device: torch.device, *, max_context_tokens: int
+    settings: DraftSettings,
+    layout: KvLayout,
+    device: torch.device,
+    *,
+    max_context_tokens: int,
+    reserved_bytes: int = 0,
 ) -> tuple[KvPool, KvLeases]:
     """Allocates the KV pool; call it once the weights are loaded.
+
+    Args:
+        reserved_bytes: memory that something else will take.
 
     Raises:
         SettingsError: memory does not hold what the settings ask for.
@@ -84,6 +94,7 @@ def allocate_kv(
         max_sequence_length=min(
             max_context_tokens, settings.max_total_tokens or max_context_tokens
         ),
+        reserved_bytes=reserved_bytes,
     )
     leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
     log.info("%s KV pages of %d tokens", f"{leases.num_pages:,}", settings.page_size)

@@ -3,7 +3,7 @@
 A round costs one forward a level for all sequences together: the first computes the tokens the
 last verdict committed, and its logits are the first level; each further level computes the K
 frontier nodes of the tree. KV of the accepted path is kept: a chain's is in place already, a
-tree's is moved to the front of its tail.
+tree's is moved to the front of its tail. So is what was drafted ahead below it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
-from services.draft.drafters.tree_tail import TreeTail, beam_rows
+from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
+from services.draft.drafters.tail import Tail
+from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
@@ -40,6 +42,13 @@ class StandaloneDrafter:
             leases, max_context_tokens=max_context_tokens, margin_tokens=CONTEXT_MARGIN
         )
         self._states: dict[SequenceKey, SequenceKv] = {}
+        self._outcomes = OutcomeDrafter(
+            self._tail, self._compute_tails, max_depth=CONTEXT_MARGIN - 1, keeps_rows=True
+        )
+
+    @property
+    def foresight(self) -> OutcomeDrafter:
+        return self._outcomes
 
     @property
     def limits(self) -> DrafterLimits:
@@ -56,7 +65,9 @@ class StandaloneDrafter:
     ) -> None:
         key = sequence.key
         num_committed = len(verdict.committed_token_ids)
+        self._outcomes.observe(sequence, verdict.committed_token_ids)
         self._states[key] = self._kv.commit(self._states[key], sequence, num_committed)
+        self._outcomes.drop(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         """Nothing to do: a language model reads tokens only."""
@@ -89,20 +100,25 @@ class StandaloneDrafter:
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         shape = self._grown_shape(shape)
         growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
-        rows = [self._committed_rows(s, self.backlog(s), with_logits=True) for s in sequences]
-        tails = [TreeTail(self._states[sequence.key]) for sequence in sequences]
-        growth.add(self._children(scores, rows, tails, shape))
+        rows = [self._open_rows(sequence) for sequence in sequences]
+        tails = [TreeTail(self._states[s.key], s.token_ids[-1]) for s in sequences]
+        levels = [self._children(scores, rows, tails, shape)]
+        growth.add(levels[0].best(shape.topk))
         for sequence in sequences:
             self._kv.publish(self._states[sequence.key], sequence)
         while not growth.is_complete:
             rows = beam_rows(growth.select_beam(), tails)
-            growth.add(self._children(scores, rows, tails, shape))
+            levels.append(self._children(scores, rows, tails, shape))
+            growth.add(levels[-1].best(shape.topk))
+        if self._outcomes.budget:
+            learn_levels(tails, levels)
         for sequence, tail in zip(sequences, tails, strict=True):
-            self._states[sequence.key].grown = tail.grown
+            self._states[sequence.key].tail = tail.tail
         grown = zip(sequences, growth.finish(), strict=True)
         return [Proposal(sequence, result.tree) for sequence, result in grown]
 
     def close(self, sequence: DraftSequence) -> None:
+        self._outcomes.drop(sequence)
         self._kv.close(self._states.pop(sequence.key), sequence)
 
     def flush_prefix_cache(self) -> int:
@@ -136,22 +152,47 @@ class StandaloneDrafter:
         tails: Sequence[TreeTail],
         shape: TreeShape,
     ) -> Children:
+        """As many as the tree needs, and those that verdicts may end in beside them."""
         logits = self._forward(rows)
-        return choose_children(scores(logits, [tail.paths for tail in tails]), shape.topk)
+        width = min(shape.topk + self._outcomes.budget, logits.shape[1])
+        return choose_children(scores(logits, [tail.paths for tail in tails]), width)
+
+    def _tail(self, sequence: DraftSequence) -> Tail | None:
+        return self._states[sequence.key].tail
+
+    def _compute_tails(self, work: Sequence[TailWork]) -> list[DraftSequence]:
+        """Computes nodes behind the committed tokens, one forward for all sequences."""
+        served = [
+            each
+            for each in work
+            if self._kv.reserve_tail(self._states[each.sequence.key], len(each.nodes))
+        ]
+        if not served:
+            return []
+        pages = [self._states[each.sequence.key].lease.pages for each in served]
+        rows = [each.tail.lay_out(each.nodes, own) for each, own in zip(served, pages, strict=True)]
+        learn_rows(served, self._forward(rows), self._runner.device)
+        return [each.sequence for each in served]
 
     def _uncomputed(self, sequence: DraftSequence) -> range:
         state = self._states[sequence.key]
         return range(state.num_computed, sequence.num_tokens - state.window_start)
 
+    def _open_rows(self, sequence: DraftSequence) -> SequenceRows:
+        """Lays out what is left of the backlog; the last row's logits start a tree."""
+        if not self.backlog(sequence):
+            # The last token was computed ahead, but its logits are gone.
+            self._states[sequence.key].num_computed -= 1
+        return self._committed_rows(sequence, self.backlog(sequence), with_logits=True)
+
     def _committed_rows(
         self, sequence: DraftSequence, count: int, *, with_logits: bool
     ) -> SequenceRows:
         """Lays out the next `count` committed tokens and counts them as computed."""
-        assert count > 0, "a sequence is proposed for once a round, and a round commits tokens"
         state = self._states[sequence.key]
         start = state.num_computed
         state.num_computed += count
-        state.grown = None
+        state.tail = None
         first_token = state.window_start + start
         return SequenceRows(
             token_ids=sequence.token_ids[first_token : first_token + count],

@@ -15,9 +15,13 @@ from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.loader import load_decoder
 from shared.runtime.device import dtype_named
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.runner import ModelRunner
 
 log = logging.getLogger(__name__)
+MOST_TAIL_ROWS = 512
+"""Rows of trees behind the context that a graph reaches; larger forwards run without."""
 
 
 def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
@@ -38,6 +42,25 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
     log.info("%s in %s on %s", folder.name, dtype, device)
     log_quantisation(settings, decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
-    pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
-    runner = ModelRunner(decoder, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    limits = _graph_limits(settings, context)
+    reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
+    pool, leases = allocate_kv(
+        settings, layout, device, max_context_tokens=context, reserved_bytes=reserved_bytes
+    )
+    graphs = None if limits is None else ForwardGraphs(decoder, pool, limits)
+    if graphs is not None:
+        graphs.capture(show_progress=True)
+    runner = ModelRunner(
+        decoder, pool, graphs, max_compiled_sequences=settings.max_compiled_sequences
+    )
     return StandaloneDrafter(runner, leases, max_context_tokens=context)
+
+
+def _graph_limits(settings: DraftSettings, max_context_tokens: int) -> GraphLimits | None:
+    if not settings.enable_cuda_graph:
+        return None
+    return GraphLimits.of(
+        max_sequences=settings.max_running_requests,
+        max_tree_nodes=MOST_TAIL_ROWS,
+        max_context_tokens=max_context_tokens + MOST_TAIL_ROWS,
+    )

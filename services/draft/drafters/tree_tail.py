@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.draft.drafters.draft_kv import GrownRows, SequenceKv
+from torch import Tensor
+
+from services.draft.drafters.draft_kv import SequenceKv
+from services.draft.drafters.tail import Tail, TailNode
 from shared.kv.batch import SequenceRows
-from shared.speculation.growth import Beam
+from shared.speculation.growth import Beam, Children
 
 
 class TreeTail:
     """Lays out each beam of a growing tree as the next rows of the sequence's KV tail.
 
     Attributes:
-        grown: the rows laid out so far.
+        tail: the rows laid out so far.
         paths: tree tokens on the path of each node of the last beam, its own included.
     """
 
-    def __init__(self, kv: SequenceKv) -> None:
-        self.grown = GrownRows(base=kv.num_computed)
+    def __init__(self, kv: SequenceKv, last_token: int) -> None:
+        self.tail = Tail(kv.num_computed, last_token)
         self.paths: list[tuple[int, ...]] = [()]
         self._pages = kv.lease.pages
-        self._beam_rows: list[int | None] = [None]
+        self._beams: list[list[TailNode]] = [[self.tail.root]]
 
     def extend(
         self,
@@ -36,23 +39,35 @@ class TreeTail:
             parents: place of each node's parent in the beam before; 0 is the root at first.
             visible: K rows over all tail rows, the new ones included.
         """
-        first_row, depth = self.grown.num_rows, len(self.paths[0])
-        above = [self._beam_rows[place] for place in parents]
-        nodes = list(zip(above, token_ids, strict=True))
-        self._beam_rows = [self.grown.add(parent, token) for parent, token in nodes]
+        first_row, depth = self.tail.num_rows, len(self.paths[0])
+        above = [self._beams[-1][place] for place in parents]
+        nodes = [self.tail.add(node, token) for node, token in zip(above, token_ids, strict=True)]
+        self._beams.append(nodes)
         self.paths = [
             (*self.paths[place], token) for place, token in zip(parents, token_ids, strict=True)
         ]
         return SequenceRows(
             token_ids=token_ids,
-            positions=[self.grown.base + depth] * len(nodes),
-            kv_start=self.grown.base + first_row,
+            positions=[self.tail.base + depth] * len(nodes),
+            kv_start=self.tail.base + first_row,
             pages=self._pages,
-            prefix_length=self.grown.base,
+            prefix_length=self.tail.base,
             # A chain is causal.
             tail_mask=None if len(nodes) == 1 else visible,
             logit_rows=range(len(nodes)),
         )
+
+    def keep_states(self, states: Sequence[Sequence[Tensor]]) -> None:
+        """Takes the states of a head's rows: one entry a level, in it one a node."""
+        for nodes, level in zip(self._beams, states, strict=True):
+            for node, state in zip(nodes, level, strict=True):
+                node.state = state
+
+    def learn(self, levels: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> None:
+        """Takes the best tokens after each row: one entry a level, in it one a node."""
+        for nodes, level in zip(self._beams, levels, strict=True):
+            for node, continuations in zip(nodes, level, strict=True):
+                node.learn(continuations)
 
 
 def beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
@@ -64,3 +79,18 @@ def beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
     return [
         tail.extend(*level) for tail, *level in zip(tails, token_ids, parents, visible, strict=True)
     ]
+
+
+def learn_levels(tails: Sequence[TreeTail], levels: Sequence[Children]) -> None:
+    """Hands the best tokens after each row to the tails. Waits for the device."""
+    host = [(level.token_ids.tolist(), level.log_probs.tolist()) for level in levels]
+    for place, tail in enumerate(tails):
+        tail.learn(
+            [
+                [
+                    list(zip(*node, strict=True))
+                    for node in zip(tokens[place], log_probs[place], strict=True)
+                ]
+                for tokens, log_probs in host
+            ]
+        )

@@ -86,6 +86,12 @@ class FrozenTarget:
     def num_layers(self) -> int:
         return len(self._decoder.layers)
 
+    @property
+    def final_norm(self) -> Tensor:
+        """Weight `[H]` of the norm in front of the lm_head."""
+        weight: Tensor = self._decoder.norm.weight
+        return weight
+
     def head_shape(self, algorithm: Algorithm, sizes: HeadSizes) -> HeadShape:
         """Returns the shape of a head for this target.
 
@@ -104,7 +110,7 @@ class FrozenTarget:
             or config.hidden_size // num_heads,
             intermediate_size=sizes.intermediate_size or config.intermediate_size,
             vocab_size=config.vocab_size,
-            draft_vocab_size=sizes.draft_vocab_size or config.vocab_size,
+            draft_vocab_size=sizes.draft_vocab_size,
             num_layers=sizes.num_layers or (5 if algorithm is Algorithm.DFLASH else 1),
             num_target_layers=self.num_layers,
             feature_layers=sizes.feature_layers
@@ -175,7 +181,7 @@ def _check(shape: HeadShape) -> None:
         raise CheckpointError(
             f"{shape.num_heads} heads are not a multiple of {shape.num_kv_heads} KV heads"
         )
-    if shape.draft_vocab_size > shape.vocab_size:
+    if (shape.draft_vocab_size or 0) > shape.vocab_size:
         raise CheckpointError(
             f"a draft vocabulary of {shape.draft_vocab_size} is larger than the target's "
             f"{shape.vocab_size}"

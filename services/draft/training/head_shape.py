@@ -24,7 +24,8 @@ class HeadShape:
     Attributes:
         hidden_size: of the target and of the head; H below.
         vocab_size: V, of the target.
-        draft_vocab_size: Vd, tokens that an EAGLE3 head scores; V for all others.
+        draft_vocab_size: Vd, tokens that an EAGLE3 head with an lm_head of its own scores; None
+            for heads that take the target's.
         num_layers: 1, except for DFLASH.
         num_target_layers: n.
         feature_layers: i < n is the residual stream that enters layer i of the target, n the
@@ -41,7 +42,7 @@ class HeadShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    draft_vocab_size: int
+    draft_vocab_size: int | None
     num_layers: int
     num_target_layers: int
     feature_layers: tuple[int, ...]
@@ -116,6 +117,11 @@ def head_config(shape: HeadShape) -> dict[str, Any]:
     return _identity(shape) | config
 
 
+def _own_vocabulary(shape: HeadShape) -> dict[str, Any]:
+    """Returns the key without which engines take the target's lm_head."""
+    return {} if shape.draft_vocab_size is None else {"draft_vocab_size": shape.draft_vocab_size}
+
+
 def _identity(shape: HeadShape) -> dict[str, Any]:
     """Returns the keys in which the formats differ."""
     match shape.algorithm:
@@ -128,7 +134,7 @@ def _identity(shape: HeadShape) -> dict[str, Any]:
                 "model_type": "llama",
                 "num_hidden_layers": 1,
                 "attention_bias": False,
-                "draft_vocab_size": shape.draft_vocab_size,
+                **_own_vocabulary(shape),
                 "target_hidden_size": shape.hidden_size,
                 "eagle_config": {
                     "use_aux_hidden_state": True,

@@ -13,7 +13,13 @@ from torch import Tensor
 from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm, HeadShape, head_config
-from services.draft.training.recurrent_head import Eagle3Head, RecurrentHead, build_recurrent
+from services.draft.training.recurrent_head import (
+    Eagle3CutHead,
+    Eagle3Head,
+    MtpHead,
+    RecurrentHead,
+    build_recurrent,
+)
 from shared.errors import CheckpointError
 
 SHAPE_FILE = "training_shape.json"
@@ -30,12 +36,17 @@ def build_head(shape: HeadShape, token_ids: Sequence[int] | None = None) -> Head
 
 
 def begin_from_target(head: Head, target: FrozenTarget) -> None:
-    """Gives an EAGLE3 head the target's lm_head rows to begin with."""
-    if not isinstance(head, Eagle3Head):
-        return
-    chosen = head.target_ids(torch.arange(head.shape.draft_vocab_size, device=head.d2t.device))
+    """Gives the last norm of a head the target's weight, and an lm_head the target's rows."""
     with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head[chosen.to(target.device)])
+        match head:
+            case Eagle3Head():
+                head.norm.weight.copy_(target.final_norm)
+            case MtpHead():
+                head.final_norm.weight.copy_(target.final_norm)
+            case BlockHead():
+                head.norm.weight.copy_(target.final_norm)
+        if isinstance(head, Eagle3CutHead):
+            head.lm_head.weight.copy_(head.select(target.lm_head.to(head.d2t.device)))
 
 
 def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:

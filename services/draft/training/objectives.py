@@ -140,21 +140,30 @@ class RecurrentObjective(Objective[RecurrentHead]):
         num_rows = rows.token_ids.shape[1] - self._num_steps
         hidden = head.fuse(self._noisy(rows.features[:, :num_rows]))
         unrolling, tally = Unrolling(head.shape, self._attention), DraftTally(self._terms.decay)
-        aim_head, best = head.select(target.lm_head), target.logits(rows.states).argmax(-1)
+        aims, best = self._aims(rows.states)
         distance = hidden.new_zeros(())
         for step in range(self._num_steps):
             ahead = slice(step + 1, step + 1 + num_rows)
             embedded = F.embedding(rows.token_ids[:, ahead], target.embedding)
             hidden = head.advance(embedded, hidden, unrolling)
             logits = head.scores(hidden, target.lm_head)
-            aim = F.linear(rows.states[:, ahead], aim_head)
-            loss = self._divergence(logits.flatten(0, 1), aim.flatten(0, 1), self._terms.hard)
+            aim = aims[:, ahead].flatten(0, 1)
+            loss = self._divergence(logits.flatten(0, 1), aim, self._terms.hard)
             tally.add(loss, head.target_ids(logits.argmax(-1)) == best[:, ahead])
             if self._terms.regression:
                 distance = distance + F.smooth_l1_loss(
                     hidden.float(), rows.states[:, ahead].float()
                 )
         return tally.outcome(self._terms.regression * distance / self._num_steps)
+
+    def _aims(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, N, H]` to the target's scores of the head's tokens `[B, N, Vd]`, and to the best
+        `[B, N]` of all tokens."""
+        logits = self._target[0].logits(states)
+        best = logits.argmax(-1)
+        chosen = self.head.select(self._target[0].lm_head)
+        is_whole = chosen is self._target[0].lm_head
+        return (logits if is_whole else F.linear(states, chosen)), best
 
     def _noisy(self, features: Tensor) -> Tensor:
         features = features.float()

@@ -126,29 +126,19 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Head(RecurrentHead):
-    """EAGLE-3's: several layers of the target fused, its own vocabulary and lm_head.
+    """EAGLE-3's with the whole vocabulary: several layers of the target fused, a norm of its own
+    in front of the target's lm_head.
 
     Source: Li et al., arXiv 2503.01840, section 3.1.
-
-    Args:
-        token_ids: `[Vd]` int64, ascending, the target's id of each draft id.
     """
 
-    d2t: Tensor
-    t2d: Tensor
-
-    def __init__(self, shape: HeadShape, token_ids: Tensor) -> None:
+    def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
         hidden = shape.hidden_size
         self.fc = linear(shape.feature_width, hidden)
         begin_as_identity(self.fc, hidden)
         self.midlayer = Eagle3Layer(shape)
         self.norm = RmsNorm(hidden, shape.rms_norm_eps)
-        self.lm_head = linear(hidden, shape.draft_vocab_size)
-        known = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        known[token_ids] = True
-        self.register_buffer("d2t", token_ids - torch.arange(shape.draft_vocab_size))
-        self.register_buffer("t2d", known)
 
     def fuse(self, features: Tensor) -> Tensor:
         fused: Tensor = self.fc(features)
@@ -159,6 +149,28 @@ class Eagle3Head(RecurrentHead):
         return state
 
     def scores(self, states: Tensor, lm_head: Tensor) -> Tensor:
+        return F.linear(self.norm(states), lm_head)
+
+
+class Eagle3CutHead(Eagle3Head):
+    """EAGLE-3's with a vocabulary and an lm_head of its own.
+
+    Args:
+        token_ids: `[Vd]` int64, ascending, the target's id of each draft id.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: HeadShape, token_ids: Tensor) -> None:
+        super().__init__(shape)
+        self.lm_head = linear(shape.hidden_size, len(token_ids))
+        known = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        known[token_ids] = True
+        self.register_buffer("d2t", token_ids - torch.arange(len(token_ids)))
+        self.register_buffer("t2d", known)
+
+    def scores(self, states: Tensor, lm_head: Tensor) -> Tensor:
         del lm_head  # it has its own
         logits: Tensor = self.lm_head(self.norm(states))
         return logits
@@ -167,8 +179,7 @@ class Eagle3Head(RecurrentHead):
         return draft_ids + self.d2t[draft_ids]
 
     def select(self, lm_head: Tensor) -> Tensor:
-        size = self.shape.draft_vocab_size
-        return lm_head[self.target_ids(torch.arange(size, device=self.d2t.device))]
+        return lm_head[self.target_ids(torch.arange(len(self.d2t), device=self.d2t.device))]
 
 
 class Eagle3Layer(nn.Module):
@@ -202,6 +213,13 @@ class MtpHead(RecurrentHead):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
         self.mtp_layers = nn.ModuleList([MtpLayer(shape)])
+
+    @property
+    def final_norm(self) -> RmsNorm:
+        """The norm in front of the lm_head."""
+        layer = self.mtp_layers[0]
+        assert isinstance(layer, MtpLayer)
+        return layer.final_layernorm
 
     def advance(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
         state: Tensor = self.mtp_layers[0](embedded, hidden, unrolling)
@@ -239,7 +257,7 @@ def build_recurrent(shape: HeadShape, token_ids: Sequence[int] | None = None) ->
     """Returns a freshly initialised head.
 
     Args:
-        token_ids: EAGLE3, the target's id of each draft id; None gives it the whole vocabulary.
+        token_ids: EAGLE3, the target's id of each draft id; None leaves it the target's lm_head.
     """
     match shape.algorithm:
         case Algorithm.EAGLE:
@@ -247,7 +265,8 @@ def build_recurrent(shape: HeadShape, token_ids: Sequence[int] | None = None) ->
         case Algorithm.MTP:
             return MtpHead(shape)
         case Algorithm.EAGLE3:
-            ids = range(shape.vocab_size) if token_ids is None else sorted(token_ids)
-            return Eagle3Head(shape, torch.tensor(list(ids)))
+            if token_ids is None:
+                return Eagle3Head(shape)
+            return Eagle3CutHead(shape, torch.tensor(sorted(token_ids)))
         case Algorithm.DFLASH:
             raise AssertionError("DFLASH drafts blocks")

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from shared.kernels.head_inputs import join_inputs
 from shared.layers.attention import Attention, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of a head before their inputs are gathered.
+
+    Attributes:
+        token_ids: `[T]` int64.
+        embedding: `[V, H]`.
+        hidden: `[R, H]`.
+        sources: `[T]` int64, the row of `hidden` that each row reads; None takes them in order.
+    """
+
+    token_ids: Tensor
+    embedding: Tensor
+    hidden: Tensor
+    sources: Tensor | None = None
 
 
 class HeadLayer(Protocol):
@@ -22,6 +40,18 @@ class HeadLayer(Protocol):
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` each to the recurrent state `[T, H]`."""
+
+
+@runtime_checkable
+class SplitHeadLayer(HeadLayer, Protocol):
+    """A layer whose inputs can be gathered, and whose last sum can be made, by fused kernels."""
+
+    @property
+    def state_norm(self) -> RmsNorm | None:
+        """Applied to the output; None in most heads."""
+
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Returns two parts `[T, H]` whose sum is the state, before `state_norm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +70,24 @@ class EagleLayer:
     mlp: Mlp
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        mixed = self.fc(torch.cat((embedded, hidden), dim=-1))
-        mixed = mixed + self.attention(mixed, context)
-        return mixed + self.mlp(self.mlp_norm(mixed))
+        mixed, update = self._advance(torch.cat((embedded, hidden), dim=-1), context)
+        return mixed + update
+
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        inputs, _ = join_inputs(
+            rows.token_ids, rows.embedding, rows.hidden, rows.sources, None, normed_residual=False
+        )
+        return self._advance(inputs, context)
+
+    @property
+    def state_norm(self) -> RmsNorm | None:
+        """None: the output is the state."""
+        return None
+
+    def _advance(self, inputs: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        mixed = self.fc(inputs)
+        mixed, normed = self.mlp_norm.add(mixed, self.attention(mixed, context))
+        return mixed, self.mlp(normed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +114,26 @@ class Eagle3Layer:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         inputs = torch.cat((self.embedding_norm(embedded), normed), dim=-1)
-        mixed = residual + self.attention(inputs, context)
-        state = mixed + self.mlp(self.mlp_norm(mixed))
+        mixed, update = self._advance(inputs, residual, context)
+        state = mixed + update
         return state if self.state_norm is None else self.state_norm(state)
+
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        inputs, residual = join_inputs(
+            rows.token_ids,
+            rows.embedding,
+            rows.hidden,
+            rows.sources,
+            (
+                (self.embedding_norm.weight, self.embedding_norm.eps),
+                (self.hidden_norm.weight, self.hidden_norm.eps),
+            ),
+            normed_residual=self.norm_before_residual,
+        )
+        return self._advance(inputs, residual, context)
+
+    def _advance(
+        self, inputs: Tensor, residual: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        mixed, normed = self.mlp_norm.add(residual, self.attention(inputs, context))
+        return mixed, self.mlp(normed)

@@ -71,7 +71,7 @@ async def test_tokens_become_text_without_special_ones(
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "prompt_ambiguous"),
         ("/tokenize", {"prompt": []}, "prompt", "prompts_out_of_range"),
         ("/tokenize", {"messages": []}, "messages", "prompt_empty"),
-        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools", "not_implemented"),
+        ("/tokenize", {"prompt": "a", "documents": [{}]}, "documents", "not_implemented"),
         ("/detokenize", {}, "tokens", "field_invalid"),
         ("/detokenize", {"tokens": [512]}, "tokens", "token_out_of_range"),
         ("/detokenize", {"tokens": [[-1]]}, "tokens", "token_out_of_range"),

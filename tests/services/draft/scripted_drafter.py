@@ -20,6 +20,8 @@ class ScriptedDrafter:
         fails: makes `propose` raise.
     """
 
+    foresight = None
+
     def __init__(
         self,
         *,

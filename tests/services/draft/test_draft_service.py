@@ -11,11 +11,12 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
 from services.draft.draft_service import DraftBackend, DraftServicer
-from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.ngram.index import NgramOptions
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
@@ -174,7 +175,7 @@ async def test_info_shows_identity_links_and_shape(bench: Bench) -> None:
             pb.TargetLink(address="a:1", attached=True, attachment_id="attachment-1"),
             pb.TargetLink(address="b:2", last_error="UNAVAILABLE: gone"),
         ],
-        config=pb.DraftConfig(shape=_shape(3, 1, 4)),
+        config=pb.DraftConfig(shape=_shape(3, 1, 4), pinned=False, outcome_budget=0),
     )
 
 
@@ -202,6 +203,28 @@ async def test_update_changes_what_the_mask_names(
 
 
 @pytest.mark.parametrize(
+    ("config", "paths", "expected"),
+    [
+        (pb.DraftConfig(shape=_shape(steps=5)), None, True),
+        (pb.DraftConfig(shape=_shape(5, 1, 6)), ["shape.step_count"], True),
+        (pb.DraftConfig(shape=_shape(steps=5), pinned=False), None, False),
+        (pb.DraftConfig(shape=_shape(steps=5), pinned=True), ["pinned"], True),
+        (pb.DraftConfig(shape=_shape(5, 1, 6), pinned=False), ["shape"], True),
+        (pb.DraftConfig(), None, False),
+    ],
+)
+async def test_setting_a_shape_pins_it_unless_told_otherwise(
+    bench: Bench, config: pb.DraftConfig, paths: list[str] | None, expected: bool
+) -> None:
+    mask = None if paths is None else FieldMask(paths=paths)
+    request = pb.UpdateDraftConfigRequest(config=config, update_mask=mask)
+    response = await bench.stub.UpdateDraftConfig(request)
+    assert response.config.pinned == expected
+    release = pb.UpdateDraftConfigRequest(config=pb.DraftConfig(pinned=False))
+    assert not (await bench.stub.UpdateDraftConfig(release)).config.pinned
+
+
+@pytest.mark.parametrize(
     ("change", "paths", "part"),
     [
         (_shape(steps=40), None, "config.shape.step_count: is 40"),
@@ -219,6 +242,22 @@ async def test_a_bad_update_changes_nothing(
     assert isinstance(error, InvalidArgument)
     assert part in error.message
     assert bench.engine.shape == TreeShape(3, 1, 4)
+
+
+async def test_outcome_budget_is_set_live(bench: Bench) -> None:
+    request = pb.UpdateDraftConfigRequest(config=pb.DraftConfig(outcome_budget=6))
+    response = await bench.stub.UpdateDraftConfig(request)
+    assert response.config.outcome_budget == 6
+    assert bench.engine.fan_out.budget == 6
+    assert not response.config.pinned, "the shape was not touched"
+    masked = pb.UpdateDraftConfigRequest(
+        config=pb.DraftConfig(outcome_budget=9), update_mask=FieldMask(paths=["pinned"])
+    )
+    assert (await bench.stub.UpdateDraftConfig(masked)).config.outcome_budget == 6
+    request.config.outcome_budget = 65
+    error = await bench.refusal("UpdateDraftConfig", request)
+    assert isinstance(error, InvalidArgument)
+    assert "outcome_budget is 65; it must be in [0, 64]" in error.message
 
 
 async def test_calls_are_refused_before_loading_and_while_draining() -> None:

@@ -109,7 +109,7 @@ def test_a_cancelled_probe_leaves_nothing_behind(drafter: ScriptedDrafter) -> No
 
 
 def test_the_shape_changes_between_steps(engine: DraftEngine) -> None:
-    engine.set_shape(TreeShape(4, 1, 5)).result(WAIT_S)
+    engine.set_shape(TreeShape(4, 1, 5), is_pinned=True).result(WAIT_S)
     done = engine.propose_once((1,), SamplingParams(), None).result(WAIT_S)
     assert done.tree is not None
     assert len(done.tree) == 4

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.draft.drafters.ngram import NgramDrafter
+from services.draft.engine import DraftEngine
 from services.draft.events import (
     CandidatesReady,
     Event,
@@ -22,13 +25,18 @@ from services.draft.events import (
 )
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds, drop_unknown_tokens
+from services.draft.sequence import SequenceKey
+from shared.ngram.index import NgramOptions
 from shared.tokens import (
+    ANY_TREE,
     EMPTY_TREE,
+    NO_TREE,
     Candidate,
     Outcome,
     SamplingParams,
     TokenTree,
     TreeShape,
+    TreeWish,
     Verdict,
 )
 from tests.services.draft.scripted_drafter import ScriptedDrafter
@@ -82,8 +90,9 @@ def _decided(
     tokens: tuple[int, ...],
     count: int,
     outcome: Outcome = Outcome.MISSED,
+    wish: TreeWish = ANY_TREE,
 ) -> Event:
-    verdict = Verdict(sequence_id, round_, outcome, (), tokens, count)
+    verdict = Verdict(sequence_id, round_, outcome, (), tokens, count, wish)
     return RoundsDecided(LINK, (RoundResult(verdict),))
 
 
@@ -139,6 +148,71 @@ def test_nothing_is_owed_while_a_tree_pushed_ahead_is_verified() -> None:
     assert bench.step() == []
     bench.apply(_decided(7, 1, (9,), 7))
     assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 2, 7),))]
+
+
+def test_a_paused_sequence_gets_no_tree_until_it_is_wanted_again() -> None:
+    bench = Bench()
+    bench.apply(_opened(7))
+    bench.step()
+    for round_ in range(3):
+        bench.apply(_decided(7, round_, (9,), 6 + round_, wish=NO_TREE))
+        assert bench.step() == []
+    assert bench.drafter.batches == [[7]], "no forward while paused"
+    bench.apply(_decided(7, 3, (9,), 9))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 4, 9),))]
+
+
+def test_a_verdict_that_pauses_takes_back_what_was_due() -> None:
+    bench = Bench()
+    bench.apply(_opened(7), _decided(7, 0, (9,), 6, wish=NO_TREE))
+    assert bench.step() == []
+
+
+def test_a_sequence_may_be_paused_from_the_start() -> None:
+    bench = Bench()
+    opening = Opening(7, [1] * 5, 5, SamplingParams(), 0, wish=NO_TREE)
+    bench.apply(SequencesOpened(LINK, (opening,)))
+    assert bench.step() == []
+    bench.apply(_decided(7, 0, (9,), 6))
+    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 1, 6),))]
+
+
+def test_a_paused_sequence_keeps_up_by_chunks() -> None:
+    bench = Bench()
+    bench.apply(_opened(7))
+    bench.step()
+    for round_ in range(150):
+        bench.apply(_decided(7, round_, (9,), 6 + round_, wish=NO_TREE))
+        bench.step()
+    # 64 tokens wait until one more comes; the last one is left to start a tree from.
+    assert [size for size in bench.drafter.chunks if size] == [64, 64]
+
+
+def test_a_tree_has_the_shape_that_is_wanted_unless_an_operator_pinned_one() -> None:
+    bench = Bench()
+    bench.apply(_opened(7))
+    bench.step()
+    wish = TreeWish(TreeShape(4, 1, 5))
+    bench.apply(_decided(7, 0, (9,), 6, wish=wish))
+    (answer,) = bench.step()
+    assert isinstance(answer, CandidatesReady)
+    assert len(answer.candidates[0].tree) == 4
+    assert answer.report.pinned_shape is None
+    bench.rounds.is_pinned = True
+    bench.apply(_decided(7, 1, (9,), 7, wish=wish))
+    (answer,) = bench.step()
+    assert isinstance(answer, CandidatesReady)
+    assert len(answer.candidates[0].tree) == SHAPE.num_steps
+    assert answer.report.pinned_shape == SHAPE
+
+
+def test_candidates_come_with_the_time_they_took() -> None:
+    bench = Bench()
+    bench.apply(_opened(7))
+    (answer,) = bench.step()
+    assert isinstance(answer, CandidatesReady)
+    # By this clock, from before the proposal to after it: three readings later.
+    assert answer.report.draft_s == 3.0
 
 
 def test_a_long_prompt_is_taken_in_by_chunks_between_the_rounds_of_others() -> None:
@@ -306,3 +380,49 @@ def test_rounds_serve_a_real_drafter() -> None:
     (output,) = outputs
     assert isinstance(output, CandidatesReady)
     assert output.candidates[0].tree.token_ids == (3, 4)
+
+
+def test_prompts_of_two_targets_are_read_by_turns() -> None:
+    bench = Bench()
+    bench.apply(LinkOpened(2, LinkTerms(1_000, 64, 100, mirrors_noise=True)))
+    bench.apply(_opened(1, 1_000), _opened(1, 150, link=2))
+    seen: list[int] = []
+    for _ in range(4):
+        bench.step()
+        seen.append(bench.drafter.num_seen[SequenceKey(2, 1)])
+    # 150 tokens beside 1,000 are read within four chunks of 100, not after ten.
+    assert seen[-1] >= 100
+
+
+def test_targets_take_turns_where_their_trees_are_too_many_for_a_batch() -> None:
+    bench = Bench()
+    bench.apply(LinkOpened(2, LinkTerms(1_000, 64, 100, mirrors_noise=True)))
+    bench.rounds.shape = TreeShape(8, 1, 9)
+    bench.apply(*(_opened(number) for number in range(90)), _opened(0, link=2))
+    answers = bench.step()
+    assert {each.link for each in answers if isinstance(each, CandidatesReady)} == {1, 2}
+    num_first = len(bench.drafter.batches[0])
+    assert num_first < 91
+    while bench.rounds.step():
+        pass
+    assert sum(map(len, bench.drafter.batches)) == 91
+
+
+def test_a_pin_is_announced_to_every_target_at_once() -> None:
+    outputs: list[Output] = []
+    engine = DraftEngine(ScriptedDrafter(), SHAPE, chunk_tokens=CHUNK, max_sequences=4)
+    engine.start()
+    heard = threading.Event()
+
+    def deliver(output: Output) -> None:
+        outputs.append(output)
+        heard.set()
+
+    engine.open_link(LinkTerms(1_000, 64, 100, mirrors_noise=True), deliver)
+    engine.set_shape(TreeShape(4, 1, 5), is_pinned=True).result(10)
+    assert heard.wait(10)
+    engine.stop()
+    (output,) = outputs
+    assert isinstance(output, CandidatesReady)
+    assert output.candidates == ()
+    assert output.report.pinned_shape == TreeShape(4, 1, 5)

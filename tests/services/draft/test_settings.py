@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.draft.algorithm import Algorithm
-from services.draft.drafters.ngram import MatchType
 from services.draft.settings import DraftSettings
 from shared.errors import SettingsError
+from shared.ngram.index import MatchType
 from shared.settings import load_settings, shown_settings
 from shared.tokens import TreeShape
 
@@ -115,6 +115,12 @@ def test_the_demo_draft_is_the_default_model() -> None:
             "--speculative-draft-window-size is 200; it must not exceed --context-length, 100",
         ),
         (("--torch-compile-max-bs", "4"), "--torch-compile-max-bs: set --enable-torch-compile"),
+        (
+            ("--enable-cuda-graph", "--speculative-algorithm", "NGRAM"),
+            "--enable-cuda-graph: NGRAM runs without graphs; STANDALONE has them",
+        ),
+        (("--enable-cuda-graph", "--enable-torch-compile"), "graphs hold what is not compiled"),
+        (("--speculative-outcome-budget", "65"), "--speculative-outcome-budget is '65'"),
         (("--speculative-adaptive",), "--speculative-adaptive is not a setting"),
     ],
 )

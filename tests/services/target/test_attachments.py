@@ -207,6 +207,63 @@ def test_candidate_pushed_ahead_for_another_verdict_is_dropped() -> None:
     assert attachments.candidate_tree(sequence) == EMPTY_TREE
 
 
+def _pushed(condition: Condition, tree: TokenTree = TREE, candidate_id: int = 2) -> Candidate:
+    return Candidate(1, 0, 2, tree, condition, candidate_id)
+
+
+def test_verdict_names_the_candidates_verified_and_selected() -> None:
+    attachments, attachment, sequence = _with_one()
+    attachments.take_messages()
+    attachments.offer("a", [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
+    attachments.offer("a", [_pushed(Condition(0, 8, 1)), _pushed(Condition(0, 9, 1), TREE, 3)], 0.0)
+    _commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    [(_, message)] = attachments.take_messages()
+    [verdict] = message.verdicts
+    assert (verdict.candidate_id, verdict.next_candidate_id) == (1, 3)
+    assert attachment.outcomes.hits == {(1, 1): 1}
+
+
+def test_condition_on_another_tree_is_not_selected() -> None:
+    attachments, attachment, sequence = _with_one()
+    attachments.offer("a", [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
+    attachments.offer("a", [_pushed(Condition(0, 9, 7))], 0.0)
+    _commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    assert attachments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachment.outcomes.misses == {1: 1}
+
+
+def test_candidate_pushed_ahead_that_comes_after_its_verdict_is_taken() -> None:
+    attachments, attachment, sequence = _with_one()
+    attachments.offer("a", [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
+    _commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    late = TokenTree.chain([7])
+    attachments.offer("a", [_pushed(Condition(0, 8, 1)), _pushed(Condition(None, 9, 1))], 0.1)
+    assert not attachments.is_ready(sequence, 0.1), "neither is for that verdict"
+    assert attachment.counters.num_stale_candidates == 2
+    attachments.offer("a", [_pushed(Condition(0, 9, 1), late)], 0.1)
+    assert attachments.is_ready(sequence, 0.1)
+    assert attachments.candidate_tree(sequence) == late
+    assert attachment.outcomes.num_late_hits == 1
+    _commit(attachments, sequence, (4,), was_verified=True)
+    attachments.offer("a", [_pushed(Condition(0, 9, 1), late)], 0.2)
+    assert attachments.candidate_tree(sequence) == EMPTY_TREE, "that verdict is two rounds old"
+
+
+def test_tree_that_comes_while_its_round_is_computed_is_stale() -> None:
+    attachments, attachment, sequence = _with_one()
+    attachments.take_messages()
+    attachments.offer("a", [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
+    attachments.begin_rounds([sequence])
+    attachments.offer("a", [Candidate(1, 0, 2, TokenTree.chain([8]), candidate_id=2)], 0.0)
+    attachments.offer("a", [_pushed(Condition(0, 9, 1), candidate_id=3)], 0.0)
+    assert attachments.candidate_tree(sequence) == TREE
+    assert attachment.counters.num_stale_candidates == 1
+    _commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    [(_, message)] = attachments.take_messages()
+    assert message.verdicts[0].candidate_id == 1
+    assert message.verdicts[0].next_candidate_id == 3
+
+
 def test_closed_sequence_is_told_once() -> None:
     attachments, attachment, sequence = _with_one()
     attachments.close(sequence)

@@ -28,6 +28,7 @@ from tests.helpers.engines import (
     random_trees,
     request,
     run,
+    settle,
     shuffled_drops,
     tiny_decoder,
 )
@@ -44,6 +45,11 @@ SAMPLINGS = {
     "penalised greedy": SamplingParams(temperature=0.0, frequency_penalty=1.5),
     "biased": SamplingParams(logit_bias={3: 2.0, 5: -100.0}, seed=3),
 }
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "in turn"])
+def overlaps(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,8 @@ def _outputs(collector: Collector) -> list[list[int]]:
 
 
 def _plain(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-    return _outputs(run(build_engine(decoder), requests))
+    """Returns the outputs of the plainest engine: no drafts, and a step after the other."""
+    return _outputs(run(build_engine(decoder, overlaps=False), requests))
 
 
 def _wholes(outputs: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -88,11 +95,13 @@ def _wrong_chain(wholes: Sequence[Sequence[int]], tokens: list[int]) -> TokenTre
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_output_is_that_of_plain_decoding_for_every_draft(decoder: Decoder, name: str) -> None:
+def test_output_is_that_of_plain_decoding_for_every_draft(
+    decoder: Decoder, overlaps: bool, name: str
+) -> None:
     requests = _requests(SAMPLINGS[name])
     expected = _plain(decoder, requests)
     for script_name, script in _scripts(expected).items():
-        engine = build_engine(decoder)
+        engine = build_engine(decoder, overlaps=overlaps)
         ScriptedDraft(engine, script).attach()
         collector = run(engine, requests)
         assert _outputs(collector) == expected, script_name
@@ -119,21 +128,21 @@ def test_perfect_draft_needs_few_rounds_and_wrong_one_accepts_nothing(decoder: D
 
 @pytest.mark.parametrize("name", ["greedy", "temperature 1", "penalised"])
 def test_drops_repeats_reordering_and_false_fences_change_nothing(
-    decoder: Decoder, name: str
+    decoder: Decoder, overlaps: bool, name: str
 ) -> None:
     requests = _requests(SAMPLINGS[name])
     expected = _plain(decoder, requests)
     for seed in range(4):
-        engine = build_engine(decoder)
+        engine = build_engine(decoder, overlaps=overlaps)
         script = oracle_trees(_wholes(expected), seed, quality=0.7)
         ScriptedDraft(engine, script, disturb=shuffled_drops(seed)).attach()
         assert _outputs(run(engine, requests)) == expected
 
 
-def test_draft_that_vanishes_and_returns_changes_nothing(decoder: Decoder) -> None:
+def test_draft_that_vanishes_and_returns_changes_nothing(decoder: Decoder, overlaps: bool) -> None:
     requests = _requests(SAMPLINGS["temperature 1"])
     expected = _plain(decoder, requests)
-    engine = build_engine(decoder)
+    engine = build_engine(decoder, overlaps=overlaps)
     script = oracle_trees(_wholes(expected), 5, quality=0.6)
     first, second = (ScriptedDraft(engine, script, name=name) for name in ("first", "second"))
     actions = {2: first.attach, 5: first.detach, 9: second.attach}
@@ -142,21 +151,21 @@ def test_draft_that_vanishes_and_returns_changes_nothing(decoder: Decoder) -> No
     assert collector.finished(0).stats.num_accepted > 0
 
 
-def test_preemption_changes_nothing(decoder: Decoder) -> None:
+def test_preemption_changes_nothing(decoder: Decoder, overlaps: bool) -> None:
     requests = _requests(SAMPLINGS["temperature 1"])
     expected = _plain(decoder, requests)
     reports: list[StepReport] = []
-    engine = build_engine(decoder, num_pages=14, on_step=reports.append)
+    engine = build_engine(decoder, overlaps=overlaps, num_pages=14, on_step=reports.append)
     ScriptedDraft(engine, oracle_trees(_wholes(expected), 5, quality=0.6)).attach()
     assert _outputs(run(engine, requests)) == expected
     assert sum(report.num_preempted for report in reports) > 0
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_prefix_cache_changes_nothing(decoder: Decoder, prefix_cache: bool) -> None:
+def test_prefix_cache_changes_nothing(decoder: Decoder, overlaps: bool, prefix_cache: bool) -> None:
     requests = _requests(SAMPLINGS["temperature 1"])
     expected = _plain(decoder, requests)
-    engine = build_engine(decoder, prefix_cache=prefix_cache)
+    engine = build_engine(decoder, overlaps=overlaps, prefix_cache=prefix_cache)
     script = oracle_trees(_wholes(expected), 5, quality=0.8)
     ScriptedDraft(engine, script).attach()
     run(engine, requests)
@@ -165,10 +174,13 @@ def test_prefix_cache_changes_nothing(decoder: Decoder, prefix_cache: bool) -> N
     assert (again.finished(3).num_cached_tokens == 8) is prefix_cache
 
 
-def test_chunked_prefill_changes_nothing(decoder: Decoder) -> None:
+def test_chunked_prefill_changes_nothing(decoder: Decoder, overlaps: bool) -> None:
     requests = _requests(SAMPLINGS["temperature 1"])
     expected = _plain(decoder, requests)
-    assert _outputs(run(build_engine(decoder, max_step_rows=3), requests)) == expected
+    assert (
+        _outputs(run(build_engine(decoder, overlaps=overlaps, max_step_rows=3), requests))
+        == expected
+    )
 
 
 def test_seeds_differ_and_repeat(decoder: Decoder) -> None:
@@ -178,11 +190,11 @@ def test_seeds_differ_and_repeat(decoder: Decoder) -> None:
     assert outputs.token_ids(0) != outputs.token_ids(1)
 
 
-def test_stop_token_ends_inside_an_accepted_path(decoder: Decoder) -> None:
-    [plain] = [run(build_engine(decoder), [request([1, 2, 3])]).token_ids(0)]
+def test_stop_token_ends_inside_an_accepted_path(decoder: Decoder, overlaps: bool) -> None:
+    [plain] = [run(build_engine(decoder, overlaps=overlaps), [request([1, 2, 3])]).token_ids(0)]
     stop = next(t for i, t in enumerate(plain) if i >= 2 and t not in plain[:i])
     stopped = request([1, 2, 3], stop=StopParams(24, stop_token_ids=frozenset({stop})))
-    engine = build_engine(decoder)
+    engine = build_engine(decoder, overlaps=overlaps)
     ScriptedDraft(engine, oracle_trees([[1, 2, 3, *plain]], 0, quality=1.0)).attach()
     collector = run(engine, [stopped])
     assert collector.token_ids(0) == plain[: plain.index(stop) + 1]
@@ -190,31 +202,31 @@ def test_stop_token_ends_inside_an_accepted_path(decoder: Decoder) -> None:
     assert collector.finished(0).stop_token_id == stop
 
 
-def test_minimum_length_holds_at_every_depth(decoder: Decoder) -> None:
+def test_minimum_length_holds_at_every_depth(decoder: Decoder, overlaps: bool) -> None:
     eos = frozenset(range(0, VOCAB_SIZE, 2))
     requests = _requests(SAMPLINGS["temperature 1"], StopParams(20, min_output_tokens=9))
-    expected = _outputs(run(build_engine(decoder, eos_token_ids=eos), requests))
+    expected = _outputs(run(build_engine(decoder, overlaps=overlaps, eos_token_ids=eos), requests))
     assert all(not eos & set(output[:9]) for output in expected)
-    engine = build_engine(decoder, eos_token_ids=eos)
+    engine = build_engine(decoder, overlaps=overlaps, eos_token_ids=eos)
     ScriptedDraft(engine, oracle_trees(_wholes(expected), 0, quality=0.8)).attach()
     assert _outputs(run(engine, requests)) == expected
 
 
-def test_context_limit_ends_generation(decoder: Decoder) -> None:
-    engine = build_engine(decoder, max_context_tokens=10)
+def test_context_limit_ends_generation(decoder: Decoder, overlaps: bool) -> None:
+    engine = build_engine(decoder, overlaps=overlaps, max_context_tokens=10)
     ScriptedDraft(engine, random_trees(0)).attach()
     collector = run(engine, [request([1, 2, 3], stop=StopParams(1000))])
     assert len(collector.token_ids(0)) == 7
     assert collector.finished(0).reason is FinishReason.LENGTH
 
 
-def test_logprobs_are_those_of_a_plain_forward(decoder: Decoder) -> None:
+def test_logprobs_are_those_of_a_plain_forward(decoder: Decoder, overlaps: bool) -> None:
     prompt = [1, 2, 3]
     sampling = SamplingParams(temperature=0.7, top_k=5, frequency_penalty=0.5, seed=4)
     asked = request(prompt, sampling, top_logprobs=3)
-    plain = run(build_engine(decoder), [asked])
+    plain = run(build_engine(decoder, overlaps=overlaps), [asked])
     tokens = plain.token_ids(0)
-    engine = build_engine(decoder)
+    engine = build_engine(decoder, overlaps=overlaps)
     ScriptedDraft(engine, oracle_trees([[*prompt, *tokens]], 0, quality=0.7)).attach()
     collector = run(engine, [asked])
     assert collector.finished(0).stats.num_accepted > 0
@@ -252,10 +264,10 @@ def test_request_without_speculation_is_decoded_plainly(decoder: Decoder) -> Non
     assert stats.num_rounds == 24
 
 
-def test_point_mass_rule_is_greedy_at_temperature_0(decoder: Decoder) -> None:
+def test_point_mass_rule_is_greedy_at_temperature_0(decoder: Decoder, overlaps: bool) -> None:
     requests = _requests(SAMPLINGS["greedy"])
     expected = _plain(decoder, requests)
-    engine = build_engine(decoder, mode=VerificationMode.POINT_MASS)
+    engine = build_engine(decoder, overlaps=overlaps, mode=VerificationMode.POINT_MASS)
     ScriptedDraft(engine, oracle_trees(_wholes(expected), 0, quality=0.7)).attach()
     assert _outputs(run(engine, requests)) == expected
 
@@ -267,14 +279,14 @@ def test_point_mass_rule_draws_afresh(decoder: Decoder) -> None:
     assert outputs.token_ids(0) != outputs.token_ids(1)
 
 
-def test_cancel_frees_pages_before_the_next_step(decoder: Decoder) -> None:
+def test_cancel_frees_pages(decoder: Decoder) -> None:
     engine = build_engine(decoder, prefix_cache=False)
     collector = Collector()
     engine.submit(request([1, 2, 3], stop=StopParams(100)), collector, 0)
     engine.step()
     assert engine.gauges_now().num_held_pages > 0
     engine.cancel(collector, 0)
-    assert not engine.step()
+    settle(engine)
     assert engine.gauges_now().num_held_pages == 0
     assert not any(isinstance(event, Finished) for event in collector.events[0])
 

@@ -10,8 +10,9 @@ import torch
 
 from shared.models.decoder import Decoder
 from shared.runtime.graph_inputs import GraphLimits
-from shared.tokens import SamplingParams
+from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (
+    Collector,
     Proposal,
     ScriptedDraft,
     build_engine,
@@ -19,6 +20,7 @@ from tests.helpers.engines import (
     random_trees,
     request,
     run,
+    settle,
     shuffled_drops,
     tiny_decoder,
 )
@@ -47,8 +49,9 @@ def _outputs(
     propose: Proposal | None = None,
     seed: int = 0,
     graph_limits: GraphLimits | None = None,
+    overlaps: bool = True,
 ) -> list[list[int]]:
-    engine = build_engine(decoder, graph_limits=graph_limits)
+    engine = build_engine(decoder, graph_limits=graph_limits, overlaps=overlaps)
     if propose is not None:
         ScriptedDraft(engine, propose, disturb=shuffled_drops(seed)).attach()
     requests = [
@@ -81,6 +84,35 @@ def test_graphs_change_nothing(decoder: Decoder, name: str) -> None:
     assert _outputs(decoder, sampling, graph_limits=GRAPHS) == expected
     script = oracle_trees(_wholes(expected), 3, quality=0.7)
     assert _outputs(decoder, sampling, script, seed=3, graph_limits=GRAPHS) == expected
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_running_ahead_changes_nothing(decoder: Decoder, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    expected = _outputs(decoder, sampling, overlaps=False)
+    assert _outputs(decoder, sampling) == expected
+    assert _outputs(decoder, sampling, graph_limits=GRAPHS, overlaps=False) == expected
+    assert _outputs(decoder, sampling, graph_limits=GRAPHS) == expected
+
+
+# torch says of the mode itself that it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_running_ahead_waits_for_drawn_tokens_alone(decoder: Decoder, name: str) -> None:
+    engine, collector = build_engine(decoder, graph_limits=GRAPHS), Collector()
+    for key, prompt in enumerate(PROMPTS):
+        asked = request(prompt, replace(SAMPLINGS[name], seed=key), StopParams(40))
+        engine.submit(asked, collector, key)
+    for _ in range(6):  # prompts, captures, the first upload of what is kept
+        engine.step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(10):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    settle(engine)
+    assert [len(collector.token_ids(key)) for key in range(len(PROMPTS))] == [40] * len(PROMPTS)
 
 
 def test_output_is_that_of_the_cpu(

@@ -317,6 +317,11 @@ async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
         )
         assert [each.worker_id for each in listed.attachments] == ["w"]
         assert listed.attachments[0].accepted_token_count == stats.accepted_token_count
+        # 0 when the answer came before the clock was read.
+        assert listed.attachments[0].HasField("turnaround_duration")
+        assert all(0 < rate <= 1 for rate in listed.attachments[0].level_acceptances)
+        assert listed.attachments[0].level_acceptances
+        assert any(name.startswith("step_ms_of_") for name in await _gauges(admin))
         draft.call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
@@ -413,3 +418,15 @@ async def test_flush_frees_cached_pages(folder: Path) -> None:
         assert response.freed_page_count == 2
         gauges = await _gauges(admin)
         assert gauges["free_page_count"] == gauges["page_count"]
+
+
+@pytest.mark.parametrize("step_count", [0, 33])
+async def test_impossible_depth_of_trees_is_refused(folder: Path, step_count: int) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        request = _generate([1, 2, 3], 4)
+        request.speculation_params.step_count = step_count
+        with pytest.raises(aio.AioRpcError) as caught:
+            await _tokens(channel, request)
+        error = error_from_rpc(caught.value)
+        assert error.violations[0].field == "speculation.num_steps"
+        assert "[1, 32]" in error.message

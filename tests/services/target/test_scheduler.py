@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.request import GenerationRequest, ModelLimits
-from services.target.scheduler import Scheduler, SchedulerLimits, StepPlan, pruned
+from services.target.request import GenerationRequest, ModelLimits, PromptScoring
+from services.target.scheduler import MAX_SCORED_ROWS, Scheduler, SchedulerLimits, StepPlan, pruned
 from services.target.sequence import Sequence
 from shared.errors import QueueFull
 from shared.kv.leases import KvLeases
@@ -14,9 +14,24 @@ from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
 LIMITS = ModelLimits(1000, 1000, 1000, frozenset())
 
 
-def _sequence(sequence_id: int, num_prompt: int = 6, max_output: int = 50) -> Sequence:
+def _sequence(
+    sequence_id: int,
+    num_prompt: int = 6,
+    max_output: int = 50,
+    *,
+    priority: int = 0,
+    scoring: PromptScoring | None = None,
+) -> Sequence:
     prompt = tuple(sequence_id * 100 + i for i in range(num_prompt))
-    request = GenerationRequest("r", prompt, SamplingParams(), StopParams(max_output), 0.0)
+    request = GenerationRequest(
+        "r",
+        prompt,
+        SamplingParams(),
+        StopParams(max_output),
+        0.0,
+        priority=priority,
+        prompt_scoring=scoring,
+    )
     return Sequence.of(sequence_id, request, LIMITS)
 
 
@@ -68,6 +83,26 @@ def test_sequence_that_awaits_candidates_is_left_out() -> None:
     assert [e.sequence.sequence_id for e in plan.scheduled] == [2]
 
 
+def test_tree_does_not_hang_off_a_token_in_flight() -> None:
+    scheduler, _ = _scheduler()
+    scheduler.submit(_sequence(1))
+    [entry] = _plan(scheduler).scheduled
+    entry.sequence.num_computed += entry.num_rows
+    entry.sequence.num_pending = 1
+    [behind] = _plan(scheduler, TokenTree.chain([1, 2])).scheduled
+    assert (behind.start, behind.num_rows, len(behind.tree)) == (6, 1, 0)
+    assert behind.is_plain
+
+
+def test_sequence_whose_last_token_is_in_flight_is_left_out() -> None:
+    scheduler, _ = _scheduler()
+    scheduler.submit(_sequence(1, max_output=1))
+    [entry] = _plan(scheduler).scheduled
+    entry.sequence.num_computed += entry.num_rows
+    entry.sequence.num_pending = 1
+    assert not _plan(scheduler).scheduled
+
+
 def test_tree_rides_with_a_short_gap_only() -> None:
     scheduler, _ = _scheduler(num_pages=100, max_step_rows=500)
     scheduler.submit(_sequence(1, num_prompt=64))
@@ -99,6 +134,7 @@ def test_youngest_is_preempted_when_pages_run_out_and_resumes_later() -> None:
     assert young.num_computed == 0
     assert scheduler.waiting == (young,)
     scheduler.finish(old)
+    scheduler.release(old)
     resumed = _plan(scheduler)
     assert [e.sequence for e in resumed.scheduled] == [young]
     assert resumed.scheduled[0].is_complete
@@ -152,3 +188,50 @@ def test_nodes_beyond_the_output_are_cut_and_keep_their_drafted_index() -> None:
 def test_tree_within_the_output_is_untouched() -> None:
     tree = TokenTree.chain([1, 2])
     assert pruned(tree, max_depth=2) == (tree, (0, 1))
+
+
+def test_least_priority_value_is_admitted_first_and_equals_in_order() -> None:
+    scheduler, _ = _scheduler(max_running=1)
+    sequences = [_sequence(1, priority=5), _sequence(2, priority=-1), _sequence(3, priority=5)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    assert [each.sequence_id for each in scheduler.waiting] == [2, 1, 3]
+    assert [each.sequence_id for each in _plan(scheduler).admitted] == [2]
+
+
+def test_least_urgent_sequence_is_preempted_and_waits_before_its_equals() -> None:
+    scheduler, _ = _scheduler(num_pages=6)
+    urgent, lesser = _sequence(1, num_prompt=8, priority=-1), _sequence(2, num_prompt=8, priority=3)
+    for sequence in (lesser, urgent):
+        scheduler.submit(sequence)
+        _run(_plan(scheduler))
+    late = _sequence(3, priority=3)
+    scheduler.submit(late)
+    preempted: list[Sequence] = []
+    while not preempted:
+        plan = _plan(scheduler)
+        preempted += plan.preempted
+        _run(plan)
+    assert preempted == [lesser]
+    assert [each.sequence_id for each in scheduler.waiting] == [2, 3]
+
+
+def test_scored_rows_of_a_step_are_bounded_over_all_sequences() -> None:
+    limits = ModelLimits(10_000, 2000, 2000, frozenset())
+    leases = KvLeases(600, 4)
+    scheduler = Scheduler(leases, SchedulerLimits(8, 8, 2048))
+    for number in (1, 2):
+        prompt = tuple(range(number * 1000, number * 1000 + 500))
+        request = GenerationRequest(
+            "r", prompt, SamplingParams(), StopParams(4), 0.0, prompt_scoring=PromptScoring(0, 0)
+        )
+        scheduler.submit(Sequence.of(number, request, limits))
+    num_scored: dict[int, int] = {1: 0, 2: 0}
+    for _ in range(8):
+        plan = _plan(scheduler)
+        assert sum(len(entry.scored) for entry in plan.scheduled) <= MAX_SCORED_ROWS
+        for entry in plan.scheduled:
+            num_scored[entry.sequence.sequence_id] += len(entry.scored)
+            entry.sequence.next_scored += len(entry.scored)
+        _run(plan)
+    assert num_scored == {1: 499, 2: 499}

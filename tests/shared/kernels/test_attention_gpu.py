@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.attention import PagedRows, paged_attention, plan_attention, plan_tiles
+from shared.kernels.narrow_cache import CacheScales, store
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import (
     Heads,
@@ -185,6 +186,35 @@ def test_tree_node_has_the_bits_of_the_plain_token(start: int, dtype: torch.dtyp
         query = replace_queries(layer, layer.queries[node : node + 1])
         alone = attend(packed([plain], page_size, CUDA), query, heads=LLAMA)
         assert torch.equal(alone[0], results[node]), f"node {node} at depth {sum(mask)}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["plain tokens", "trees", "chunks", "everything"])
+def test_narrow_cache_equals_the_plain_path(name: str, dtype: torch.dtype) -> None:
+    placed, num_slots = with_pages(random.Random(7), BATCHES[name](random.Random(3)), 16)
+    rows = packed(placed, 16, CPU)
+    layer = random_layer(len(rows.positions), num_slots, LLAMA, dtype)
+    factors = torch.exp2(torch.arange(16) % 5 - 4.0).view(2, 8)
+    scales, slots = CacheScales(factors[0], factors[1]), torch.arange(num_slots)
+    keys, values = (torch.zeros(num_slots, 8, 128).to(torch.float8_e4m3fn) for _ in range(2))
+    store(keys, slots, layer.keys, scales.keys)
+    store(values, slots, layer.values, scales.values)
+    plan = plan_tiles(rows, sliding_window=None, num_query_groups=LLAMA.num_groups)
+    expected = paged_attention(
+        layer.queries.float(), keys, values, plan, scale=0.1, cache_scales=scales
+    )
+    for cache in (keys, values):
+        cache.view(torch.uint8)[:16] = 0x7F  # not a number
+    on_device = packed(placed, 16, CUDA)
+    found = paged_attention(
+        layer.queries.to(CUDA),
+        keys.to(CUDA),
+        values.to(CUDA),
+        plan_attention(on_device, sliding_window=None, num_query_groups=LLAMA.num_groups),
+        scale=0.1,
+        cache_scales=CacheScales(*factors.to(CUDA)),
+    )
+    assert relative_error(found, expected) < LARGEST_ERROR[dtype]
 
 
 def test_a_visible_key_does_touch_the_result() -> None:

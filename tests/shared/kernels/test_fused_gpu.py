@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from shared.kernels.activation import plain_silu_mul, silu_mul
+from shared.kernels.head_inputs import join_inputs, plain_join_inputs
+from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.norm import add_rms_norm, plain_rms_norm, rms_norm
-from shared.kernels.rotary import rotation_tables
+from shared.kernels.rotary import position_tables, rotation_tables
 from shared.kernels.rotary_cache import plain_rotate_into_cache, rotate_into_cache
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +54,45 @@ def test_sum_and_norm(num_rows: int, dtype: torch.dtype) -> None:
     _close(normed, plain_rms_norm(total, weight, 1e-6))
 
 
+def test_sum_and_norm_of_named_rows() -> None:
+    hidden, update = torch.randn(2, 9, 768, device=CUDA)
+    weight, rows = torch.randn(768, device=CUDA), torch.tensor([8, 2, 2, 5], device=CUDA)
+    whole = add_rms_norm(hidden, update, weight, 1e-6)
+    named = add_rms_norm(hidden, update, weight, 1e-6, rows)
+    assert all(torch.equal(a[rows], b) for a, b in zip(whole, named, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_inputs_of_a_head(has_rows: bool, has_norms: bool, dtype: torch.dtype) -> None:
+    embedding, hidden = (torch.randn(20, 96, device=CUDA).to(dtype) for _ in range(2))
+    weights = torch.randn(2, 96, device=CUDA).to(dtype)
+    token_ids = torch.randint(20, (7,), device=CUDA)
+    rows = torch.randint(20, (7,), device=CUDA) if has_rows else None
+    hidden = hidden if has_rows else hidden[:7]
+    norms = ((weights[0], 1e-5), (weights[1], 1e-3)) if has_norms else None
+    for normed in (False, True):
+        found = join_inputs(token_ids, embedding, hidden, rows, norms, normed_residual=normed)
+        expected = plain_join_inputs(
+            token_ids, embedding, hidden, rows, norms, normed_residual=normed
+        )
+        _close(found[0], expected[0])
+        _close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("has_own_frequencies", [False, True])
+def test_tables_of_positions(has_own_frequencies: bool) -> None:
+    positions = torch.tensor([0, 1, 511, 8192, 131_071], device=CUDA)
+    frequencies = 0.7 ** torch.arange(40, device=CUDA)
+    if has_own_frequencies:
+        frequencies = frequencies * torch.rand(5, 1, device=CUDA)
+    found = position_tables(positions, frequencies, 1.2)
+    expected = rotation_tables(positions.unsqueeze(1) * frequencies, 1.2)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     hidden = torch.randn(64, 4096, device=CUDA).to(dtype)
@@ -93,3 +134,24 @@ def test_rotation_and_cache(
     _close(found, expected)
     _close(caches[0][0], caches[1][0])
     assert torch.equal(caches[0][1], caches[1][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_and_narrow_cache(dtype: torch.dtype) -> None:
+    heads = torch.randn(9, 48, 128, device=CUDA).to(dtype)
+    heads[0, 32:] *= 3000  # beyond what e4m3 holds
+    tables = rotation_tables(torch.rand(9, 64, device=CUDA) * 6, 1.0)
+    slots = torch.randperm(40, device=CUDA)[:9]
+    caches = [
+        tuple(torch.zeros((40, 8, 128), dtype=torch.float8_e4m3fn, device=CUDA) for _ in range(2))
+        for _ in range(2)
+    ]
+    scales = CacheScales(*torch.exp2(torch.arange(16, device=CUDA) - 8.0).view(2, 8))
+    found = rotate_into_cache(heads, None, 0.0, tables, caches[0], slots, scales)
+    expected = plain_rotate_into_cache(heads, None, 0.0, tables, caches[1], slots, scales)
+    _close(found, expected)
+    assert torch.equal(caches[0][1].view(torch.uint8), caches[1][1].view(torch.uint8))
+    # Rotated keys may fall to the other side of a tie.
+    keys, same = (cache[0].float() for cache in caches)
+    torch.testing.assert_close(keys, same, rtol=0.13, atol=0.01)
+    assert float((keys != same).float().mean()) < 0.01

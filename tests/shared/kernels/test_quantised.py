@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.quantised import QuantisedWeight, quantised_linear
+from shared.kernels.linear import LinearWeight
+from shared.kernels.quantised import (
+    QuantisedWeight,
+    from_words,
+    in_words,
+    largest_elements,
+    quantised_linear,
+)
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 
@@ -81,6 +90,51 @@ def test_a_weight_takes_a_byte_an_element_and_a_scale_a_channel(stored: torch.dt
     assert QuantisedWeight.of(_weight().half(), stored).num_saved_bytes == 48 * 64 - 48 * 4
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN's products")
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("depth", [64, 512, 1280])
+def test_rows_do_not_depend_on_their_number(depth: int, stored: torch.dtype) -> None:
+    weight = QuantisedWeight.of(_random(96, depth), stored)
+    inputs = _random(70, depth, seed=1)
+    expected = quantised_linear(inputs, weight, None)
+    for num_rows in (1, 2, 3, 5, 8, 17, 33):
+        assert torch.equal(quantised_linear(inputs[:num_rows], weight, None), expected[:num_rows])
+
+
+def test_every_e4m3_number_is_widened_exactly() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    finite = numbers[(numbers & 0x7F) != 0x7F].view(torch.float8_e4m3fn).unsqueeze(1)
+    weight = replace(QuantisedWeight.of(_random(254, 1), torch.float8_e4m3fn), values=finite)
+    expected = finite.float() * weight.scales
+    assert torch.equal(weight.dequantised(torch.float32), expected)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_some_columns_round_as_the_whole_matrix_does(stored: torch.dtype) -> None:
+    weight = _weight()
+    whole = QuantisedWeight.of(weight, stored)
+    half = QuantisedWeight.of(weight[:, :20], stored, largest_elements(weight))
+    assert torch.equal(half.dequantised(torch.float32), whole.dequantised(torch.float32)[:, :20])
+    alone = QuantisedWeight.of(weight[:, :20], stored).dequantised(torch.float32)
+    assert not torch.equal(alone, whole.dequantised(torch.float32)[:, :20])
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_words_hold_elements_a_quarter_of_a_block_apart(stored: torch.dtype) -> None:
+    values = _random(3, 256).to(stored)
+    packed = in_words(values)
+    assert torch.equal(from_words(packed).view(torch.uint8), values.view(torch.uint8))
+    word = packed.view(torch.uint8)[1, 128 + 4 * 5 : 128 + 4 * 5 + 4]
+    assert torch.equal(word, values.view(torch.uint8)[1, [133, 165, 197, 229]])
+
+
 def test_no_rows_give_no_rows() -> None:
     product = quantised_linear(torch.zeros(0, 64), QuantisedWeight.of(_weight(), torch.int8), None)
     assert product.shape == (0, 48)
+
+
+def test_steady_weights_are_left_alone_where_rows_keep_their_bits_anyway() -> None:
+    weight = LinearWeight.prepare(_weight())
+    assert weight.steadied() is weight
+    half = LinearWeight.prepare(_weight().half())
+    assert half.steadied() is half, "a CPU has no such product in half precision"

@@ -81,7 +81,7 @@ def test_linear_of_no_rows() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs packed products")
-@pytest.mark.parametrize("sizes", [(64, 96), (172, 64), (512, 768)])
+@pytest.mark.parametrize("sizes", [(64, 96), (172, 64), (512, 768), (1280, 512), (2048, 64)])
 def test_rows_of_packed_products_do_not_depend_on_their_number(sizes: tuple[int, int]) -> None:
     inputs, weight = torch.randn(70, sizes[0]), torch.randn(sizes[1], sizes[0])
     prepared = LinearWeight.prepare(weight)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from shared.kernels.narrow_cache import load
 from shared.kv.layout import KvLayout
 from shared.kv.pool import KvPool
 
@@ -35,6 +38,30 @@ def test_write_touches_its_slots_of_its_layer_only() -> None:
     before[3 + 1][[9, 4]] = values
     for tensor, expected in zip((*pool.keys, *pool.values), before, strict=True):
         assert torch.equal(tensor, expected)
+
+
+def narrow_pool() -> KvPool:
+    scales = torch.tensor([0.5, 2.0]).repeat(2, LAYOUT.num_layers, 1)
+    layout = replace(LAYOUT, dtype=torch.float8_e4m3fn)
+    return KvPool(layout, num_pages=4, device=CPU, scales=scales)
+
+
+def test_narrow_pool_stores_the_nearest_e4m3_of_each_head_and_moves_bytes() -> None:
+    pool = narrow_pool()
+    keys = torch.tensor([[[0.5, -1.0, 224.0, 1e6], [2.0, 3.9, 896.0, -1e6]]])
+    pool.write(1, torch.tensor([5]), keys, keys / 2)
+    pool.move(torch.tensor([5]), torch.tensor([7]))
+    scales = pool.scales(1)
+    assert scales is not None
+    found = load(pool.keys[1], torch.tensor([7]), scales.keys)
+    expected = [[0.5, -1.0, 224.0, 224.0], [2.0, 4.0, 896.0, -896.0]]
+    assert found.tolist() == [expected]
+    assert load(pool.values[1], torch.tensor([7]), scales.values)[0, 0, 2] == 112.0
+    assert pool.keys[0].float().eq(0).all()
+
+
+def test_narrow_pool_takes_a_quarter_of_the_bytes() -> None:
+    assert narrow_pool().layout.page_size_bytes * 4 == LAYOUT.page_size_bytes
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from shared.pb.outrider.types.v1 import token_tree_pb2
 from shared.rpc.trees import (
     candidate_batch_message,
     candidate_from_message,
+    report_from_message,
     shape_from_message,
     shape_message,
     tree_from_message,
@@ -21,7 +22,18 @@ from shared.rpc.trees import (
     verdict_batch_message,
     verdict_from_message,
 )
-from shared.tokens import Candidate, Condition, Outcome, TokenTree, TreeShape, Verdict
+from shared.tokens import (
+    NO_REPORT,
+    NO_TREE,
+    Candidate,
+    Condition,
+    DraftReport,
+    Outcome,
+    TokenTree,
+    TreeShape,
+    TreeWish,
+    Verdict,
+)
 
 int31 = st.integers(0, 2**31 - 1)
 int63 = st.integers(0, 2**63 - 1)
@@ -39,11 +51,16 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs))
 
 
-conditions = st.none() | st.builds(Condition, st.none() | int31, int31)
-candidates = st.builds(Candidate, int63, int63, int31, trees(), conditions)
+ids = st.none() | int63
+conditions = st.none() | st.builds(Condition, st.none() | int31, int31, ids)
+candidates = st.builds(Candidate, int63, int63, int31, trees(), conditions, ids)
 indices = st.lists(int31, max_size=5).map(tuple)
 tokens = st.lists(int31, min_size=1, max_size=5).map(tuple)
-verdicts = st.builds(Verdict, int63, int63, st.sampled_from(Outcome), indices, tokens, int31)
+shapes = st.builds(TreeShape, st.integers(1, 32), st.integers(1, 16), st.integers(2, 257))
+wishes = st.just(NO_TREE) | st.builds(TreeWish, st.none() | shapes)
+verdicts = st.builds(
+    Verdict, int63, int63, st.sampled_from(Outcome), indices, tokens, int31, wishes, ids, ids
+)
 
 
 @given(trees())
@@ -54,7 +71,7 @@ def test_tree_survives_the_wire(tree: TokenTree) -> None:
 
 @given(st.lists(candidates, max_size=4))
 def test_candidates_survive_the_wire(candidates: list[Candidate]) -> None:
-    sent = candidate_batch_message(candidates).SerializeToString()
+    sent = candidate_batch_message(candidates, NO_REPORT).SerializeToString()
     received = pb.CandidateBatch.FromString(sent).candidates
     assert [candidate_from_message(each) for each in received] == candidates
 
@@ -66,16 +83,24 @@ def test_verdicts_survive_the_wire(verdicts: list[Verdict]) -> None:
     assert [verdict_from_message(each) for each in received] == verdicts
 
 
-@given(st.integers(1, 32), st.integers(1, 16), st.integers(2, 257))
-def test_shape_survives_the_wire(steps: int, topk: int, tokens: int) -> None:
-    shape = TreeShape(steps, topk, tokens)
+@given(shapes)
+def test_shape_survives_the_wire(shape: TreeShape) -> None:
     assert shape_from_message(shape_message(shape)) == shape
+
+
+@given(st.none() | st.integers(0, 10**9), st.none() | shapes)
+def test_report_of_a_draft_survives_the_wire(
+    draft_ns: int | None, pinned: TreeShape | None
+) -> None:
+    report = DraftReport(None if draft_ns is None else draft_ns / 1e9, pinned)
+    sent = candidate_batch_message([], report).SerializeToString()
+    assert report_from_message(pb.CandidateBatch.FromString(sent)) == report
 
 
 def test_condition_on_no_node_is_not_the_condition_on_node_0() -> None:
     tree = TokenTree.chain([1])
     sent = [Candidate(1, 1, 1, tree, Condition(node, 7)) for node in (None, 0)]
-    first, second = candidate_batch_message(sent).candidates
+    first, second = candidate_batch_message(sent, NO_REPORT).candidates
     assert candidate_from_message(first).condition == Condition(None, 7)
     assert candidate_from_message(second).condition == Condition(0, 7)
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
 from services.draft.events import FeatureRows
+from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -494,3 +496,94 @@ def test_a_target_that_draws_otherwise_is_not_mirrored(setup: Setup) -> None:
             trees += _propose(drafter, TREE, sequence)
     assert trees[0] != trees[1]
     assert trees[2] == trees[3]
+
+
+FAN_OUT = FanOut(5)
+
+
+def _ahead(drafter: EagleDrafter, sequence: DraftSequence, tree: TokenTree) -> list[Proposal]:
+    drafter.foresight.begin(sequence, tree, TREE, FAN_OUT)
+    proposals: list[Proposal] = []
+    while drafter.foresight.has_work:
+        proposals += drafter.foresight.advance()
+    return proposals
+
+
+def _follow(
+    drafter: EagleDrafter,
+    setup: Setup,
+    sequence: DraftSequence,
+    tree: TokenTree,
+    proposal: Proposal,
+) -> None:
+    """Commits the verdict that a tree was prepared for, with the target's features."""
+    assert proposal.condition is not None
+    node = proposal.condition.node_index
+    path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
+    tokens = (*path, proposal.condition.bonus_token_id)
+    start = sequence.num_tokens - 1
+    sequence.token_ids.extend(tokens)
+    verdict = Verdict(1, 0, Outcome.VERIFIED, (), tokens, sequence.num_tokens)
+    drafter.commit(sequence, verdict, setup.sent(sequence, start, sequence.num_tokens - 1))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
+    setup: Setup, sampling: SamplingParams
+) -> None:
+    """A drafter that has followed a row of verdicts prepares what a new one does that is told of
+    the same tokens, features and tree."""
+    source, drafter = random.Random(2), setup.drafter()
+    drafter.foresight.budget = FAN_OUT.budget
+    sequence = _sequence(_text(3, 9), sampling)
+    _open(drafter, setup, sequence)
+    [tree] = _propose(drafter, TREE, sequence)
+    for _ in range(4):
+        block = _ahead(drafter, sequence, tree)
+        assert len(block) == FAN_OUT.budget
+        chosen = source.choice(block)
+        _follow(drafter, setup, sequence, tree, chosen)
+        tree = chosen.tree
+        other = setup.drafter()
+        other.foresight.budget = FAN_OUT.budget
+        twin = _sequence(sequence.token_ids, sampling)
+        _open(other, setup, twin)
+        _propose(other, TREE, twin)
+        expected = {each.condition: each.tree.token_ids for each in _ahead(other, twin, tree)}
+        found = {each.condition: each.tree.token_ids for each in _ahead(drafter, sequence, tree)}
+        # The two have seen different verdicts, so their budgets may go to different ones.
+        shared = expected.keys() & found.keys()
+        assert len(shared) >= 2
+        assert {each: found[each] for each in shared} == {each: expected[each] for each in shared}
+    drafter.check()
+    drafter.close(sequence)
+    drafter.check()
+
+
+def test_nothing_is_drafted_ahead_without_features(setup: Setup) -> None:
+    drafter = setup.drafter()
+    drafter.foresight.budget = FAN_OUT.budget
+    sequence = _sequence(_text(3, 9))
+    _open(drafter, setup, sequence)
+    [tree] = _propose(drafter, TREE, sequence)
+    sequence.token_ids.append(1)
+    verdict = Verdict(1, 0, Outcome.MISSED, (), (1,), sequence.num_tokens)
+    drafter.commit(sequence, verdict, None)
+    assert _ahead(drafter, sequence, tree) == []
+
+
+def test_lent_pages_are_the_borrowers_alone(setup: Setup) -> None:
+    drafter = setup.drafter(num_pages=21)
+    loan = drafter.lend()
+    assert len(set(loan.pages)) == 10
+    assert loan.max_context_tokens == 128 - CONTEXT_MARGIN
+    for cache in (*loan.pool.keys, *loan.pool.values):
+        cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(loan.pages)] = 7.0
+    sequence = _sequence(_text(0, 15))
+    _open(drafter, setup, sequence)
+    (tree,) = _propose(drafter, TREE, sequence)
+    _assert_same(tree, _oracle(setup, sequence, TREE))
+    for cache in (*loan.pool.keys, *loan.pool.values):
+        assert cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(loan.pages)].eq(7.0).all()
+    drafter.close(sequence)
+    drafter.check()

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.draft.drafters.ngram import MatchType, NgramDrafter, NgramOptions
+from services.draft.drafters.ngram import NgramDrafter
+from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import SamplingParams, TokenTree, TreeShape
+from shared.ngram.index import MatchType, NgramOptions
+from shared.tokens import Condition, SamplingParams, TokenTree, TreeShape
 
 CHAIN = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)
 WIDE = TreeShape(num_steps=17, topk=10, num_draft_tokens=12)
@@ -139,3 +141,31 @@ def test_a_full_trie_still_proposes_only_what_was_seen(seed: int) -> None:
     seen = {tuple(text[i : i + n]) for n in range(2, 6) for i in range(len(text) - n + 1)}
     for path in _paths(tree):
         assert any((*text[len(text) - n :], *path) in seen for n in range(1, 5))
+
+
+def test_ahead_of_a_verdict_it_looks_up_what_followed_then() -> None:
+    drafter = NgramDrafter(NgramOptions())
+    drafter.foresight.budget = 4
+    period = [1, 2, 3, 4, 5, 6, 7, 8]
+    sequence = _sequence([*period, *period, 1, 2])
+    drafter.open(sequence)
+    shape = TreeShape(3, 1, 4)
+    [proposal] = drafter.propose([sequence], shape)
+    assert proposal.tree.token_ids == (3, 4, 5)
+    drafter.foresight.begin(sequence, proposal.tree, shape, FanOut(4))
+    prepared = {each.condition: each.tree.token_ids for each in drafter.foresight.advance()}
+    assert prepared == {Condition(2, 6): (7, 8, 1)}, "nothing else ever followed"
+    assert not drafter.foresight.has_work
+
+
+def test_each_continuation_that_was_seen_is_prepared_for_likeliest_first() -> None:
+    drafter = NgramDrafter(NgramOptions())
+    drafter.foresight.budget = 4
+    sequence = _sequence([1, 2, 9, 5, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2])
+    drafter.open(sequence)
+    shape = TreeShape(2, 1, 3)
+    [proposal] = drafter.propose([sequence], shape)
+    assert proposal.tree.token_ids == (3, 4)
+    drafter.foresight.begin(sequence, proposal.tree, shape, FanOut(2))
+    conditions = [each.condition for each in drafter.foresight.advance()]
+    assert conditions == [Condition(1, 1), Condition(None, 9)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,9 @@ from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, save_head
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
+from shared.models.heads.config import HeadKind
 from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.block_runner import BlockRunner
@@ -40,6 +42,16 @@ def _mtp(folder: Path, target: TargetFolder) -> Drafter:
     return EagleDrafter(runner, leases, max_context_tokens=128, keeps_features=False)
 
 
+def _eagle(kind: HeadKind) -> Callable[[Path, TargetFolder], Drafter]:
+    def build(folder: Path, target: TargetFolder) -> Drafter:
+        head = load_head(folder, kind, target, dtype=torch.float32, device=CPU)
+        runner = HeadRunner(head, KvPool(head.kv_layout(4), 40, CPU))
+        leases = KvLeases(40, 4)
+        return EagleDrafter(runner, leases, max_context_tokens=128, keeps_features=False)
+
+    return build
+
+
 def _dflash(folder: Path, target: TargetFolder) -> Drafter:
     head = load_dflash(folder, target, dtype=torch.float32, device=CPU)
     runner = BlockRunner(head, KvPool(head.kv_layout(4), 40, CPU))
@@ -47,17 +59,30 @@ def _dflash(folder: Path, target: TargetFolder) -> Drafter:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "build"),
-    [(Algorithm.MTP, _mtp), (Algorithm.DFLASH, _dflash)],
-    ids=["MTP", "DFLASH"],
+    ("algorithm", "own_vocabulary", "build"),
+    [
+        (Algorithm.EAGLE, None, _eagle(HeadKind.EAGLE)),
+        (Algorithm.EAGLE3, None, _eagle(HeadKind.EAGLE3)),
+        (Algorithm.EAGLE3, range(0, 64, 2), _eagle(HeadKind.EAGLE3)),
+        (Algorithm.MTP, None, _mtp),
+        (Algorithm.DFLASH, None, _dflash),
+    ],
+    ids=["EAGLE", "EAGLE3", "EAGLE3-cut", "MTP", "DFLASH"],
 )
 def test_a_served_head_drafts_as_in_training(
-    algorithm: Algorithm, build: Callable[[Path, TargetFolder], Drafter], tmp_path: Path
+    algorithm: Algorithm,
+    own_vocabulary: Sequence[int] | None,
+    build: Callable[[Path, TargetFolder], Drafter],
+    tmp_path: Path,
 ) -> None:
     folder = write_checkpoint(tmp_path / "target", shape=TinyShape(vocab_size=64, num_layers=6))
     frozen = FrozenTarget.load(folder, device=CPU, dtype=torch.float32)
-    sizes = HeadSizes(num_layers=2 if algorithm is Algorithm.DFLASH else None, block_size=5)
-    trained = build_head(frozen.head_shape(algorithm, sizes)).eval()
+    sizes = HeadSizes(
+        num_layers=2 if algorithm is Algorithm.DFLASH else None,
+        block_size=5,
+        draft_vocab_size=None if own_vocabulary is None else len(own_vocabulary),
+    )
+    trained = build_head(frozen.head_shape(algorithm, sizes), own_vocabulary).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trained.parameters():

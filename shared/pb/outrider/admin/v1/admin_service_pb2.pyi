@@ -210,6 +210,11 @@ class Attachment(_message.Message):
     MISSED_ROUND_COUNT_FIELD_NUMBER: _builtins.int
     STALE_CANDIDATE_COUNT_FIELD_NUMBER: _builtins.int
     ATTACH_TIME_FIELD_NUMBER: _builtins.int
+    PAUSED_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    WANTED_STEP_COUNT_FIELD_NUMBER: _builtins.int
+    TURNAROUND_DURATION_FIELD_NUMBER: _builtins.int
+    DRAFT_DURATION_FIELD_NUMBER: _builtins.int
+    LEVEL_ACCEPTANCES_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Attachment identifier."""
     worker_id: _builtins.str
@@ -228,9 +233,29 @@ class Attachment(_message.Message):
     """Rounds that were waited for in vain."""
     stale_candidate_count: _builtins.int
     """Candidates dropped because their round had passed."""
+    paused_sequence_count: _builtins.int
+    """Sequences of `sequence_count` for which no trees are wanted at the moment."""
+    wanted_step_count: _builtins.int
+    """Depth of trees that is wanted at the moment; 0 while all is paused."""
     @_builtins.property
     def attach_time(self) -> _timestamp_pb2.Timestamp:
         """Time the stream was attached."""
+
+    @_builtins.property
+    def turnaround_duration(self) -> _duration_pb2.Duration:
+        """Usual time from the end of a step with a verdict to the arrival of the next
+        tree; 0 when it was pushed ahead.
+        """
+
+    @_builtins.property
+    def draft_duration(self) -> _duration_pb2.Duration:
+        """Usual part of it in which the drafter computes."""
+
+    @_builtins.property
+    def level_acceptances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Element i is the share of trees whose level i + 1 was accepted, of those
+        whose level i was.
+        """
 
     def __init__(
         self,
@@ -245,10 +270,15 @@ class Attachment(_message.Message):
         missed_round_count: _builtins.int = ...,
         stale_candidate_count: _builtins.int = ...,
         attach_time: _timestamp_pb2.Timestamp | None = ...,
+        paused_sequence_count: _builtins.int = ...,
+        wanted_step_count: _builtins.int = ...,
+        turnaround_duration: _duration_pb2.Duration | None = ...,
+        draft_duration: _duration_pb2.Duration | None = ...,
+        level_acceptances: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_time", b"attach_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_time", b"attach_time", "draft_duration", b"draft_duration", "turnaround_duration", b"turnaround_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "verified_round_count", b"verified_round_count", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_step_count", b"wanted_step_count", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

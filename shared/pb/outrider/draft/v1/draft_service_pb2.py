@@ -18,7 +18,7 @@ from shared.pb.outrider.types.v1 import sampling_pb2 as outrider_dot_types_dot_v
 from shared.pb.outrider.types.v1 import token_tree_pb2 as outrider_dot_types_dot_v1_dot_token__tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%outrider/draft/v1/draft_service.proto\x12\x11outrider.draft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a outrider/types/v1/sampling.proto\x1a\"outrider/types/v1/token_tree.proto\"\x90\x01\n\x12ProposeTreeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12:\n\x0fsampling_params\x18\x02 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12+\n\x05shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\"t\n\x13ProposeTreeResponse\x12*\n\x04tree\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13GetDraftInfoRequest\"\xc6\x01\n\x14GetDraftInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x16\n\x0esequence_count\x18\x04 \x01(\x05\x12.\n\x07targets\x18\x05 \x03(\x0b\x32\x1d.outrider.draft.v1.TargetLink\x12.\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\"Z\n\nTargetLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x15\n\rattachment_id\x18\x03 \x01(\t\x12\x12\n\nlast_error\x18\x04 \x01(\t\":\n\x0b\x44raftConfig\x12+\n\x05shape\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\"{\n\x18UpdateDraftConfigRequest\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"K\n\x19UpdateDraftConfigResponse\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig2\xbd\x02\n\x0c\x44raftService\x12\\\n\x0bProposeTree\x12%.outrider.draft.v1.ProposeTreeRequest\x1a&.outrider.draft.v1.ProposeTreeResponse\x12_\n\x0cGetDraftInfo\x12&.outrider.draft.v1.GetDraftInfoRequest\x1a\'.outrider.draft.v1.GetDraftInfoResponse\x12n\n\x11UpdateDraftConfig\x12+.outrider.draft.v1.UpdateDraftConfigRequest\x1a,.outrider.draft.v1.UpdateDraftConfigResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%outrider/draft/v1/draft_service.proto\x12\x11outrider.draft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a outrider/types/v1/sampling.proto\x1a\"outrider/types/v1/token_tree.proto\"\x90\x01\n\x12ProposeTreeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12:\n\x0fsampling_params\x18\x02 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12+\n\x05shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\"t\n\x13ProposeTreeResponse\x12*\n\x04tree\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13GetDraftInfoRequest\"\xc6\x01\n\x14GetDraftInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x16\n\x0esequence_count\x18\x04 \x01(\x05\x12.\n\x07targets\x18\x05 \x03(\x0b\x32\x1d.outrider.draft.v1.TargetLink\x12.\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\"Z\n\nTargetLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x15\n\rattachment_id\x18\x03 \x01(\t\x12\x12\n\nlast_error\x18\x04 \x01(\t\"\x8a\x01\n\x0b\x44raftConfig\x12+\n\x05shape\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x13\n\x06pinned\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1b\n\x0eoutcome_budget\x18\x03 \x01(\x05H\x01\x88\x01\x01\x42\t\n\x07_pinnedB\x11\n\x0f_outcome_budget\"{\n\x18UpdateDraftConfigRequest\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"K\n\x19UpdateDraftConfigResponse\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig2\xbd\x02\n\x0c\x44raftService\x12\\\n\x0bProposeTree\x12%.outrider.draft.v1.ProposeTreeRequest\x1a&.outrider.draft.v1.ProposeTreeResponse\x12_\n\x0cGetDraftInfo\x12&.outrider.draft.v1.GetDraftInfoRequest\x1a\'.outrider.draft.v1.GetDraftInfoResponse\x12n\n\x11UpdateDraftConfig\x12+.outrider.draft.v1.UpdateDraftConfigRequest\x1a,.outrider.draft.v1.UpdateDraftConfigResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETDRAFTINFORESPONSE']._serialized_end=683
   _globals['_TARGETLINK']._serialized_start=685
   _globals['_TARGETLINK']._serialized_end=775
-  _globals['_DRAFTCONFIG']._serialized_start=777
-  _globals['_DRAFTCONFIG']._serialized_end=835
-  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_start=837
-  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_end=960
-  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_start=962
-  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_end=1037
-  _globals['_DRAFTSERVICE']._serialized_start=1040
-  _globals['_DRAFTSERVICE']._serialized_end=1357
+  _globals['_DRAFTCONFIG']._serialized_start=778
+  _globals['_DRAFTCONFIG']._serialized_end=916
+  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_start=918
+  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_end=1041
+  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_start=1043
+  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_end=1118
+  _globals['_DRAFTSERVICE']._serialized_start=1121
+  _globals['_DRAFTSERVICE']._serialized_end=1438
 # @@protoc_insertion_point(module_scope)

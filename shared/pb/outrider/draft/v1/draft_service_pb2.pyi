@@ -192,6 +192,16 @@ class DraftConfig(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHAPE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    OUTCOME_BUDGET_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.bool
+    """Whether all trees keep to `shape`. Otherwise targets may ask for others.
+    Changing the shape pins it unless the request says otherwise.
+    """
+    outcome_budget: _builtins.int
+    """Verdicts prepared for while a tree is verified, a sequence. Range [0, 64]; 0
+    drafts after each verdict.
+    """
     @_builtins.property
     def shape(self) -> _token_tree_pb2.TreeShape:
         """Shape of proposed trees."""
@@ -200,12 +210,21 @@ class DraftConfig(_message.Message):
         self,
         *,
         shape: _token_tree_pb2.TreeShape | None = ...,
+        pinned: _builtins.bool | None = ...,
+        outcome_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget", "_pinned", b"_pinned", "outcome_budget", b"outcome_budget", "pinned", b"pinned", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget", "_pinned", b"_pinned", "outcome_budget", b"outcome_budget", "pinned", b"pinned", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__outcome_budget: _TypeAlias = _typing.Literal["outcome_budget"]  # noqa: Y015
+    _WhichOneofArgType__outcome_budget: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget"]  # noqa: Y015
+    _WhichOneofReturnType__pinned: _TypeAlias = _typing.Literal["pinned"]  # noqa: Y015
+    _WhichOneofArgType__pinned: _TypeAlias = _typing.Literal["_pinned", b"_pinned"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome_budget) -> _WhichOneofReturnType__outcome_budget | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned) -> _WhichOneofReturnType__pinned | None: ...
 
 Global___DraftConfig: _TypeAlias = DraftConfig  # noqa: Y015
 
@@ -223,8 +242,8 @@ class UpdateDraftConfigRequest(_message.Message):
 
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
-        """Fields to change, for example `shape.topk`; all set fields when absent. An
-        unknown path is INVALID_ARGUMENT.
+        """Fields to change, for example `shape.topk`, `pinned` or `outcome_budget`; all
+        set fields when absent. An unknown path is INVALID_ARGUMENT.
         """
 
     def __init__(

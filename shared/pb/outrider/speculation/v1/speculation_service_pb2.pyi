@@ -64,6 +64,7 @@ class SpeculateRequest(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    FEATURE_RING_TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """Must be the first message and must not repeat."""
@@ -76,18 +77,23 @@ class SpeculateRequest(_message.Message):
     def release(self) -> Global___Release:
         """Gives sequences back, for example when draft KV memory runs out."""
 
+    @_builtins.property
+    def feature_ring_taken(self) -> Global___FeatureRingTaken:
+        """Frees rows of the feature ring."""
+
     def __init__(
         self,
         *,
         attach: Global___Attach | None = ...,
         candidates: Global___CandidateBatch | None = ...,
         release: Global___Release | None = ...,
+        feature_ring_taken: Global___FeatureRingTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "candidates", b"candidates", "message", b"message", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "candidates", b"candidates", "feature_ring_taken", b"feature_ring_taken", "message", b"message", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "candidates", b"candidates", "message", b"message", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "candidates", b"candidates", "feature_ring_taken", b"feature_ring_taken", "message", b"message", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "candidates", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "candidates", "release", "feature_ring_taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -163,6 +169,8 @@ class Attach(_message.Message):
     FEATURE_SPEC_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    FEATURE_RING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable across reconnects of the same process."""
     model_id: _builtins.str
@@ -186,6 +194,18 @@ class Attach(_message.Message):
     def feature_spec(self) -> Global___FeatureSpec:
         """Target hidden states the draft needs; absent for token-level drafts."""
 
+    @_builtins.property
+    def shape(self) -> _token_tree_pb2.TreeShape:
+        """Shape of its trees while the target wants no other. The target assumes a
+        chain of 3 when absent.
+        """
+
+    @_builtins.property
+    def feature_ring(self) -> Global___FeatureRingOffer:
+        """Memory the draft could read features from, if both run on one host. Absent
+        takes them as bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -197,14 +217,128 @@ class Attach(_message.Message):
         feature_spec: Global___FeatureSpec | None = ...,
         algorithm: _builtins.str = ...,
         max_context_token_count: _builtins.int = ...,
+        shape: _token_tree_pb2.TreeShape | None = ...,
+        feature_ring: Global___FeatureRingOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["feature_spec", b"feature_spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["feature_ring", b"feature_ring", "feature_spec", b"feature_spec", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "feature_spec", b"feature_spec", "max_context_token_count", b"max_context_token_count", "max_node_count", b"max_node_count", "max_sequence_count", b"max_sequence_count", "model_id", b"model_id", "tokenizer_sha256", b"tokenizer_sha256", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "feature_ring", b"feature_ring", "feature_spec", b"feature_spec", "max_context_token_count", b"max_context_token_count", "max_node_count", b"max_node_count", "max_sequence_count", b"max_sequence_count", "model_id", b"model_id", "shape", b"shape", "tokenizer_sha256", b"tokenizer_sha256", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Attach: _TypeAlias = Attach  # noqa: Y015
+
+@_typing.final
+class FeatureRingOffer(_message.Message):
+    """What a draft says so that a target on the same host can share memory with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    READS_CUDA_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Boot id of the draft's host. Another than the target's gets no ring."""
+    reads_cuda: _builtins.bool
+    """Whether it can read the memory of a CUDA device of this host."""
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        reads_cuda: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "reads_cuda", b"reads_cuda"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureRingOffer: _TypeAlias = FeatureRingOffer  # noqa: Y015
+
+@_typing.final
+class FeatureRing(_message.Message):
+    """Memory of the target that holds feature rows in a ring: row n lies at place
+    `n % row_count`. The target writes only places that the draft has freed; what
+    does not fit travels as bytes. It ends with the attachment.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARED_FILE_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_HANDLE_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    shared_file: _builtins.str
+    """Random part of the name of a file in the host's shared memory."""
+    cuda_ipc_handle: _builtins.bytes
+    """CUDA IPC handle of an allocation."""
+    row_count: _builtins.int
+    """Places, each `feature_width` elements of the type asked for."""
+    def __init__(
+        self,
+        *,
+        shared_file: _builtins.str = ...,
+        cuda_ipc_handle: _builtins.bytes = ...,
+        row_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc_handle", b"cuda_ipc_handle", "memory", b"memory", "shared_file", b"shared_file"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc_handle", b"cuda_ipc_handle", "memory", b"memory", "row_count", b"row_count", "shared_file", b"shared_file"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_memory: _TypeAlias = _typing.Literal["shared_file", "cuda_ipc_handle"]  # noqa: Y015
+    _WhichOneofArgType_memory: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_memory) -> _WhichOneofReturnType_memory | None: ...
+
+Global___FeatureRing: _TypeAlias = FeatureRing  # noqa: Y015
+
+@_typing.final
+class RingRows(_message.Message):
+    """Rows that lie in the ring."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Number of the first one, counted from 0 over the life of the attachment."""
+    row_count: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        row_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row_count", b"row_count", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingRows: _TypeAlias = RingRows  # noqa: Y015
+
+@_typing.final
+class FeatureRingTaken(_message.Message):
+    """Tells the target which rows of the ring the draft needs no more. The first
+    one, with 0, says that the ring could be opened: until then, features travel
+    as bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    """All rows before this number are free."""
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureRingTaken: _TypeAlias = FeatureRingTaken  # noqa: Y015
 
 @_typing.final
 class FeatureSpec(_message.Message):
@@ -262,6 +396,7 @@ class Attached(_message.Message):
     MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONDITIONAL_CANDIDATE_COUNT_FIELD_NUMBER: _builtins.int
+    FEATURE_RING_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Identifies this attachment in logs and in AdminService; new on every
     attach, so that nothing of an earlier stream is taken for this one.
@@ -286,6 +421,10 @@ class Attached(_message.Message):
     def candidate_wait_duration(self) -> _duration_pb2.Duration:
         """How long the target waits for candidates before it steps without them."""
 
+    @_builtins.property
+    def feature_ring(self) -> Global___FeatureRing:
+        """Memory for features; absent when they travel as bytes."""
+
     def __init__(
         self,
         *,
@@ -298,10 +437,11 @@ class Attached(_message.Message):
         max_context_token_count: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         max_conditional_candidate_count: _builtins.int = ...,
+        feature_ring: Global___FeatureRing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["candidate_wait_duration", b"candidate_wait_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["candidate_wait_duration", b"candidate_wait_duration", "feature_ring", b"feature_ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment_id", b"attachment_id", "candidate_wait_duration", b"candidate_wait_duration", "feature_width", b"feature_width", "max_conditional_candidate_count", b"max_conditional_candidate_count", "max_context_token_count", b"max_context_token_count", "max_node_count", b"max_node_count", "max_sequence_count", b"max_sequence_count", "verification_mode", b"verification_mode", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment_id", b"attachment_id", "candidate_wait_duration", b"candidate_wait_duration", "feature_ring", b"feature_ring", "feature_width", b"feature_width", "max_conditional_candidate_count", b"max_conditional_candidate_count", "max_context_token_count", b"max_context_token_count", "max_node_count", b"max_node_count", "max_sequence_count", b"max_sequence_count", "verification_mode", b"verification_mode", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,12 +482,24 @@ class SequenceOpened(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WANTED_SHAPE_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    TRACE_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """Unique on this attachment, never reused."""
+    """Names one sequence on this attachment. It may be opened again after it was
+    closed, when the target takes it to another draft for a while.
+    """
     round: _builtins.int
     """Round the first candidate is for; increases by 1 per verdict."""
     prompt_token_count: _builtins.int
     """How many of `token_ids` are the prompt."""
+    paused: _builtins.bool
+    """As in `Verdict`, for the first tree."""
+    trace_request_id: _builtins.str
+    """Id of the request, for logs and traces."""
+    traceparent: _builtins.str
+    """W3C trace context of the target's span; empty when nobody traces."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens so far: the prompt and, when the draft attached in the
@@ -358,6 +510,10 @@ class SequenceOpened(_message.Message):
     def sampling_params(self) -> _sampling_pb2.SamplingParams:
         """Sampling transform with its seed, so that the draft can mirror it."""
 
+    @_builtins.property
+    def wanted_shape(self) -> _token_tree_pb2.TreeShape:
+        """As in `Verdict`, for the first tree."""
+
     def __init__(
         self,
         *,
@@ -366,10 +522,14 @@ class SequenceOpened(_message.Message):
         sampling_params: _sampling_pb2.SamplingParams | None = ...,
         round: _builtins.int = ...,
         prompt_token_count: _builtins.int = ...,
+        wanted_shape: _token_tree_pb2.TreeShape | None = ...,
+        paused: _builtins.bool = ...,
+        trace_request_id: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_count", b"prompt_token_count", "round", b"round", "sampling_params", b"sampling_params", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused", "prompt_token_count", b"prompt_token_count", "round", b"round", "sampling_params", b"sampling_params", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "trace_request_id", b"trace_request_id", "traceparent", b"traceparent", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,20 +542,36 @@ class CandidateBatch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    DRAFT_DURATION_FIELD_NUMBER: _builtins.int
+    PINNED_SHAPE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """At most one unconditional entry per sequence, any number of conditional
         ones up to the limit in `Attached`.
         """
 
+    @_builtins.property
+    def draft_duration(self) -> _duration_pb2.Duration:
+        """Time the drafter computed for these trees, queueing left out; absent when
+        unknown. For the target's accounting.
+        """
+
+    @_builtins.property
+    def pinned_shape(self) -> _token_tree_pb2.TreeShape:
+        """Shape that an operator fixed at the draft, so that `wanted_shape` is
+        ignored; absent while the target is obeyed.
+        """
+
     def __init__(
         self,
         *,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        draft_duration: _duration_pb2.Duration | None = ...,
+        pinned_shape: _token_tree_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,12 +588,17 @@ class Candidate(_message.Message):
     COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     CONDITION_FIELD_NUMBER: _builtins.int
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Sequence the tree continues. Unknown ids are stale: it may have ended."""
     round: _builtins.int
     """Round the tree is for. Anything but the current round is stale."""
     committed_token_count: _builtins.int
     """Committed tokens the tree hangs off; fences a draft that fell behind."""
+    candidate_id: _builtins.int
+    """Names the tree in conditions and verdicts; never reused for a sequence on
+    this attachment. Absent when nothing is pushed ahead for this tree.
+    """
     @_builtins.property
     def tree(self) -> _token_tree_pb2.TokenTree:
         """Candidate nodes. Empty says that the draft has nothing to offer this round,
@@ -438,41 +619,60 @@ class Candidate(_message.Message):
         committed_token_count: _builtins.int = ...,
         tree: _token_tree_pb2.TokenTree | None = ...,
         condition: Global___Condition | None = ...,
+        candidate_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_condition", b"_condition", "condition", b"condition", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "condition", b"condition", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_condition", b"_condition", "committed_token_count", b"committed_token_count", "condition", b"condition", "round", b"round", "sequence_id", b"sequence_id", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "condition", b"condition", "round", b"round", "sequence_id", b"sequence_id", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
+    _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
     _WhichOneofReturnType__condition: _TypeAlias = _typing.Literal["condition"]  # noqa: Y015
     _WhichOneofArgType__condition: _TypeAlias = _typing.Literal["_condition", b"_condition"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__condition) -> _WhichOneofReturnType__condition | None: ...
 
 Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 
 @_typing.final
 class Condition(_message.Message):
-    """The verdict a candidate was prepared for."""
+    """The verdict a candidate was prepared for. One that arrives after this very
+    verdict is as good as an unconditional candidate for the round after it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_INDEX_FIELD_NUMBER: _builtins.int
     BONUS_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     node_index: _builtins.int
     """Last accepted node of the round's tree; absent when no node is accepted."""
     bonus_token_id: _builtins.int
     """Token the target draws after that node."""
+    candidate_id: _builtins.int
+    """Candidate that `node_index` counts in: the condition fails when the target
+    verified another tree, or none.
+    """
     def __init__(
         self,
         *,
         node_index: _builtins.int | None = ...,
         bonus_token_id: _builtins.int = ...,
+        candidate_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_index", b"_node_index", "node_index", b"node_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_node_index", b"_node_index", "candidate_id", b"candidate_id", "node_index", b"node_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_index", b"_node_index", "bonus_token_id", b"bonus_token_id", "node_index", b"node_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_node_index", b"_node_index", "bonus_token_id", b"bonus_token_id", "candidate_id", b"candidate_id", "node_index", b"node_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
+    _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
     _WhichOneofReturnType__node_index: _TypeAlias = _typing.Literal["node_index"]  # noqa: Y015
     _WhichOneofArgType__node_index: _TypeAlias = _typing.Literal["_node_index", b"_node_index"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node_index) -> _WhichOneofReturnType__node_index | None: ...
 
 Global___Condition: _TypeAlias = Condition  # noqa: Y015
@@ -518,12 +718,14 @@ class Verdict(_message.Message):
         OUTCOME_VERIFIED: Verdict._Outcome.ValueType  # 1
         """A tree was verified."""
         OUTCOME_MISSED: Verdict._Outcome.ValueType  # 2
-        """No tree arrived in time; the target stepped alone."""
+        """No tree of this draft was verified: none arrived in time, none was
+        wanted, or a tree of another source was.
+        """
         OUTCOME_STALE: Verdict._Outcome.ValueType  # 3
         """A tree arrived for another round and was dropped."""
         OUTCOME_VERIFIED_NEXT_READY: Verdict._Outcome.ValueType  # 4
-        """A tree was verified, and one pushed ahead matched this verdict: its
-        verification has started, so the next candidate is for `round + 2`.
+        """A tree was verified, and one pushed ahead matched this verdict: it is
+        verified next without waiting, so the next candidate is for `round + 2`.
         """
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
@@ -534,12 +736,14 @@ class Verdict(_message.Message):
     OUTCOME_VERIFIED: Verdict.Outcome.ValueType  # 1
     """A tree was verified."""
     OUTCOME_MISSED: Verdict.Outcome.ValueType  # 2
-    """No tree arrived in time; the target stepped alone."""
+    """No tree of this draft was verified: none arrived in time, none was
+    wanted, or a tree of another source was.
+    """
     OUTCOME_STALE: Verdict.Outcome.ValueType  # 3
     """A tree arrived for another round and was dropped."""
     OUTCOME_VERIFIED_NEXT_READY: Verdict.Outcome.ValueType  # 4
-    """A tree was verified, and one pushed ahead matched this verdict: its
-    verification has started, so the next candidate is for `round + 2`.
+    """A tree was verified, and one pushed ahead matched this verdict: it is
+    verified next without waiting, so the next candidate is for `round + 2`.
     """
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
@@ -549,6 +753,11 @@ class Verdict(_message.Message):
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    WANTED_SHAPE_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    NEXT_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    RING_ROWS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Sequence the verdict is for."""
     round: _builtins.int
@@ -557,6 +766,17 @@ class Verdict(_message.Message):
     """What happened to the candidate."""
     committed_token_count: _builtins.int
     """Committed length, prompt included, after this round."""
+    paused: _builtins.bool
+    """No tree is wanted for the next round, because plain steps are faster. The
+    draft sends none and computes nothing but what it must to keep up, until a
+    verdict without this arrives.
+    """
+    candidate_id: _builtins.int
+    """Candidate whose tree was verified; absent when none of this draft's was."""
+    next_candidate_id: _builtins.int
+    """Candidate that is verified next already, with outcome
+    `OUTCOME_VERIFIED_NEXT_READY` only.
+    """
     @_builtins.property
     def accepted_node_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted path, the root's child first, as indices into the verified tree.
@@ -573,6 +793,16 @@ class Verdict(_message.Message):
     def features(self) -> _tensor_pb2.Tensor:
         """Hidden states of the newly computed positions, shape `[A + 1, W]`."""
 
+    @_builtins.property
+    def wanted_shape(self) -> _token_tree_pb2.TreeShape:
+        """Shape that pays best for the next tree, in the target's estimate. The draft
+        keeps to it as far as it can. Absent leaves the shape to the draft.
+        """
+
+    @_builtins.property
+    def ring_rows(self) -> Global___RingRows:
+        """In place of `features`: the same rows, in the ring."""
+
     def __init__(
         self,
         *,
@@ -583,12 +813,24 @@ class Verdict(_message.Message):
         committed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         committed_token_count: _builtins.int = ...,
         features: _tensor_pb2.Tensor | None = ...,
+        wanted_shape: _token_tree_pb2.TreeShape | None = ...,
+        paused: _builtins.bool = ...,
+        candidate_id: _builtins.int | None = ...,
+        next_candidate_id: _builtins.int | None = ...,
+        ring_rows: Global___RingRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "candidate_id", b"candidate_id", "features", b"features", "next_candidate_id", b"next_candidate_id", "ring_rows", b"ring_rows", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_node_indices", b"accepted_node_indices", "committed_token_count", b"committed_token_count", "committed_token_ids", b"committed_token_ids", "features", b"features", "outcome", b"outcome", "round", b"round", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "accepted_node_indices", b"accepted_node_indices", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "committed_token_ids", b"committed_token_ids", "features", b"features", "next_candidate_id", b"next_candidate_id", "outcome", b"outcome", "paused", b"paused", "ring_rows", b"ring_rows", "round", b"round", "sequence_id", b"sequence_id", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
+    _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
+    _WhichOneofReturnType__next_candidate_id: _TypeAlias = _typing.Literal["next_candidate_id"]  # noqa: Y015
+    _WhichOneofArgType__next_candidate_id: _TypeAlias = _typing.Literal["_next_candidate_id", b"_next_candidate_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_candidate_id) -> _WhichOneofReturnType__next_candidate_id | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
@@ -602,6 +844,7 @@ class FeatureChunk(_message.Message):
     POSITION_OFFSET_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    RING_ROWS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Sequence the rows belong to."""
     position_offset: _builtins.int
@@ -612,6 +855,10 @@ class FeatureChunk(_message.Message):
     def rows(self) -> _tensor_pb2.Tensor:
         """Rows, shape `[R, W]`."""
 
+    @_builtins.property
+    def ring_rows(self) -> Global___RingRows:
+        """In place of `rows`: the same rows, in the ring."""
+
     def __init__(
         self,
         *,
@@ -619,10 +866,11 @@ class FeatureChunk(_message.Message):
         position_offset: _builtins.int = ...,
         rows: _tensor_pb2.Tensor | None = ...,
         last: _builtins.bool = ...,
+        ring_rows: Global___RingRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ring_rows", b"ring_rows", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "position_offset", b"position_offset", "rows", b"rows", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "position_offset", b"position_offset", "ring_rows", b"ring_rows", "rows", b"rows", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,9 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shared.pb.outrider.types.v1 import grammar_pb2 as _grammar_pb2
 from shared.pb.outrider.types.v1 import sampling_pb2 as _sampling_pb2
+from shared.pb.outrider.types.v1 import token_tree_pb2 as _token_tree_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -30,7 +32,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never sent."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """End-of-sequence or a stop token."""
+    """End-of-sequence, a stop token, or the end of the grammar."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """Output or context limit."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
@@ -42,7 +44,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""End-of-sequence or a stop token."""
+"""End-of-sequence, a stop token, or the end of the grammar."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """Output or context limit."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
@@ -62,9 +64,16 @@ class GenerateRequest(_message.Message):
     STOP_PARAMS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     SPECULATION_PARAMS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_PARAMS_FIELD_NUMBER: _builtins.int
     top_logprob_count: _builtins.int
     """Log probabilities of the drawn tokens, and of this many most probable tokens
     at each position. Range [0, 20]; none are computed when absent.
+    """
+    priority: _builtins.int
+    """Whose turn it is when sequences wait, or when pages run out: the least value
+    goes first and is preempted last; among equals, the oldest. Changes no output.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -84,6 +93,18 @@ class GenerateRequest(_message.Message):
     def speculation_params(self) -> Global___SpeculationParams:
         """Speculation settings of this request."""
 
+    @_builtins.property
+    def grammar(self) -> _grammar_pb2.Grammar:
+        """What the output must match; anything when absent. Also then a draw is from
+        the model's law, restricted to the tokens that the grammar allows.
+        """
+
+    @_builtins.property
+    def prompt_logprob_params(self) -> Global___PromptLogprobParams:
+        """Log probabilities of prompt tokens; none are computed when absent. Prefix
+        cache is read only up to the first of them.
+        """
+
     def __init__(
         self,
         *,
@@ -92,10 +113,13 @@ class GenerateRequest(_message.Message):
         stop_params: _sampling_pb2.StopParams | None = ...,
         top_logprob_count: _builtins.int | None = ...,
         speculation_params: Global___SpeculationParams | None = ...,
+        grammar: _grammar_pb2.Grammar | None = ...,
+        priority: _builtins.int = ...,
+        prompt_logprob_params: Global___PromptLogprobParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "prompt_logprob_params", b"prompt_logprob_params", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
@@ -104,31 +128,83 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
+class PromptLogprobParams(_message.Message):
+    """Which prompt tokens get log probabilities."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_POSITION_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    start_position: _builtins.int
+    """Position of the first one. Range [0, length of the prompt). The token at
+    position 0 has no law and so no log probability.
+    """
+    top_logprob_count: _builtins.int
+    """Log probabilities of this many most probable tokens at each position. Range
+    [0, 20].
+    """
+    def __init__(
+        self,
+        *,
+        start_position: _builtins.int = ...,
+        top_logprob_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_position", b"start_position", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobParams: _TypeAlias = PromptLogprobParams  # noqa: Y015
+
+@_typing.final
 class SpeculationParams(_message.Message):
     """Speculation settings of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DISABLED_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decodes without candidates (A/B and debugging). The output is the same."""
+    trace: _builtins.bool
+    """Every `TokenDelta` tells what its step did. Costs messages of up to a few
+    KiB a step; for pages and people, not for load.
+    """
+    algorithm: _builtins.str
+    """Only drafts of this algorithm get the sequence, as `Attach.algorithm` spells
+    it; any draft when empty. Decodes plainly while none is attached. An
+    algorithm that no draft ever attached with is INVALID_ARGUMENT (reason
+    ALGORITHM_UNKNOWN).
+    """
+    step_count: _builtins.int
+    """Depth of candidate trees, in [1, 32]; else INVALID_ARGUMENT. The target
+    never pauses a request that sets it. Chosen by the target when absent.
+    """
     def __init__(
         self,
         *,
         disabled: _builtins.bool = ...,
+        trace: _builtins.bool = ...,
+        algorithm: _builtins.str = ...,
+        step_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_count", b"_step_count", "step_count", b"step_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disabled", b"disabled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step_count: _TypeAlias = _typing.Literal["step_count"]  # noqa: Y015
+    _WhichOneofArgType__step_count: _TypeAlias = _typing.Literal["_step_count", b"_step_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_count) -> _WhichOneofReturnType__step_count | None: ...
 
 Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """One event of the response stream: `started`, then any number of `delta`,
-    then exactly one `finished`.
+    """One event of the response stream: `started`, then `prompt_logprobs` where they
+    are asked for, then any number of `delta`, then exactly one `finished`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -136,6 +212,7 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___GenerationStarted:
         """Request left the queue."""
@@ -148,18 +225,23 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___GenerationFinished:
         """Last event of the stream."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Log probabilities of prompt tokens, all of them before the first `delta`."""
+
     def __init__(
         self,
         *,
         started: Global___GenerationStarted | None = ...,
         delta: Global___TokenDelta | None = ...,
         finished: Global___GenerationFinished | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "delta", "finished", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -206,6 +288,8 @@ class Submit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     TRACE_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the gateway, unique on the session; a duplicate ends the session
     with INVALID_ARGUMENT.
@@ -214,9 +298,20 @@ class Submit(_message.Message):
     """Id for logs and traces, as `x-request-id` metadata would carry it. Made up
     by the target when empty.
     """
+    traceparent: _builtins.str
+    """W3C trace context, as `traceparent` metadata would carry it; empty when
+    nobody traces.
+    """
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """The request, as in `Generate`."""
+
+    @_builtins.property
+    def timeout_duration(self) -> _duration_pb2.Duration:
+        """Time the request may take, queueing included, above 0; then it fails with
+        DEADLINE_EXCEEDED and its pages are free within one step. Unbounded when
+        absent. A `Generate` call has its own deadline.
+        """
 
     def __init__(
         self,
@@ -224,10 +319,12 @@ class Submit(_message.Message):
         request_id: _builtins.int = ...,
         request: Global___GenerateRequest | None = ...,
         trace_request_id: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        timeout_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout_duration", b"timeout_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_id", b"request_id", "trace_request_id", b"trace_request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_id", b"request_id", "timeout_duration", b"timeout_duration", "trace_request_id", b"trace_request_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,6 +494,7 @@ class TokenDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     accepted_token_count: _builtins.int
     """How many of `token_ids`, counted from the front, are accepted draft tokens."""
     drafted_token_count: _builtins.int
@@ -414,6 +512,10 @@ class TokenDelta(_message.Message):
         the request asked for none.
         """
 
+    @_builtins.property
+    def trace(self) -> Global___RoundTrace:
+        """What the step did. Only when `SpeculationParams.trace` asks for it."""
+
     def __init__(
         self,
         *,
@@ -421,14 +523,119 @@ class TokenDelta(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         accepted_token_count: _builtins.int = ...,
         drafted_token_count: _builtins.int = ...,
+        trace: Global___RoundTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trace", b"_trace", "trace", b"trace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trace", b"_trace", "accepted_token_count", b"accepted_token_count", "drafted_token_count", b"drafted_token_count", "logprobs", b"logprobs", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
+    _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trace) -> _WhichOneofReturnType__trace | None: ...
+
+Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log probabilities of prompt tokens, of one step of the prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_POSITION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    start_position: _builtins.int
+    """Position in the prompt of the first one, at least 1. Events follow each other
+    without gaps.
+    """
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each token from there on."""
+
+    def __init__(
+        self,
+        *,
+        start_position: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "drafted_token_count", b"drafted_token_count", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start_position", b"start_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class RoundTrace(_message.Message):
+    """One decode step of one request, for people to look at. The steps of a request
+    follow each other without gaps: `wait_duration` of a round begins where
+    `verify_duration` of the round before it ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_NODE_INDICES_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    VERIFY_DURATION_FIELD_NUMBER: _builtins.int
+    WAIT_DURATION_FIELD_NUMBER: _builtins.int
+    DRAFT_DURATION_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Counts the request's decode steps from 0."""
+    row_count: _builtins.int
+    """Rows of the request in the step's forward: uncomputed committed tokens, then
+    the nodes of `tree`.
+    """
+    algorithm: _builtins.str
+    """Algorithm of the draft that has the sequence; empty when none has."""
+    @_builtins.property
+    def tree(self) -> _token_tree_pb2.TokenTree:
+        """Candidates as they were verified: nodes beyond the output's end are cut.
+        Empty when the step ran without.
+        """
+
+    @_builtins.property
+    def accepted_node_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Accepted path, the root's child first, as indices into `tree`."""
+
+    @_builtins.property
+    def verify_duration(self) -> _duration_pb2.Duration:
+        """From the plan of the step to its verdict. The first round holds the last
+        part of the prompt.
+        """
+
+    @_builtins.property
+    def wait_duration(self) -> _duration_pb2.Duration:
+        """From the verdict before, or from leaving the queue, to the plan of this step."""
+
+    @_builtins.property
+    def draft_duration(self) -> _duration_pb2.Duration:
+        """From the verdict before to the arrival of `tree`; 0 when it was pushed ahead.
+        Absent when nothing arrived, and for a first tree, for which the draft reads
+        the prompt as well.
+        """
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        tree: _token_tree_pb2.TokenTree | None = ...,
+        accepted_node_indices: _abc.Iterable[_builtins.int] | None = ...,
+        row_count: _builtins.int = ...,
+        verify_duration: _duration_pb2.Duration | None = ...,
+        wait_duration: _duration_pb2.Duration | None = ...,
+        draft_duration: _duration_pb2.Duration | None = ...,
+        algorithm: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration", "tree", b"tree", "verify_duration", b"verify_duration", "wait_duration", b"wait_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_node_indices", b"accepted_node_indices", "algorithm", b"algorithm", "draft_duration", b"draft_duration", "round", b"round", "row_count", b"row_count", "tree", b"tree", "verify_duration", b"verify_duration", "wait_duration", b"wait_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundTrace: _TypeAlias = RoundTrace  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -588,6 +795,7 @@ class GetModelResponse(_message.Message):
     MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DRAFT_ALGORITHMS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name clients pass as `model`."""
     tokenizer_sha256: _builtins.str
@@ -602,6 +810,10 @@ class GetModelResponse(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end generation unless `ignore_eos` is set."""
 
+    @_builtins.property
+    def draft_algorithms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Algorithms of the drafts that are attached now, sorted, each once."""
+
     def __init__(
         self,
         *,
@@ -610,10 +822,11 @@ class GetModelResponse(_message.Message):
         max_context_token_count: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        draft_algorithms: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

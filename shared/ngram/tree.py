@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.draft.drafters.ngram_trie import NgramTrie
+from shared.ngram.trie import NgramTrie
 from shared.tokens import TokenTree, TreeShape
 
 MAX_SCANNED_CHILDREN = 64

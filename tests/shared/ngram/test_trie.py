@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from services.draft.drafters.ngram_trie import ROOT, NgramTrie
+from services.draft.drafters.ngram import NgramDrafter
+from shared.ngram.index import NgramOptions
+from shared.ngram.trie import ROOT, NgramTrie
 
 
 def _insert(trie: NgramTrie, text: Sequence[int]) -> None:

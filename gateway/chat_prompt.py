@@ -1,0 +1,94 @@
+"""The messages and tools of a chat, as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
+from gateway.refusals import refuse_unimplemented_message
+from gateway.schema import ChatCompletionRequest, ChatMessage, NamedTool, ToolCall
+from shared.errors import InvalidArgument
+
+
+def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
+    """Returns what the model may call; None when nothing.
+
+    Raises:
+        InvalidArgument: a tool or the choice is wrong.
+    """
+    choice = body.tool_choice
+    if not body.tools:
+        if choice in (None, "none", "auto"):
+            return None
+        message = "tool_choice asks for a call, but there are no tools"
+        raise InvalidArgument.of("TOOLS_MISSING", "tool_choice", message)
+    if choice == "none":
+        return None
+    functions = [tool.function for tool in body.tools]
+    toolbox = Toolbox(
+        tools=tuple(
+            Tool(each.name, each.description, schema_of(each.parameters), each.strict)
+            for each in functions
+        ),
+        use=ToolUse.AUTO if choice in (None, "auto") else ToolUse.REQUIRED,
+        forced_name=choice.function.name if isinstance(choice, NamedTool) else None,
+        is_parallel=body.parallel_tool_calls is not False,
+    )
+    toolbox.check("tools", "tool_choice")
+    return toolbox
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Raises:
+    InvalidArgument: a message needs media, or has calls without JSON arguments.
+    """
+    return [_template_message(index, message) for index, message in enumerate(messages)]
+
+
+def with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:
+    """Returns the messages with the tools told in the system message."""
+    prompt = tools_prompt(toolbox.tools)
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{prompt}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """Returns the message as templates read it; `developer` is a newer name for `system`."""
+    refuse_unimplemented_message(index, message)
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text or "" for part in content)
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        result["reasoning_content"] = reasoning
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _template_call(f"messages[{index}].tool_calls[{number}]", call)
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return result
+
+
+def _template_call(field: str, call: ToolCall) -> dict[str, Any]:
+    """Returns a call with its arguments as an object: templates write them as JSON themselves."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            message = f"{field}.function.arguments is not JSON: {error}"
+            raise InvalidArgument.of(
+                "FIELD_INVALID", f"{field}.function.arguments", message
+            ) from error
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

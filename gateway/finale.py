@@ -1,0 +1,48 @@
+"""Choices with all of their output, and which of them are the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.choice import Choice, Piece
+from gateway.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Finale:
+    """A choice with all of its output.
+
+    Attributes:
+        index: its number in the answer.
+    """
+
+    choice: Choice
+    piece: Piece
+    index: int
+
+    @property
+    def finish_reason(self) -> str:
+        name = self.choice.finish_name
+        assert name is not None, "a response is built when all is finished"
+        return name
+
+
+def best_finales(plan: Plan, finales: Sequence[Finale]) -> Sequence[Finale]:
+    """Returns the `n` best of the `best_of` choices of each prompt, best first, numbered anew.
+
+    The best are those whose tokens the model finds likeliest on average.
+    """
+    num_drawn, num_shown = plan.num_choices, plan.num_shown
+    if num_drawn == num_shown:
+        return finales
+    best: list[Finale] = []
+    for start in range(0, len(finales), num_drawn):
+        own = sorted(finales[start : start + num_drawn], key=_mean_log_prob, reverse=True)
+        best += own[:num_shown]
+    return [replace(finale, index=index) for index, finale in enumerate(best)]
+
+
+def _mean_log_prob(finale: Finale) -> float:
+    scores = finale.piece.scores
+    return sum(score.logprobs.log_prob for score in scores) / max(len(scores), 1)

@@ -1,0 +1,107 @@
+"""The tools of one request, whatever interface they came through."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import InvalidArgument
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_TOOLS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call.
+
+    Attributes:
+        schema: of its arguments, an object.
+        is_strict: arguments must keep to the schema even when the model is free not to call.
+    """
+
+    name: str
+    description: str | None
+    schema: Mapping[str, Any]
+    is_strict: bool = False
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": dict(self.schema)}}
+
+
+class ToolUse(enum.Enum):
+    """Whether the model calls."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """What a request lets the model call.
+
+    Attributes:
+        forced_name: the one tool that must be called; None leaves the choice to the model.
+        is_parallel: whether there may be several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    use: ToolUse = ToolUse.AUTO
+    forced_name: str | None = None
+    is_parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools)
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that may be called here."""
+        if self.forced_name is None:
+            return self.tools
+        return tuple(tool for tool in self.tools if tool.name == self.forced_name)
+
+    def check(self, tools_field: str, choice_field: str) -> None:
+        """Raises:
+        InvalidArgument: names are bad or repeat, or the forced one is not among them.
+        """
+        if len(self.tools) > _MAX_TOOLS:
+            message = f"{tools_field} has {len(self.tools)} tools; at most {_MAX_TOOLS} are taken"
+            raise InvalidArgument.of("TOOLS_OUT_OF_RANGE", tools_field, message)
+        for tool in self.tools:
+            if not _NAME.fullmatch(tool.name):
+                message = f"a tool is named {tool.name[:80]!r}; it must match {_NAME.pattern}"
+                raise InvalidArgument.of("TOOL_NAME_INVALID", tools_field, message)
+        if len(self.names) != len(self.tools):
+            message = f"{tools_field} names a tool twice"
+            raise InvalidArgument.of("TOOL_NAME_INVALID", tools_field, message)
+        if self.forced_name is not None and self.forced_name not in self.names:
+            message = f"{choice_field} names {self.forced_name[:80]!r}, which is none of the tools"
+            raise InvalidArgument.of("TOOL_UNKNOWN", choice_field, message)
+
+
+def schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments; one without takes an empty object."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return dict(parameters)
+
+
+def tools_prompt(tools: Sequence[Tool]) -> str:
+    """Returns a system message that teaches tools to a model whose template knows none."""
+    lines = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
+    return (
+        "You may call functions. Their signatures, one in a line:\n"
+        f"<tools>\n{lines}\n</tools>\n"
+        "To call one, answer with a JSON object of its name and arguments between tags:\n"
+        '<tool_call>\n{"name": "NAME", "arguments": {…}}\n</tool_call>'
+    )

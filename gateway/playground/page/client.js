@@ -1,0 +1,85 @@
+/** The gateway as the page calls it. */
+
+import { readEvents } from "./event_reader.js";
+
+/** What the gateway refused, or why it could not be asked. */
+export class ApiError extends Error {
+  /**
+   * @param {string} message
+   * @param {number} status 0 when there was no answer
+   * @param {string} code
+   */
+  constructor(message, status, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export class Client {
+  /** @param {import("./key_store.js").KeyStore} keys */
+  constructor(keys) {
+    this.keys = keys;
+  }
+
+  /**
+   * @returns {Promise<{model: string, algorithms: string[]}>} what is served, and the algorithms
+   *   of the drafts that are attached now
+   */
+  async served() {
+    const models = await (await this.#ask("v1/models")).json();
+    if (models.data.length === 0) throw new ApiError("no model is served yet", 503, "no_model");
+    const info = await (await this.#ask("server_info")).json();
+    const algorithms = info.targets.flatMap((target) => target.draft_algorithms ?? []);
+    return { model: models.data[0].id, algorithms: [...new Set(algorithms)].sort() };
+  }
+
+  /**
+   * @param {object} body of `/v1/chat/completions`; the answer is streamed whatever it says
+   * @param {AbortSignal} signal closes the connection, which ends the request on the target
+   * @returns {AsyncGenerator<object>} chunks
+   */
+  async *chat(body, signal) {
+    const response = await this.#ask("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+      signal,
+    });
+    for await (const data of readEvents(response.body)) {
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(chunk.error.message, response.status, chunk.error.code);
+      yield chunk;
+    }
+  }
+
+  /**
+   * @param {string} path relative, so that the page also works below a prefix
+   * @param {RequestInit} [options]
+   * @returns {Promise<Response>}
+   */
+  async #ask(path, options = {}) {
+    const key = this.keys.get();
+    const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+    let response;
+    try {
+      response = await fetch(path, { ...options, headers });
+    } catch (error) {
+      if (error instanceof DOMException && error.name === "AbortError") throw error;
+      throw new ApiError("the gateway does not answer", 0, "unreachable");
+    }
+    if (!response.ok) throw await refusal(response);
+    return response;
+  }
+}
+
+/**
+ * @param {Response} response
+ * @returns {Promise<ApiError>}
+ */
+async function refusal(response) {
+  const body = await response.json().catch(() => ({}));
+  const error = body.error ?? {};
+  const message = error.message ?? `the gateway answers ${response.status}`;
+  return new ApiError(message, response.status, error.code ?? "");
+}

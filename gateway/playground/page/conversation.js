@@ -1,0 +1,199 @@
+/** The conversation: asks, streams, stops. */
+
+import { Answer } from "./answer.js";
+import { element, part } from "./element.js";
+import { figuresOf } from "./figures.js";
+import { RoundPanel } from "./round_panel.js";
+import { TurnView } from "./turn_view.js";
+
+const EXAMPLES = [
+  "What is the capital of France?",
+  "Write a short story about a dog.",
+  "Write a poem about the sea.",
+];
+
+export class Conversation {
+  #client;
+  #parameters;
+  #panel = new RoundPanel((round) => this.#mark(round));
+  #transcript = part("transcript");
+  /** @type {{role: string, content: string}[]} */
+  #messages = [];
+  /** @type {TurnView[]} */
+  #turns = [];
+  /** @type {Answer | null} whose rounds are shown */
+  #shown = null;
+  /** @type {AbortController | null} */
+  #running = null;
+  #isDrawing = false;
+  #isFollowing = true;
+
+  /**
+   * @param {import("./client.js").Client} client
+   * @param {import("./parameters.js").Parameters} parameters
+   * @param {(error: Error) => void} onRefused hears of every failed request
+   */
+  constructor(client, parameters, onRefused) {
+    this.#client = client;
+    this.#parameters = parameters;
+    this.onRefused = onRefused;
+    this.model = "";
+    this.clear();
+    this.#transcript.addEventListener("scroll", () => {
+      this.#isFollowing = this.#isAtEnd();
+    });
+    // What opens below must not cover the end.
+    new ResizeObserver(() => this.#isFollowing && this.#follow()).observe(this.#transcript);
+  }
+
+  get isRunning() {
+    return this.#running !== null;
+  }
+
+  /** Forgets everything. */
+  clear() {
+    this.stop();
+    this.#messages = [];
+    this.#turns = [];
+    this.#show(null);
+    const ask = (text) => () => this.ask(text);
+    this.#transcript.replaceChildren(
+      element(
+        "div",
+        { class: "empty" },
+        element("h2", {}, "Watch a draft ride ahead"),
+        element("p", {}, "Every token of an answer shows whether the draft guessed it or the target drew it. The text is the target's own, with any draft or none."),
+        element("div", { class: "examples" }, ...EXAMPLES.map((text) => element("button", { type: "button", click: ask(text) }, text))),
+      ),
+    );
+  }
+
+  /** Ends the answers that are being streamed; what they have stays. */
+  stop() {
+    this.#running?.abort();
+  }
+
+  /** @param {string} question */
+  async ask(question) {
+    if (this.isRunning) return;
+    const { seed, sides, sampling, system } = this.#parameters;
+    const answers = sides.map((side) => new Answer(side, seed));
+    const turn = this.#begin(question, answers);
+    const body = { model: this.model, messages: this.#prompt(system, question), seed, ...sampling };
+    this.#running = new AbortController();
+    this.#setRunning(true);
+    // One after the other: side by side they would share the machine that they measure.
+    const { signal } = this.#running;
+    for (const answer of answers) await this.#stream(answer, turn, body, signal);
+    this.#running = null;
+    this.#end(question, answers, turn);
+  }
+
+  async #stream(answer, turn, body, signal) {
+    if (signal.aborted) {
+      answer.state = "stopped";
+      return;
+    }
+    this.#show(answer);
+    try {
+      for await (const chunk of this.#client.chat({ ...body, speculation: answer.speculation }, signal)) {
+        answer.add(chunk);
+        this.#draw(turn);
+      }
+      answer.state = "done";
+    } catch (error) {
+      answer.state = signal.aborted ? "stopped" : "failed";
+      if (!signal.aborted) this.#fail(answer, error);
+    }
+    turn.update();
+    this.#panel.update();
+  }
+
+  #fail(answer, error) {
+    answer.error = error;
+    this.onRefused(error);
+  }
+
+  #begin(question, answers) {
+    const turn = new TurnView(question, answers, (answer, round) => this.#select(answer, round));
+    if (this.#turns.length === 0) this.#transcript.replaceChildren();
+    this.#turns.push(turn);
+    this.#transcript.append(turn.root);
+    this.#isFollowing = true;
+    this.#follow();
+    return turn;
+  }
+
+  #end(question, answers, turn) {
+    this.#setRunning(false);
+    turn.update();
+    const [first] = answers;
+    const isKept = this.#turns.includes(turn); // not cleared meanwhile
+    if (isKept && first.text !== "") {
+      this.#messages.push({ role: "user", content: question }, { role: "assistant", content: first.text });
+    }
+    if (isKept && answers.length > 1) this.#show(first);
+    part("status").textContent = spoken(answers);
+    if (this.#isFollowing) this.#follow();
+  }
+
+  #prompt(system, question) {
+    const before = system === "" ? [] : [{ role: "system", content: system }];
+    return [...before, ...this.#messages, { role: "user", content: question }];
+  }
+
+  /** Draws at most once a frame, however fast chunks come. */
+  #draw(turn) {
+    if (this.#isDrawing) return;
+    this.#isDrawing = true;
+    requestAnimationFrame(() => {
+      this.#isDrawing = false;
+      turn.update();
+      this.#panel.update();
+      if (this.#isFollowing) this.#follow();
+    });
+  }
+
+  #isAtEnd() {
+    const box = this.#transcript;
+    return box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+  }
+
+  #follow() {
+    this.#transcript.scrollTop = this.#transcript.scrollHeight;
+  }
+
+  #select(answer, round) {
+    this.#show(answer);
+    this.#panel.choose(round);
+  }
+
+  #show(answer) {
+    this.#shown = answer;
+    this.#panel.show(answer);
+    this.#mark(null);
+  }
+
+  #mark(round) {
+    for (const turn of this.#turns) turn.mark(this.#shown, round);
+  }
+
+  #setRunning(isRunning) {
+    part("stop").hidden = !isRunning;
+    part("send").hidden = isRunning;
+    if (isRunning) part("status").textContent = "Answering";
+  }
+}
+
+/**
+ * @param {Answer[]} answers
+ * @returns {string} for those who listen
+ */
+function spoken(answers) {
+  const parts = answers.map((answer) => {
+    const figures = figuresOf(answer.rounds);
+    const state = { done: "complete", stopped: "stopped", failed: "failed" }[answer.state];
+    return `Answer ${answers.length > 1 ? `by ${answer.name} ` : ""}${state}, ${figures.numTokens} tokens.`;
+  });
+  return parts.join(" ");
+}

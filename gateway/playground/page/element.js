@@ -1,0 +1,55 @@
+/** Elements of HTML and SVG, made in one call. Text is always text, never markup. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** @typedef {Record<string, string | number | boolean | EventListener | undefined>} Attributes */
+
+/**
+ * @param {string} tag
+ * @param {Attributes} [attributes] a function is a listener of that event; true is an empty
+ *   attribute; false and undefined leave it out
+ * @param {...(Node | string)} children
+ * @returns {HTMLElement}
+ */
+export function element(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/**
+ * @param {string} tag
+ * @param {Attributes} [attributes]
+ * @param {...(Node | string)} children
+ * @returns {SVGElement}
+ */
+export function shape(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/**
+ * @template {HTMLElement} T
+ * @param {string} id
+ * @returns {T} the page's element; its absence is our bug
+ */
+export function part(id) {
+  const found = document.getElementById(id);
+  if (found === null) throw new Error(`the page has no #${id}`);
+  return /** @type {T} */ (found);
+}
+
+/**
+ * @template {Element} T
+ * @param {T} made
+ * @param {Attributes} attributes
+ * @param {(Node | string)[]} children
+ * @returns {T}
+ */
+function filled(made, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") made.addEventListener(name, value);
+    else if (value !== false && value !== undefined) {
+      made.setAttribute(name, value === true ? "" : String(value));
+    }
+  }
+  made.append(...children);
+  return made;
+}

@@ -1,0 +1,59 @@
+/** Puts the page together. */
+
+import { Client } from "./client.js";
+import { Conversation } from "./conversation.js";
+import { part } from "./element.js";
+import { KeyStore } from "./key_store.js";
+import { Parameters } from "./parameters.js";
+import { ServerStatus } from "./server_status.js";
+import { Theme } from "./theme.js";
+
+const client = new Client(new KeyStore());
+const parameters = new Parameters();
+const server = new ServerStatus(client, ({ model, algorithms }) => {
+  conversation.model = model;
+  parameters.offer(algorithms);
+});
+const conversation = new Conversation(client, parameters, (error) => {
+  if (error.status === 401) server.askForKey();
+});
+new Theme(part("theme"));
+
+const prompt = part("prompt");
+
+function send() {
+  const question = prompt.value.trim();
+  if (question === "" || conversation.isRunning) return;
+  prompt.value = "";
+  conversation.ask(question);
+}
+
+part("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+part("composer").noValidate = true; // the server names field, value and limit itself
+prompt.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") conversation.stop();
+});
+part("stop").addEventListener("click", () => conversation.stop());
+part("new-chat").addEventListener("click", () => {
+  conversation.clear();
+  prompt.focus();
+});
+for (const button of document.querySelectorAll(".panes button")) {
+  button.addEventListener("click", () => {
+    document.body.dataset.pane = button.dataset.pane;
+    for (const each of document.querySelectorAll(".panes button")) {
+      each.setAttribute("aria-pressed", String(each === button));
+    }
+  });
+}
+
+prompt.focus();
+server.run();

@@ -1,0 +1,76 @@
+/** Sampling parameters and the choice of drafts, as the form has them. */
+
+import { element, part } from "./element.js";
+
+const OFF = "off";
+const ANY = "any";
+const NONE = "none";
+
+/** @typedef {{name: string, speculation: object}} Side how a request is to be speculated */
+
+export class Parameters {
+  constructor() {
+    const toggle = part("parameters-toggle");
+    toggle.addEventListener("click", () => {
+      const isOpen = toggle.getAttribute("aria-expanded") === "true";
+      toggle.setAttribute("aria-expanded", String(!isOpen));
+      part("parameters").hidden = isOpen;
+    });
+    this.offer([]);
+  }
+
+  /** @param {string[]} algorithms of the drafts that are attached */
+  offer(algorithms) {
+    const named = algorithms.map((each) => [each, each]);
+    refill(part("algorithm"), [[ANY, "any draft"], ...named, [OFF, "off"]]);
+    refill(part("rival"), [[NONE, "nothing"], [OFF, "off"], ...named]);
+  }
+
+  /** @returns {Side[]} what the next turn runs: one, or two to compare */
+  get sides() {
+    const chosen = sideOf(part("algorithm").value);
+    const rival = part("rival").value;
+    return rival === NONE ? [chosen] : [chosen, sideOf(rival)];
+  }
+
+  /** @returns {string} empty without */
+  get system() {
+    return part("system").value.trim();
+  }
+
+  /** @returns {number} the one given, or one drawn now: both sides of a turn share it */
+  get seed() {
+    const given = part("seed").value;
+    return given === "" ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1 : Number(given);
+  }
+
+  /** @returns {object} fields of the request; what is empty is left to the server */
+  get sampling() {
+    return Object.fromEntries(
+      [["temperature", "temperature"], ["top-p", "top_p"], ["max-tokens", "max_tokens"]]
+        .map(([id, name]) => [name, part(id).value])
+        .filter(([, value]) => value !== "")
+        .map(([name, value]) => [name, Number(value)]),
+    );
+  }
+}
+
+/**
+ * @param {string} choice
+ * @returns {Side}
+ */
+function sideOf(choice) {
+  if (choice === OFF) return { name: "plain decoding", speculation: { disable: true, trace: true } };
+  if (choice === ANY) return { name: "any draft", speculation: { trace: true } };
+  return { name: choice, speculation: { algorithm: choice, trace: true } };
+}
+
+/**
+ * @param {HTMLSelectElement} select keeps its choice while that is offered
+ * @param {string[][]} options
+ */
+function refill(select, options) {
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+  if (options.some(([value]) => value === chosen)) select.value = chosen;
+}

@@ -1,0 +1,63 @@
+/** What is served, asked again now and then; and the key, when the server wants one. */
+
+import { part } from "./element.js";
+
+const INTERVAL_MS = 10_000;
+
+export class ServerStatus {
+  #client;
+  #onServed;
+
+  /**
+   * @param {import("./client.js").Client} client
+   * @param {(served: {model: string, algorithms: string[]}) => void} onServed
+   */
+  constructor(client, onServed) {
+    this.#client = client;
+    this.#onServed = onServed;
+    part("key-form").addEventListener("submit", (event) => this.#takeKey(event));
+  }
+
+  /** Asks now, and again for ever. */
+  async run() {
+    await this.ask();
+    setTimeout(() => this.run(), INTERVAL_MS);
+  }
+
+  /** Asks once and shows the answer. */
+  async ask() {
+    try {
+      const served = await this.#client.served();
+      const drafts = served.algorithms.join(", ") || "no draft";
+      this.#show("up", `${served.model} · ${drafts}`);
+      part("key-form").hidden = true;
+      this.#onServed(served);
+    } catch (error) {
+      if (error.status === 401) this.askForKey();
+      else this.#show("down", error.message);
+    }
+  }
+
+  /** The server refused a request for want of a key, or of the right one. */
+  askForKey() {
+    const form = part("key-form");
+    this.#show("down", "an API key is needed");
+    part("key-problem").textContent = this.#client.keys.get() === "" ? "" : "This key is not accepted.";
+    if (form.hidden) {
+      form.hidden = false;
+      part("key").focus();
+    }
+  }
+
+  #takeKey(event) {
+    event.preventDefault();
+    this.#client.keys.set(part("key").value.trim());
+    this.ask();
+  }
+
+  #show(state, words) {
+    part("server-dot").className = `dot ${state}`;
+    part("server").textContent = words;
+    part("server").title = words;
+  }
+}

@@ -1,0 +1,145 @@
+/** Where the nodes of a candidate tree stand. Pure: numbers in, numbers out.
+ *
+ * Depth goes right. A node stands level with its first child, the accepted path first, so that
+ * path is a straight line along the top; other branches take the rows below.
+ */
+
+
+const CHARACTER = 7.3;
+const GAP = 22;
+const MARGIN = 12;
+export const NODE_HEIGHT = 24;
+const ROW = 32;
+const LONGEST_LABEL = 12;
+
+/**
+ * @typedef {object} Node
+ * @property {"root" | "accepted" | "rejected" | "bonus" | "plain"} kind
+ * @property {number | null} index in the tree; null for the root and the target's own token
+ * @property {Node | null} parent
+ * @property {Node[]} children in drawing order
+ * @property {string} text
+ * @property {string} label the text as it is drawn: short, blanks visible
+ * @property {number} id token id; -1 for the root, which is many tokens
+ * @property {number | null} prob the draft's, given the parent
+ * @property {number | null} pathProb product from the root
+ * @property {number} depth
+ * @property {number} x
+ * @property {number} y
+ * @property {number} width
+ */
+
+/**
+ * @param {import("./figures.js").Round} round
+ * @param {string} before the last token before it, which stands for all of them
+ * @returns {{nodes: Node[], width: number, height: number}}
+ */
+export function layoutOf(round, before) {
+  const root = node("root", null, null, before, -1, null);
+  const nodes = [root, ...candidates(round, root)];
+  const last = round.accepted_nodes.at(-1);
+  const drawn = round.tokens.at(-1);
+  if (drawn !== undefined && drawn.source !== "accepted") {
+    const parent = last === undefined ? root : nodes[last + 1];
+    const own = node(drawn.source, null, parent, drawn.text, drawn.id, null);
+    own.label = labelOf(drawn.text) || `#${drawn.id}`;
+    nodes.push(own);
+  }
+  const numRows = stand(root, 0);
+  const width = spread(nodes);
+  return { nodes, width, height: 2 * MARGIN + (numRows - 1) * ROW + NODE_HEIGHT };
+}
+
+/**
+ * @param {string} text
+ * @returns {string}
+ */
+export function labelOf(text) {
+  const visible = text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+  const characters = [...visible];
+  return characters.length <= LONGEST_LABEL
+    ? visible
+    : `${characters.slice(0, LONGEST_LABEL - 1).join("")}…`;
+}
+
+/**
+ * @param {number} prob
+ * @returns {string}
+ */
+export function percent(prob) {
+  if (prob >= 0.995) return "100%";
+  return prob < 0.01 ? "<1%" : `${Math.round(100 * prob)}%`;
+}
+
+/**
+ * @param {import("./figures.js").Round} round
+ * @param {Node} root
+ * @returns {Node[]}
+ */
+function candidates(round, root) {
+  const { tree, accepted_nodes: path } = round;
+  if (tree === null) return [];
+  const accepted = new Set(path);
+  /** @type {Node[]} */
+  const made = [];
+  for (const [index, text] of tree.texts.entries()) {
+    const parent = tree.parents[index] === null ? root : made[tree.parents[index]];
+    const kind = accepted.has(index) ? "accepted" : "rejected";
+    const logProb = tree.log_probs[index];
+    const prob = logProb === undefined ? null : Math.exp(logProb);
+    made.push(node(kind, index, parent, text, tree.token_ids[index], prob));
+  }
+  return made;
+}
+
+/** @returns {Node} */
+function node(kind, index, parent, text, id, prob) {
+  const made = {
+    kind, index, parent, text, id, prob, label: labelOf(text), children: [],
+    depth: parent === null ? 0 : parent.depth + 1,
+    pathProb: prob === null ? null : prob * (parent?.pathProb ?? 1),
+    x: 0, y: 0, width: 0,
+  };
+  parent?.children.push(made);
+  return made;
+}
+
+/**
+ * Gives a node and all below it their rows.
+ * @param {Node} start
+ * @param {number} row
+ * @returns {number} the first row that is free below them
+ */
+function stand(start, row) {
+  start.y = MARGIN + row * ROW;
+  const rank = { accepted: 0, bonus: 1, plain: 1, rejected: 2, root: 2 };
+  start.children.sort(
+    (one, other) => rank[one.kind] - rank[other.kind] || (other.prob ?? 0) - (one.prob ?? 0),
+  );
+  let free = row;
+  for (const child of start.children) free = stand(child, free);
+  return Math.max(free, row + 1);
+}
+
+/**
+ * Gives every depth a column as wide as its widest node.
+ * @param {Node[]} nodes
+ * @returns {number} width of the drawing
+ */
+function spread(nodes) {
+  const widths = [];
+  for (const each of nodes) {
+    const extra = each.prob === null ? 0 : 33;
+    each.width = Math.ceil([...each.label].length * CHARACTER) + 16 + extra;
+    widths[each.depth] = Math.max(widths[each.depth] ?? 0, each.width);
+  }
+  let x = MARGIN;
+  const lefts = widths.map((width) => {
+    const left = x;
+    x += width + GAP;
+    return left;
+  });
+  for (const each of nodes) each.x = lefts[each.depth];
+  return x - GAP + MARGIN;
+}
+

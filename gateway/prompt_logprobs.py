@@ -1,0 +1,69 @@
+"""Log probabilities of prompt tokens, in the shapes that clients know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.choice import Choice, TokenScore
+from gateway.logprobs import completion_logprobs, finite
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import Tokenizer
+
+
+def echoed_logprobs(
+    prompt: Sequence[int],
+    choice: Choice,
+    scores: Sequence[TokenScore],
+    tokenizer: Tokenizer,
+    *,
+    echo_length: int,
+) -> dict[str, Any]:
+    """Returns `logprobs` of a completion that echoes its prompt: null for the first token.
+
+    Args:
+        scores: of the output; empty in the chunk that is the echo.
+        echo_length: characters of echoed prompt before the output.
+    """
+    offsets = _offsets(prompt, tokenizer)
+    own = [
+        TokenScore(token_id, offset, logprobs)
+        for token_id, offset, logprobs in zip(
+            prompt[1:], offsets[1:], choice.prompt_scores, strict=True
+        )
+    ]
+    first = completion_logprobs([], tokenizer, echo_length=0)
+    rest = completion_logprobs(own, tokenizer, echo_length=0)
+    output = completion_logprobs(scores, tokenizer, echo_length=echo_length)
+    nothing = {"tokens": tokenizer.decode(prompt[:1], skip_special_tokens=False), "text_offset": 0}
+    return {key: [nothing.get(key), *rest[key], *output[key]] for key in first}
+
+
+def vllm_prompt_logprobs(
+    prompt: Sequence[int], choice: Choice, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """Returns `prompt_logprobs`: for each token those of itself and of the likeliest, by id."""
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, logprobs in zip(prompt[1:], choice.prompt_scores, strict=True):
+        ranked = [(i, value, rank) for rank, (i, value) in enumerate(logprobs.top, start=1)]
+        entries = [(token_id, logprobs.log_prob, logprobs.rank), *ranked]
+        found.append(
+            {
+                str(i): {
+                    "logprob": finite(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.decode([i], skip_special_tokens=False),
+                }
+                for i, value, rank in entries
+            }
+        )
+    return found
+
+
+def _offsets(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Returns the characters before each token."""
+    detokenizer = Detokenizer(tokenizer)
+    offsets = [0]
+    for token_id in prompt[:-1]:
+        offsets.append(offsets[-1] + len(detokenizer.push((token_id,))))
+    return offsets

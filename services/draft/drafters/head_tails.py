@@ -1,0 +1,125 @@
+"""What a recurrent head has computed behind the committed tokens, and computes ahead of verdicts.
+
+A node's row reads the state that its parent's row left; below the last committed token that is the
+state of the committed row, which is computed from the target's features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.draft.drafters.draft_kv import SequenceKv
+from services.draft.drafters.head_kv import num_window_rows
+from services.draft.drafters.outcome_drafter import TailWork, learn_rows
+from services.draft.drafters.tail import Tail
+from services.draft.drafters.tree_tail import TreeTail
+from services.draft.sequence import DraftSequence
+from shared.kv.batch import SequenceRows
+from shared.kv.leases import KvLeases, OutOfPages
+from shared.runtime.head_runner import HeadOutput
+
+
+class HeadRows(Protocol):
+    """The head's drafter, as far as tails need it."""
+
+    def kv_of(self, sequence: DraftSequence) -> SequenceKv: ...
+
+    def backlog(self, sequence: DraftSequence) -> int: ...
+
+    def is_complete(self, sequence: DraftSequence) -> bool:
+        """Whether the features of every committed position but the last are here, and some are
+        not computed from."""
+
+    def compute_committed(
+        self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
+    ) -> HeadOutput:
+        """Computes the next rows of each sequence from the target's features."""
+
+    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
+        """Computes rows from the hidden states they read."""
+
+
+class HeadTails:
+    """Keeps and computes the tails of every sequence of one drafter."""
+
+    def __init__(self, drafter: HeadRows, leases: KvLeases, device: torch.device) -> None:
+        self._drafter = drafter
+        self._leases = leases
+        self._device = device
+
+    def tail_of(self, sequence: DraftSequence) -> Tail | None:
+        """None when features are missing: then what was verified cannot be computed."""
+        kv = self._drafter.kv_of(sequence)
+        is_computed = kv.num_computed == num_window_rows(kv, sequence)
+        return kv.tail if is_computed or self._drafter.is_complete(sequence) else None
+
+    def keep(
+        self,
+        sequences: Sequence[DraftSequence],
+        tails: Sequence[TreeTail],
+        outputs: Sequence[HeadOutput],
+    ) -> None:
+        """Keeps the rows and states of trees that were just grown, level by level."""
+        levels = [each.states.view(len(tails), -1, each.states.shape[1]) for each in outputs]
+        for place, (sequence, tail) in enumerate(zip(sequences, tails, strict=True)):
+            tail.keep_states([level[place].unbind() for level in levels])
+            self._drafter.kv_of(sequence).tail = tail.tail
+
+    def compute(self, work: Sequence[TailWork]) -> list[DraftSequence]:
+        """Computes nodes, one forward for all sequences; before that the tokens that a verdict
+        committed. Returns the sequences it had memory for."""
+        served = [each for each in work if self._has_room(each)]
+        if not served:
+            return []
+        self._compute_roots([each for each in served if self._drafter.backlog(each.sequence)])
+        states = [
+            node.parent.state
+            for each in served
+            for node in each.nodes
+            if node.parent is not None and node.parent.state is not None
+        ]
+        rows = [
+            each.tail.lay_out(each.nodes, self._drafter.kv_of(each.sequence).lease.pages)
+            for each in served
+        ]
+        self._learn(served, self._drafter.run(rows, torch.stack(states)))
+        return [each.sequence for each in served]
+
+    def _compute_roots(self, work: Sequence[TailWork]) -> None:
+        if not work:
+            return
+        counts = [(each.sequence, self._drafter.backlog(each.sequence)) for each in work]
+        output = self._drafter.compute_committed(counts, with_logits=True)
+        for each in work:
+            each.tail.base = self._drafter.kv_of(each.sequence).num_computed
+        self._learn([replace(each, nodes=[each.tail.root]) for each in work], output)
+
+    def _learn(self, work: Sequence[TailWork], output: HeadOutput) -> None:
+        learn_rows(work, output.logits, self._device)
+        nodes = [node for each in work for node in each.nodes]
+        for node, state in zip(nodes, output.states.unbind(), strict=True):
+            node.state = state
+
+    def _has_room(self, work: TailWork) -> bool:
+        kv = self._drafter.kv_of(work.sequence)
+        num_rows = num_window_rows(kv, work.sequence) + work.tail.num_rows + len(work.nodes)
+        try:
+            self._leases.grow(kv.lease, num_rows)
+        except OutOfPages:
+            return False
+        return True
+
+
+def reroot(kv: SequenceKv, token_ids: Sequence[int]) -> None:
+    """Keeps what was drafted ahead below the committed tokens, but none of its rows."""
+    path = [] if kv.tail is None else kv.tail.match(token_ids)
+    if kv.tail is None or len(path) < len(token_ids):
+        kv.tail = None
+    else:
+        kv.tail.reroot(path[-1])
+        kv.tail.forget_rows()

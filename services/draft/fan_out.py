@@ -1,0 +1,42 @@
+"""How many verdicts a draft prepares for, and which. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+MAX_BUDGET = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FanOut:
+    """Where conditional candidates go.
+
+    The likeliest verdicts get one each: a verdict's probability is that of the path to its node
+    times that of the bonus token after it, see `RankShares`. So fan-out falls off geometrically
+    along a path where each step is uncertain, and most of it goes to the end of a path that is
+    likely to be accepted whole.
+
+    Attributes:
+        budget: conditional candidates a sequence and round; 0 drafts after each verdict only.
+        position_log_weights: added to a verdict's log probability, by the number of accepted
+            nodes; the last one holds for all beyond. For a controller that has measured where
+            fan-out pays.
+        most: candidates for all sequences together, at least one each: a draft's rows are not
+            free beyond a few hundred.
+    """
+
+    budget: int = 0
+    position_log_weights: tuple[float, ...] = ()
+    most: int = 256
+
+    def shared_by(self, num_sequences: int) -> FanOut:
+        """Returns what each of that many sequences gets."""
+        return replace(self, budget=min(self.budget, max(self.most // num_sequences, 1)))
+
+    def log_weight(self, position: int) -> float:
+        """Returns the correction of verdicts that accept `position` nodes."""
+        weights = self.position_log_weights
+        return weights[min(position, len(weights) - 1)] if weights else 0.0
+
+
+SYNCHRONOUS = FanOut()

@@ -1,0 +1,32 @@
+"""The tree that the target verifies now, as far as the draft knows, and what was pushed for its
+verdicts. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.tokens import Condition, TokenTree, Verdict
+
+
+@dataclass(slots=True)
+class Flight:
+    """A candidate on its way through the target.
+
+    Both sides know it by `candidate_id`: the target selects a pushed candidate only for the
+    verdict on this one, and so does `successor`, so they agree on what is verified next whether
+    or not the candidate was there when the verdict fell.
+    """
+
+    candidate_id: int
+    tree: TokenTree
+    _pushed: dict[Condition, Flight] = field(default_factory=dict)
+
+    def push(self, condition: Condition, candidate_id: int, tree: TokenTree) -> Condition:
+        """Notes a candidate for a verdict on this one; returns the condition that names it."""
+        named = Condition(condition.node_index, condition.bonus_token_id, self.candidate_id)
+        self._pushed[named] = Flight(candidate_id, tree)
+        return named
+
+    def successor(self, verdict: Verdict) -> Flight | None:
+        """Returns what the target verifies next; None when nothing was pushed for the verdict."""
+        return self._pushed.get(verdict.condition)

@@ -1,0 +1,139 @@
+"""What is told of the draft's work: counters, and a log line and a span for each sequence."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.draft.drafters.drafter import Proposal
+from services.draft.events import Opening
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.telemetry.histogram import StepHistogram
+from shared.telemetry.request_id import NO_REQUEST, current_request_id
+from shared.telemetry.round_log import RoundLog
+from shared.telemetry.tracing import NO_TRACER, Span, Tracer
+from shared.tokens import Outcome, Verdict
+
+log = logging.getLogger(__name__)
+
+_BATCH_SECONDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0),
+)
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Since the start. Filled by the engine thread, read by any.
+
+    Attributes:
+        num_trees, num_nodes: proposed.
+        num_caught_up: committed tokens taken in between proposals.
+        num_accepted: nodes of verified trees that were committed.
+        outcomes: verdicts by what happened to the tree.
+        num_pushed: trees for verdicts to come, on top of the others.
+        num_foreseen: verdicts that one of them was for.
+        num_opened, num_released: sequences taken, and given back for want of memory or sense.
+        batch_seconds: of the drafter, for one batch of trees.
+    """
+
+    num_trees: int = 0
+    num_nodes: int = 0
+    num_caught_up: int = 0
+    num_accepted: int = 0
+    num_pushed: int = 0
+    num_foreseen: int = 0
+    num_opened: int = 0
+    num_released: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    batch_seconds: StepHistogram = field(default_factory=lambda: StepHistogram(_BATCH_SECONDS))
+
+
+@dataclass(slots=True)
+class _Record:
+    request_id: str
+    span: Span
+    num_rounds: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+
+
+class DraftRecorder:
+    """Follows the sequences of an engine; on its thread."""
+
+    def __init__(self, tracer: Tracer = NO_TRACER, log: RoundLog | None = None) -> None:
+        self.counters = DraftCounters()
+        self._tracer = tracer
+        self._log = log
+        self._records: dict[SequenceKey, _Record] = {}
+
+    def opened(self, key: SequenceKey, opening: Opening) -> None:
+        """A target handed a sequence over. Probes are no target's."""
+        if opening.is_probe:
+            return
+        self.counters.num_opened += 1
+        attributes: dict[str, str | int] = {
+            "outrider.request_id": opening.request_id,
+            "outrider.num_tokens": len(opening.token_ids),
+        }
+        span = self._tracer.begin("draft.sequence", opening.traceparent, attributes)
+        self._records[key] = _Record(opening.request_id or NO_REQUEST, span)
+
+    def decided(self, key: SequenceKey, verdict: Verdict) -> None:
+        """A round of it was decided."""
+        num_accepted = len(verdict.accepted_node_indices)
+        self.counters.outcomes[verdict.outcome] += 1
+        self.counters.num_accepted += num_accepted
+        record = self._records.get(key)
+        if record is not None:
+            record.num_rounds += 1
+            record.num_verified += verdict.outcome in (
+                Outcome.VERIFIED,
+                Outcome.VERIFIED_NEXT_READY,
+            )
+            record.num_accepted += num_accepted
+
+    def closed(self, sequence: DraftSequence) -> None:
+        """It ended, was given back, or its target went."""
+        record = self._records.pop(sequence.key, None)
+        if record is None:
+            return
+        facts: dict[str, str | int | float] = {
+            "num_rounds": record.num_rounds,
+            "num_verified_rounds": record.num_verified,
+            "num_accepted": record.num_accepted,
+            "draft_s": round(sequence.draft_s, 6),
+        }
+        token = current_request_id.set(record.request_id)
+        log.info("sequence closed", extra=facts)
+        current_request_id.reset(token)
+        record.span.end({f"outrider.{name}": value for name, value in facts.items()})
+
+    def released(self) -> None:
+        """A sequence was given back."""
+        self.counters.num_released += 1
+
+    def proposed(self, proposals: Sequence[Proposal], elapsed_s: float) -> None:
+        """The drafter made a batch of trees."""
+        counters = self.counters
+        counters.num_trees += len(proposals)
+        counters.num_nodes += sum(len(proposal.tree) for proposal in proposals)
+        counters.batch_seconds.observe(elapsed_s)
+        if self._log is not None:
+            self._log.span("propose", elapsed_s, trees=len(proposals))
+
+    def drafted_ahead(self, num_trees: int, elapsed_s: float) -> None:
+        """The drafter computed a forward for verdicts to come, which completed that many trees."""
+        self.counters.num_pushed += num_trees
+        if self._log is not None:
+            self._log.span("ahead", elapsed_s, trees=num_trees)
+
+    def foreseen(self) -> None:
+        """A verdict fell that a tree had been pushed for."""
+        self.counters.num_foreseen += 1
+
+    def caught_up(self, num_tokens: int) -> None:
+        """The drafter took committed tokens in."""
+        self.counters.num_caught_up += num_tokens

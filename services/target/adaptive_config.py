@@ -1,0 +1,159 @@
+"""Which trees the controller may choose from, and how fast it learns.
+
+The file of `--speculative-adaptive-config` has the keys SGLang's has: batch sizes, each with its
+`candidate_steps` and knobs, or the knobs alone for every batch size. A step count of 0 lets
+sequences go on without trees. Knobs of rules that are not in use here (hysteresis, ceiling) are
+accepted without effect: the choice follows from measured times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import SettingsError
+from shared.tokens import TreeShape
+
+MAX_STEPS = 32
+MAX_DRAFT_TOKENS = 257
+DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
+_WITHOUT_EFFECT = frozenset({"up_hysteresis", "down_hysteresis", "ceiling_coeff"})
+_KNOBS = frozenset({"candidate_steps", "ema_alpha", "update_interval", "warmup_batches"})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Choices for one range of batch sizes.
+
+    Attributes:
+        steps: depths of trees, ascending; None takes those around the draft's own shape.
+        may_pause: sequences may go without trees.
+        smoothing: weight of a sequence's newest round among its rounds, in (0, 1].
+        update_interval: steps between two choices.
+        num_warm_up_rounds: verified rounds of a kind of draft before its shape is changed.
+    """
+
+    steps: tuple[int, ...] | None = None
+    may_pause: bool = True
+    smoothing: float = 0.1
+    update_interval: int = 4
+    num_warm_up_rounds: int = 0
+
+    def shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns the trees a draft with this shape may be asked for.
+
+        A shape keeps the breadth of the draft's own and its number of nodes in proportion to the
+        depth; a draft that grows trees may be asked for chains as well.
+        """
+        steps = self.steps or _steps_around(base)
+        shapes = {shape_of(base, depth) for depth in steps}
+        if base.topk > 1:
+            shapes |= {chain(depth) for depth in steps}
+        return tuple(sorted(shapes, key=lambda each: (each.num_steps, each.topk)))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveConfig:
+    """Candidates by batch size: those of the largest key that is not above the size hold.
+
+    Attributes:
+        by_batch: at least one entry.
+    """
+
+    by_batch: Mapping[int, Candidates]
+
+    def candidates(self, num_sequences: int) -> Candidates:
+        """Returns what may be chosen for a batch."""
+        fitting = [size for size in self.by_batch if size <= num_sequences]
+        return self.by_batch[max(fitting, default=min(self.by_batch))]
+
+
+DEFAULT_CONFIG = AdaptiveConfig({1: Candidates()})
+
+
+def chain(num_steps: int) -> TreeShape:
+    """Returns the chain of a depth."""
+    return TreeShape(num_steps, 1, num_steps + 1)
+
+
+def shape_of(base: TreeShape, num_steps: int) -> TreeShape:
+    """Returns a draft's own shape at another depth."""
+    if base.topk == 1:
+        return chain(num_steps)
+    num_nodes = max(num_steps, round((base.num_draft_tokens - 1) * num_steps / base.num_steps))
+    return TreeShape(num_steps, base.topk, min(num_nodes + 1, MAX_DRAFT_TOKENS))
+
+
+def _steps_around(base: TreeShape) -> tuple[int, ...]:
+    """A draft is not asked for trees more than twice as deep as its own: it was not made for it."""
+    deepest = min(2 * base.num_steps + 1, MAX_STEPS)
+    return tuple(sorted({base.num_steps, *(s for s in DEFAULT_STEPS if 1 <= s <= deepest)}))
+
+
+def read_adaptive_config(path: Path) -> AdaptiveConfig:
+    """Reads a file.
+
+    Raises:
+        SettingsError: names every key that is wrong, its value and what it must be.
+    """
+    name = f"--speculative-adaptive-config {path}"
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError((f"{name}: {error}",)) from None
+    if not isinstance(content, dict):
+        raise SettingsError((f"{name} holds {type(content).__name__}; it must be an object",))
+    shared = {key: value for key, value in content.items() if not key.isdigit()}
+    sizes = {key: value for key, value in content.items() if key.isdigit()} or {"1": {}}
+    problems: list[str] = []
+    by_batch: dict[int, Candidates] = {}
+    for key, entry in sizes.items():
+        if not isinstance(entry, dict):
+            problems.append(f"{name}: {key} is {entry!r}; it must be an object")
+            continue
+        own = [f"{name}: {key}: {problem}" for problem in _problems(shared | entry)]
+        problems += own
+        if not own:
+            by_batch[int(key)] = _candidates(shared | entry)
+    if problems:
+        raise SettingsError(tuple(problems))
+    return AdaptiveConfig(by_batch)
+
+
+def _candidates(entry: Mapping[str, Any]) -> Candidates:
+    default = Candidates()
+    steps = entry.get("candidate_steps")
+    return Candidates(
+        steps=None if steps is None else tuple(sorted({each for each in steps if each})),
+        may_pause=steps is None or 0 in steps,
+        smoothing=float(entry.get("ema_alpha", default.smoothing)),
+        update_interval=entry.get("update_interval", default.update_interval),
+        num_warm_up_rounds=entry.get("warmup_batches", default.num_warm_up_rounds),
+    )
+
+
+def _problems(entry: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"{key} is unknown; known are {', '.join(sorted(_KNOBS | _WITHOUT_EFFECT))}"
+        for key in entry
+        if key not in _KNOBS | _WITHOUT_EFFECT
+    ]
+    steps = entry.get("candidate_steps", [0])
+    if not isinstance(steps, list) or not steps or not all(_is_int(s, 0, MAX_STEPS) for s in steps):
+        problems.append(
+            f"candidate_steps is {steps!r}; it must be a list of whole numbers in [0, {MAX_STEPS}]"
+        )
+    alpha = entry.get("ema_alpha", 0.1)
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha <= 1:
+        problems.append(f"ema_alpha is {alpha!r}; it must be in (0, 1]")
+    for key, low in (("update_interval", 1), ("warmup_batches", 0)):
+        if not _is_int(entry.get(key, low), low, 1_000_000):
+            problems.append(f"{key} is {entry[key]!r}; it must be a whole number, at least {low}")
+    return problems
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -1,0 +1,180 @@
+"""A sequence's place at a draft, and what the draft has pushed for it. No torch.
+
+A *pushed* candidate is for the round after the current one, should the current round end in the
+verdict it names. The match is selected when the verdict falls, or when it arrives after that very
+verdict, so that a block on its way is not drafted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+from services.target.attachment import Attachment
+from services.target.course import Course, Kept
+from services.target.outcome_tally import Foreseen
+from services.target.sequence import Sequence
+from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree, TreeWish, Verdict
+
+MAX_CONDITIONAL_CANDIDATES = 64
+"""Conditional candidates kept for one sequence and round; more are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The last verdict with the fence of its round."""
+
+    verdict: Verdict
+    num_before: int
+
+    def is_awaited_by(self, candidate: Candidate) -> bool:
+        return (
+            candidate.round == self.verdict.round
+            and candidate.committed_token_count == self.num_before
+            and candidate.condition == self.verdict.condition
+        )
+
+
+@dataclass(slots=True)
+class Assignment:
+    """One sequence at one draft. Owned by the engine thread.
+
+    Attributes:
+        deadline_s: until when the sequence waits for its candidate.
+        asked_s: when the last verdict went out; None before the first.
+        heard_s: when the candidate for the current round came; None while there is none.
+        candidate: for the current round.
+        prefers_local: the current round does not wait, because the target has a better tree.
+        kept: the part of its tree that is worth verifying; None is all of it.
+        course: what is known and wanted of the sequence at this draft.
+        is_stepping: a step is computing the current round, so its tree is chosen.
+        stale_in_round: something for another state arrived since the last verdict.
+        num_heard: unconditional candidates that were current.
+        num_features_sent: position after the last feature row that was sent; None before any.
+    """
+
+    attachment: Attachment
+    sequence: Sequence
+    course: Course
+    deadline_s: float
+    asked_s: float | None = None
+    heard_s: float | None = None
+    candidate: Candidate | None = None
+    prefers_local: bool = False
+    kept: Kept | None = None
+    is_stepping: bool = False
+    stale_in_round: bool = False
+    num_heard: int = 0
+    num_features_sent: int | None = None
+    _pushed: dict[Condition, Candidate] = field(default_factory=dict)
+    _decided: _Decided | None = None
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tree for the current round, perhaps empty."""
+        if self.candidate is None:
+            return EMPTY_TREE
+        return self.candidate.tree if self.kept is None else self.kept.tree
+
+    def as_drafted(self, nodes: SequenceOf[int]) -> tuple[int, ...]:
+        """Returns nodes of `tree` as indices into the tree that the draft sent."""
+        return tuple(nodes if self.kept is None else (self.kept.nodes[node] for node in nodes))
+
+    def receive(self, candidate: Candidate, now_s: float) -> None:
+        """A candidate for the current round arrived."""
+        self.candidate, self.kept, self.heard_s = candidate, None, now_s
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the current round goes without a candidate that was waited for."""
+        was_asked = self.asked_s is not None and not self.course.asked.is_paused
+        return self.candidate is None and was_asked and not self.prefers_local
+
+    def awaits(self, candidate: Candidate) -> bool:
+        """Whether an unconditional candidate can still be verified in its round."""
+        return self.fences(candidate) and not self.is_stepping
+
+    def fences(self, candidate: Candidate) -> bool:
+        """Whether a candidate is for the current state of the sequence."""
+        return candidate.round == self.sequence.round and candidate.committed_token_count == len(
+            self.sequence.token_ids
+        )
+
+    def push(self, candidate: Candidate) -> None:
+        """Keeps a current conditional candidate; a later one for the same verdict replaces it."""
+        assert candidate.condition is not None
+        is_new = candidate.condition not in self._pushed
+        if not is_new or len(self._pushed) < MAX_CONDITIONAL_CANDIDATES:
+            self._pushed[candidate.condition] = candidate
+
+    def is_awaited(self, candidate: Candidate) -> bool:
+        """Whether a conditional candidate was prepared for the verdict that fell last."""
+        return self._decided is not None and self._decided.is_awaited_by(candidate)
+
+    def decide(
+        self,
+        committed_token_ids: tuple[int, ...],
+        accepted_node_indices: tuple[int, ...],
+        wish: TreeWish,
+        *,
+        was_verified: bool,
+    ) -> tuple[Verdict, Foreseen | None]:
+        """Moves on to the next round, which `sequence.round` is already.
+
+        Args:
+            accepted_node_indices: into the tree as it was drafted.
+            was_verified: the tree of this assignment's candidate was.
+
+        Returns:
+            The verdict, and which pushed candidate was selected for the next round, if one was.
+        """
+        verdict = Verdict(
+            self.sequence.sequence_id,
+            self.sequence.round - 1,
+            Outcome.VERIFIED if was_verified else Outcome.MISSED,
+            accepted_node_indices if was_verified else (),
+            committed_token_ids,
+            len(self.sequence.token_ids),
+            wish,
+            candidate_id=self.candidate.candidate_id if was_verified and self.candidate else None,
+        )
+        selected = self._pushed.get(verdict.condition)
+        foreseen = None
+        if selected is not None:
+            foreseen = Foreseen(len(accepted_node_indices), self._rank(verdict.condition))
+        verdict = self._with_outcome(verdict, selected)
+        num_before = len(self.sequence.token_ids) - len(committed_token_ids)
+        self._decided = _Decided(verdict, num_before)
+        self._pushed.clear()
+        self.candidate, self.kept = selected, None
+        self.is_stepping = False
+        self.stale_in_round = False
+        return verdict, foreseen
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the draft is at work on the current round's tree."""
+        return self.candidate is None and not self.course.asked.is_paused
+
+    @property
+    def needs_every_step(self) -> bool:
+        """Whether the next step depends on this one's verdict or on the draft's answer to it."""
+        is_idle = self.course.asked.is_paused and self.course.wish.is_paused
+        return not is_idle or self.candidate is not None or self.attachment.reads_features
+
+    @property
+    def has_pushed(self) -> bool:
+        """Whether the draft prepared for any verdict of the current round."""
+        return bool(self._pushed)
+
+    def _rank(self, condition: Condition) -> int:
+        same_node = [each for each in self._pushed if each.node_index == condition.node_index]
+        return same_node.index(condition)
+
+    def _with_outcome(self, verdict: Verdict, selected: Candidate | None) -> Verdict:
+        outcome, next_id = verdict.outcome, None
+        if selected is not None and outcome is Outcome.VERIFIED:
+            outcome, next_id = Outcome.VERIFIED_NEXT_READY, selected.candidate_id
+        elif outcome is Outcome.MISSED and self.stale_in_round:
+            outcome = Outcome.STALE
+        return replace(verdict, outcome=outcome, next_candidate_id=next_id)

@@ -1,0 +1,127 @@
+"""From decisions to committed tokens, the events they cause and the verdicts drafts are told."""
+
+from __future__ import annotations
+
+from services.target.attachments import Attachments
+from services.target.draw import Decision
+from services.target.miss_ladder import MissLadder
+from services.target.request import Delta, Failed, Finished
+from services.target.round_trace import RoundTrace
+from services.target.scheduler import ScheduledSequence
+from services.target.sequence import Sequence
+from services.target.subscriptions import Subscriptions
+from shared.kv.leases import KvLeases
+from shared.runtime.round_runner import SequenceRound
+
+
+class Committer:
+    """Commits what sequences drew. Owned by the engine thread."""
+
+    def __init__(
+        self,
+        leases: KvLeases,
+        subscriptions: Subscriptions,
+        attachments: Attachments,
+        ladder: MissLadder,
+    ) -> None:
+        self._leases = leases
+        self._subscriptions = subscriptions
+        self._attachments = attachments
+        self._ladder = ladder
+
+    def commit(
+        self, entry: ScheduledSequence, decision: Decision, start_s: float, now_s: float
+    ) -> int:
+        """Commits one decision and returns how many tokens that were.
+
+        The sequence may have ended by it: its `finish_reason` says so, and its last event is out.
+
+        Args:
+            start_s: when the device could begin with the step.
+        """
+        sequence, has_tree = entry.sequence, bool(entry.tree.token_ids)
+        was_verified = has_tree and self._attachments.has_tree(sequence)
+        was_prompt = not sequence.has_output
+        committed = sequence.commit(decision.token_ids)
+        accepted = decision.accepted_nodes[: len(committed)]
+        trace = self._trace(entry, accepted, start_s, now_s)
+        sequence.decided_s = now_s
+        # The last committed token is always left to compute.
+        sequence.num_computed += min(len(accepted), len(committed) - 1)
+        sequence.stats.num_rounds += 1
+        if has_tree:
+            self._ladder.counted(len(committed), is_local=not was_verified)
+            sequence.stats.add_verified(len(entry.tree), len(accepted))
+        self._attachments.count_round(
+            sequence, len(accepted), was_verified=was_verified, now_s=now_s
+        )
+        logprobs = decision.logprobs[: len(committed)]
+        delta = Delta(committed, logprobs, len(accepted), len(entry.tree), trace)
+        self._subscriptions.emit(sequence, delta)
+        if sequence.finish_reason is not None:
+            self._subscriptions.emit(sequence, _last_event(sequence))
+            return len(committed)
+        if was_prompt:
+            self._publish(sequence)
+        self._attachments.decided(
+            sequence,
+            committed,
+            tuple(entry.node_indices[node] for node in accepted),
+            was_verified=was_verified,
+            now_s=now_s,
+        )
+        return len(committed)
+
+    def commit_round(self, sequence: Sequence, round_: SequenceRound, now_s: float) -> int:
+        """Commits what a round on the device did to a sequence, as `commit` does."""
+        committed = sequence.commit(round_.token_ids)
+        num_accepted = min(len(round_.token_ids) - 1, len(committed))
+        sequence.decided_s = now_s
+        sequence.num_computed = len(sequence.token_ids) - 1
+        sequence.stats.num_rounds += 1
+        sequence.stats.add_verified(round_.num_drafted, num_accepted)
+        delta = Delta(committed, (), num_accepted, round_.num_drafted)
+        self._subscriptions.emit(sequence, delta)
+        if sequence.finish_reason is not None:
+            self._subscriptions.emit(sequence, _last_event(sequence))
+        return len(committed)
+
+    def _trace(
+        self, entry: ScheduledSequence, accepted: tuple[int, ...], start_s: float, now_s: float
+    ) -> RoundTrace | None:
+        """Tells what the round of a commit did, before its draft is told."""
+        sequence = entry.sequence
+        if not sequence.request.wants_trace:
+            return None
+        # A step launched ahead may have begun before the host had read the one before it.
+        begin_s = max(start_s, sequence.decided_s)
+        return RoundTrace(
+            round=sequence.round - 1,
+            tree=entry.tree,
+            accepted_nodes=accepted,
+            num_rows=entry.num_rows + len(entry.tree),
+            verify_s=now_s - begin_s,
+            wait_s=begin_s - sequence.decided_s,
+            draft=self._attachments.answer(sequence),
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Shares the prompt's pages, so that equal prompts need not wait for this one to end."""
+        if sequence.lease is not None:  # else it was preempted, which shares them as well
+            # A row in flight may yet be thrown away.
+            num_tokens = min(sequence.num_computed, len(sequence.token_ids) - 1)
+            self._leases.publish(sequence.lease, sequence.token_ids[:num_tokens])
+
+
+def _last_event(sequence: Sequence) -> Finished | Failed:
+    assert sequence.finish_reason is not None
+    if sequence.failure is not None:
+        return Failed(sequence.failure)
+    return Finished(
+        sequence.finish_reason,
+        sequence.num_prompt_tokens,
+        sequence.num_output_tokens,
+        sequence.num_cached_tokens,
+        sequence.stop_token_id,
+        sequence.stats,
+    )

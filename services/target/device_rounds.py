@@ -1,0 +1,250 @@
+"""Sequences whose rounds stay on the device: draft, verification and commit without the host.
+
+A draft in the target's process may lend its head, see `RoundSource`. Then, while every running
+sequence is such that a round needs nothing of the host, the loop launches round after round and
+reads each one late. Whatever does not fit, a prompt, a grammar, log probabilities, sends all of
+them back to the general path, which computes the same tokens, and they return when it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from services.target.feature_store import FeatureStore
+from services.target.sequence import Sequence as TargetSequence
+from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.pages import PagePool
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
+from shared.runtime.round_runner import RoundLimits, RoundRunner, SequenceRound
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.runner import ModelRunner
+from shared.tokens import TreeShape
+
+logger = logging.getLogger(__name__)
+_CAPTURED_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundSource:
+    """What a draft in this process lends for rounds on the device.
+
+    Attributes:
+        pool: of the head, with pages as large as the target's.
+        pages: those of its pages that are the rounds' alone.
+        max_context_tokens: longest sequence that the head can look back on.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    pages: Sequence[int]
+    tree: TreeShape
+    max_context_tokens: int
+    max_sequences: int
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A sequence that takes part, or did before the general path took over.
+
+    Attributes:
+        head_pages: the head's, in logical order.
+        num_head_rows: rows of the head that are computed.
+    """
+
+    sequence: TargetSequence
+    head_pages: list[int] = field(default_factory=list)
+    num_head_rows: int = 0
+
+
+class DeviceRounds:
+    """Owned by the engine thread.
+
+    Args:
+        store: the features that the head reads, one row a slot of the target's pool.
+        algorithm: the name of what the head does.
+    """
+
+    def __init__(
+        self,
+        source: RoundSource,
+        runner: ModelRunner,
+        leases: KvLeases,
+        store: FeatureStore,
+        algorithm: str,
+    ) -> None:
+        self.store = store
+        self._algorithm = algorithm
+        self._leases = leases
+        self._head_pages = PagePool.of(source.pages)
+        self._limits = RoundLimits(source.max_sequences, source.max_context_tokens)
+        self._runner = RoundRunner(
+            decoder=runner.decoder,
+            pool=runner.pool,
+            head=source.head,
+            head_pool=source.pool,
+            feature_rows=store.rows,
+            tree=source.tree,
+            limits=self._limits,
+        )
+        self._guests: dict[int, _Guest] = {}
+        self._refused: set[int] = set()
+        self._capture()
+
+    def _capture(self) -> None:
+        """Makes the usual graphs before anyone waits for them."""
+        try:
+            for count in _CAPTURED_SIZES:
+                for kind in (RoundSampling.GREEDY, RoundSampling.DRAWN):
+                    self._runner.capture(min(count, self._limits.max_sequences), kind)
+        except torch.OutOfMemoryError:
+            logger.warning("rounds on the device are confined to what memory is left")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether sequences take part, or results wait to be read."""
+        return bool(self._runner.sequence_ids) or self._runner.num_pending > 0
+
+    def takes(self, sequence: TargetSequence) -> bool:
+        """Whether rounds can do all that the request asks for, and its context is not too long."""
+        request, sampling = sequence.request, sequence.sampling
+        return (
+            sequence.matcher is None
+            and not request.speculation_disabled
+            and not request.wants_trace
+            and request.draft_algorithm in (None, self._algorithm)
+            and request.num_draft_steps is None
+            and request.top_logprobs is None
+            and request.stop.min_output_tokens == 0
+            and not sampling.has_penalties
+            and not sampling.logit_bias
+            and len(sequence.token_ids) <= self._limits.max_context_tokens
+            and sequence.sequence_id not in self._refused
+        )
+
+    def suits(self, sequences: Sequence[TargetSequence]) -> bool:
+        """Whether the next step of all running sequences can be a round, once the host has read
+        those before it."""
+        return 0 < len(sequences) <= self._limits.max_sequences and all(
+            self.takes(each) and each.num_uncomputed == 1 and each.num_computed > 0
+            for each in sequences
+        )
+
+    def launch(self, sequences: Iterable[TargetSequence]) -> bool:
+        """Launches a round of all running sequences, those that are new to it included. Their last
+        tokens are read, and all before them are computed.
+
+        False, with nothing launched, when pages, features or memory are missing; the sequences
+        that lack them are refused from then on.
+        """
+        if not all(map(self._prepare, sequences)):
+            return False
+        try:
+            self._runner.launch()
+        except torch.OutOfMemoryError:
+            # Graphs of this size do not fit beside weights and cache; smaller ones may.
+            logger.warning("no memory for rounds of %d sequences", len(self._runner.sequence_ids))
+            self._refused |= self._runner.sequence_ids
+            return False
+        return True
+
+    @property
+    def num_pending(self) -> int:
+        """Rounds that are launched and not read."""
+        return self._runner.num_pending
+
+    @property
+    def num_guests(self) -> int:
+        """Sequences of the oldest unread round, those that have ended since included."""
+        return self._runner.num_awaited
+
+    @property
+    def num_tree_rows(self) -> int:
+        """Rows that the target computes for a sequence."""
+        return self._runner.shape.num_tree_rows
+
+    def read(self) -> list[tuple[TargetSequence, SequenceRound]]:
+        """Waits for the oldest unread round; returns what it did to sequences still running."""
+        found: list[tuple[TargetSequence, SequenceRound]] = []
+        slots: list[int] = []
+        for each in self._runner.result():
+            guest = self._guests.get(each.sequence_id)
+            if guest is None:
+                continue
+            # The round began with computing every row that was open.
+            guest.num_head_rows = start = len(guest.sequence.token_ids) - 1
+            end = start + len(each.token_ids)
+            slots += guest.sequence.open_lease.slots(start, end, self._leases.page_size)
+            found.append((guest.sequence, each))
+        self.store.know(slots)
+        return found
+
+    def leave(self) -> None:
+        """Ends taking part for all; every round has been read. They may come back."""
+        assert self._runner.num_pending == 0, "a round would be lost"
+        for sequence_id in self._runner.sequence_ids:
+            self._runner.remove(sequence_id)
+
+    def forget(self, sequence: TargetSequence) -> None:
+        """Lets go of a sequence that has ended."""
+        self._refused.discard(sequence.sequence_id)
+        guest = self._guests.pop(sequence.sequence_id, None)
+        if guest is None:
+            return
+        if sequence.sequence_id in self._runner.sequence_ids:
+            self._runner.remove(sequence.sequence_id)
+        # Whoever takes these pages next queues its work behind the rounds under way.
+        self._head_pages.release(guest.head_pages)
+
+    def _prepare(self, sequence: TargetSequence) -> bool:
+        """Makes room for a sequence's part of the next round, and places it if it is new; False
+        when that cannot be."""
+        sequence_id, lease = sequence.sequence_id, sequence.open_lease
+        guest = self._guests.setdefault(sequence_id, _Guest(sequence))
+        is_new = sequence_id not in self._runner.sequence_ids
+        if is_new:
+            num_tokens = len(sequence.token_ids)
+            shape = self._runner.shape
+            needed = shape.num_kv_tokens(num_tokens), shape.num_head_kv_tokens(num_tokens)
+        else:
+            needed = self._runner.num_kv_tokens(sequence_id)
+        if not self._has_features(guest) or not self._grow(guest, *needed):
+            self._refused.add(sequence_id)
+            return False
+        if is_new:
+            self._runner.place(
+                sequence_id,
+                sequence.token_ids,
+                sequence.sampling,
+                pages=lease.pages,
+                head_pages=guest.head_pages,
+                num_head_rows=min(guest.num_head_rows, len(sequence.token_ids) - 2),
+            )
+        else:
+            self._runner.set_pages(sequence_id, lease.pages, guest.head_pages)
+        return True
+
+    def _has_features(self, guest: _Guest) -> bool:
+        """Whether the features are there that the head has not read."""
+        sequence = guest.sequence
+        if sequence.sequence_id in self._runner.sequence_ids:
+            return True
+        end = len(sequence.token_ids) - 1
+        start = min(guest.num_head_rows, end - 1)
+        slots = sequence.open_lease.slots(start, end, self._leases.page_size)
+        return self.store.first_known(slots) == 0
+
+    def _grow(self, guest: _Guest, num_tokens: int, num_head_rows: int) -> bool:
+        """Makes the pages cover target and head; nobody is preempted for it."""
+        num_missing = -(-num_head_rows // self._leases.page_size) - len(guest.head_pages)
+        try:
+            self._leases.grow(guest.sequence.open_lease, num_tokens)
+            if num_missing > 0:
+                guest.head_pages += self._head_pages.allocate(num_missing)
+        except OutOfPages:
+            return False
+        return True

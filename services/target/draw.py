@@ -1,0 +1,227 @@
+"""Tokens that a step draws: queued on the device first, read as decisions later.
+
+Glossary. A sequence contributes one row for its last token, the *root*, and one for each tree
+node. Every row's law is the target's after that row's own path, sampling parameters and grammar
+included; the rules over these laws are in `shared.speculation.verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.target.scheduler import ScheduledSequence
+from services.target.token_masks import RowMasks
+from shared.runtime.host_copy import HostCopy
+from shared.speculation.distributions import target_log_probs
+from shared.speculation.logprobs import (
+    packed_logprobs,
+    token_logprobs,
+    unpacked_logprobs,
+)
+from shared.speculation.penalties import TokenCounts
+from shared.speculation.row_sampling import RowSampling
+from shared.speculation.token_masks import masked_logits
+from shared.speculation.verify import (
+    AcceptedPath,
+    Thresholds,
+    accept_path,
+    accept_point_mass,
+    draw_tokens,
+    point_mass_draws,
+)
+from shared.tokens import TokenLogprobs, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one round of one sequence commits.
+
+    Attributes:
+        accepted_nodes: accepted path, the root's child first.
+        token_ids: tokens of the path, then the bonus token.
+        logprobs: one for each of `token_ids`; empty when the request wants none.
+    """
+
+    accepted_nodes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLaws:
+    """What the rows of a step draw from.
+
+    Attributes:
+        drawn: scheduled sequences whose last token the step computes.
+        logits: `[L, V]` as the model gives them; for each of them the row of the root, then the
+            rows of its nodes.
+        positions: `[L]` int64, each row's position; it draws the token after it.
+        sampling: of the L rows.
+        counts: of the L rows; None without penalties.
+        masks: of the L rows; None without grammars.
+    """
+
+    drawn: Sequence[ScheduledSequence]
+    logits: Tensor
+    positions: Tensor
+    sampling: RowSampling
+    counts: TokenCounts | None
+    masks: RowMasks | None
+
+    @property
+    def allowed_logits(self) -> Tensor:
+        """The logits, -inf where a grammar forbids the token."""
+        return self.logits if self.masks is None else masked_logits(self.logits, self.masks.bits)
+
+    def row_slices(self) -> list[slice]:
+        """Returns the rows of each sequence."""
+        slices: list[slice] = []
+        start = 0
+        for entry in self.drawn:
+            end = start + 1 + len(entry.tree)
+            slices.append(slice(start, end))
+            start = end
+        return slices
+
+
+class Draw(Protocol):
+    """The draw of one step."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """`[L]` int64 on the device, what each row drew; None when the host is to decide."""
+
+    def read(self) -> list[Decision]:
+        """Waits for the device and returns one decision for each sequence that drew."""
+
+
+class CoupledDraw:
+    """Every row draws with the noise of its seed and position. Queues; does not wait."""
+
+    def __init__(self, laws: RowLaws) -> None:
+        self._drawn = laws.drawn
+        self._masks = laws.masks
+        self._slices = laws.row_slices()
+        self.token_ids = draw_tokens(
+            laws.allowed_logits, laws.sampling, laws.positions + 1, laws.counts
+        )
+        self._tokens = HostCopy(self.token_ids)
+        self._logprobs = _QueuedLogprobs.of(laws, self._slices, self.token_ids)
+
+    def read(self) -> list[Decision]:
+        """See `Draw`."""
+        tokens = self._tokens.read().tolist()
+        if self._logprobs is None and len(tokens) == len(self._drawn):
+            return [Decision((), (token,), ()) for token in tokens]  # no tree anywhere
+        logprobs = None if self._logprobs is None else self._logprobs.read()
+        return [
+            self._decision(entry, rows, tokens, logprobs)
+            for entry, rows in zip(self._drawn, self._slices, strict=True)
+        ]
+
+    def _decision(
+        self,
+        entry: ScheduledSequence,
+        rows: slice,
+        tokens: list[int],
+        logprobs: dict[int, TokenLogprobs] | None,
+    ) -> Decision:
+        path = _within(self._masks, accept_path(entry.tree, tokens[rows]), entry.tree, rows)
+        committed = path.token_ids(entry.tree)
+        if logprobs is None or entry.sequence.request.top_logprobs is None:
+            return Decision(path.node_indices, committed, ())
+        # The token that a row drew is the next one of the path.
+        path_rows = (rows.start, *(rows.start + 1 + node for node in path.node_indices))
+        return Decision(path.node_indices, committed, tuple(logprobs[row] for row in path_rows))
+
+
+class PointMassDraw:
+    """Rows accept by fresh randomness. All of it happens in `read`, before the next forward.
+
+    Args:
+        generator: on the host; the source of fresh randomness.
+        thresholds: below 1 they are lossy.
+    """
+
+    token_ids = None
+
+    def __init__(self, laws: RowLaws, generator: torch.Generator, thresholds: Thresholds) -> None:
+        self._laws = laws
+        self._generator = generator
+        self._thresholds = thresholds
+
+    @torch.inference_mode()
+    def read(self) -> list[Decision]:
+        """See `Draw`."""
+        laws = self._laws
+        log_probs = target_log_probs(laws.allowed_logits, laws.sampling, laws.counts)
+        draws = point_mass_draws(log_probs, [entry.tree for entry in laws.drawn], self._generator)
+        paths = [
+            accept_point_mass(entry.tree, each, self._thresholds)
+            for entry, each in zip(laws.drawn, draws, strict=True)
+        ]
+        return [
+            self._decision(entry, _within(laws.masks, path, entry.tree, rows), rows)
+            for entry, path, rows in zip(laws.drawn, paths, laws.row_slices(), strict=True)
+        ]
+
+    def _decision(self, entry: ScheduledSequence, path: AcceptedPath, rows: slice) -> Decision:
+        committed = path.token_ids(entry.tree)
+        num_top = entry.sequence.request.top_logprobs
+        if num_top is None:
+            return Decision(path.node_indices, committed, ())
+        path_rows = [rows.start, *(rows.start + 1 + node for node in path.node_indices)]
+        found = token_logprobs(self._laws.logits[path_rows], committed, [num_top] * len(committed))
+        return Decision(path.node_indices, committed, found)
+
+
+def _within(
+    masks: RowMasks | None, path: AcceptedPath, tree: TokenTree, rows: slice
+) -> AcceptedPath:
+    """Returns what of a path its grammar could follow."""
+    return path if masks is None else masks.cut(path, tree, rows.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedLogprobs:
+    """Log probabilities of what the rows of some sequences drew.
+
+    Attributes:
+        rows: of the step.
+        num_top: alternatives of each.
+    """
+
+    packed: HostCopy
+    rows: list[int]
+    num_top: list[int]
+
+    @classmethod
+    def of(
+        cls, laws: RowLaws, slices: Sequence[slice], token_ids: Tensor
+    ) -> _QueuedLogprobs | None:
+        """Queues them for the sequences that want them; None when none does."""
+        rows: list[int] = []
+        num_top: list[int] = []
+        for entry, own in zip(laws.drawn, slices, strict=True):
+            wanted = entry.sequence.request.top_logprobs
+            if wanted is not None:
+                rows += range(own.start, own.stop)
+                num_top += [wanted] * (own.stop - own.start)
+        if not rows:
+            return None
+        index = torch.tensor(rows, pin_memory=token_ids.is_cuda)
+        index = index.to(token_ids.device, non_blocking=True)
+        packed = packed_logprobs(
+            laws.logits.index_select(0, index), token_ids.index_select(0, index), max(num_top)
+        )
+        return cls(HostCopy(packed), rows, num_top)
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """Waits for the device and returns them by row."""
+        found = unpacked_logprobs(self.packed.read(), self.num_top)
+        return dict(zip(self.rows, found, strict=True))

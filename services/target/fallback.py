@@ -1,0 +1,62 @@
+"""Trees of the target's own, for rounds that no draft has one for: what followed the same words
+before in any prompt or output. A look-up on the host; no torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from services.target.sequence import Sequence
+from shared.ngram.index import Cursor, NgramIndex, NgramOptions
+from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
+
+OPTIONS = NgramOptions(max_trie_depth=8, capacity=1_000_000, min_match=2)
+"""Shorter matches are mostly wrong, and a wrong tree costs rows."""
+SHAPE = TreeShape(num_steps=7, topk=2, num_draft_tokens=9)
+MAX_TOKENS_AT_ONCE = 256
+"""Tokens of a long prompt taken in a step: a few microseconds each, on the engine's thread."""
+
+
+class Fallback(enum.Enum):
+    """Where trees come from that no draft has."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+
+
+@dataclass(slots=True)
+class _Text:
+    """Where a sequence ends in the index, and its tree for that state."""
+
+    cursor: Cursor
+    num_tokens: int = 0
+    tree: TokenTree = EMPTY_TREE
+
+
+class NgramFallback:
+    """N-grams of every sequence of this target. Owned by the engine thread."""
+
+    def __init__(self) -> None:
+        self._index = NgramIndex(OPTIONS)
+        self._texts: dict[int, _Text] = {}
+
+    def tree(self, sequence: Sequence) -> TokenTree:
+        """Returns the tree for the sequence's current round, perhaps empty."""
+        text = self._texts.get(sequence.sequence_id)
+        if text is None:
+            text = self._texts[sequence.sequence_id] = _Text(self._index.cursor())
+        if text.num_tokens != len(sequence.token_ids):
+            text.tree = self._grow(text, sequence)
+        return text.tree
+
+    def forget(self, sequence: Sequence) -> None:
+        """Lets go of a sequence that has ended; its n-grams stay."""
+        self._texts.pop(sequence.sequence_id, None)
+
+    def _grow(self, text: _Text, sequence: Sequence) -> TokenTree:
+        num_new = len(sequence.token_ids) - text.cursor.num_seen
+        self._index.take_in(text.cursor, sequence.token_ids, min(num_new, MAX_TOKENS_AT_ONCE))
+        if num_new > MAX_TOKENS_AT_ONCE:
+            return EMPTY_TREE
+        text.num_tokens = len(sequence.token_ids)
+        return self._index.grow(text.cursor, sequence.token_ids, SHAPE)

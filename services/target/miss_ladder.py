@@ -1,0 +1,76 @@
+"""What a sequence does in a round that nothing was pushed ahead for. No torch.
+
+The rungs: the candidate that matches the verdict; a tree of the target's own; waiting for the
+draft, up to the budget; a plain token. A sequence that has a tree of the target's own waits for
+the draft's all the same if that promises more tokens a second, and now and then to find out.
+"""
+
+from __future__ import annotations
+
+from services.target.fallback import NgramFallback
+from services.target.sequence import Sequence
+from shared.tokens import EMPTY_TREE, TokenTree
+
+SMOOTHING = 0.05
+ROUNDS_A_PROBE = 16
+
+
+class MissLadder:
+    """Chooses the rung, a sequence and round at a time, by what steps and trees were worth.
+
+    Args:
+        fallback: None waits as long as the draft's patience says.
+    """
+
+    def __init__(self, fallback: NgramFallback | None = None) -> None:
+        self._fallback = fallback
+        self._step_s: float | None = None
+        self._drafted_tokens: float | None = None
+        self._local_tokens: float | None = None
+        self._num_preferred = 0
+
+    @property
+    def has_fallback(self) -> bool:
+        return self._fallback is not None
+
+    def tree(self, sequence: Sequence) -> TokenTree:
+        """Returns the target's own tree for a round that no draft has one for, perhaps empty."""
+        if self._fallback is None or sequence.request.speculation_disabled:
+            return EMPTY_TREE
+        return self._fallback.tree(sequence)
+
+    def waits(self, sequence: Sequence, response_s: float | None) -> bool:
+        """Whether to wait for the draft's tree rather than step with the target's own.
+
+        Args:
+            response_s: how long the draft usually takes; None when that is not known.
+        """
+        if not self.tree(sequence).token_ids or self._drafted_tokens is None or response_s is None:
+            return True
+        if self._step_s is None or self._local_tokens is None:
+            return False  # its own trees have not been tried yet
+        drafted_rate = self._drafted_tokens / (response_s + self._step_s)
+        if drafted_rate >= self._local_tokens / self._step_s:
+            return True
+        self._num_preferred += 1
+        return self._num_preferred % ROUNDS_A_PROBE == 0
+
+    def stepped(self, duration_s: float) -> None:
+        """A step was done."""
+        self._step_s = _smoothed(self._step_s, duration_s)
+
+    def counted(self, num_committed: int, *, is_local: bool) -> None:
+        """A round with a tree was committed, the target's own or a draft's."""
+        if is_local:
+            self._local_tokens = _smoothed(self._local_tokens, num_committed)
+        else:
+            self._drafted_tokens = _smoothed(self._drafted_tokens, num_committed)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Lets go of a sequence that has ended."""
+        if self._fallback is not None:
+            self._fallback.forget(sequence)
+
+
+def _smoothed(known: float | None, value: float) -> float:
+    return value if known is None else known + SMOOTHING * (value - known)

@@ -1,0 +1,75 @@
+"""How often drafts foresaw the target's verdicts, by position and rank. No torch.
+
+*Position* is how many nodes of the tree were accepted, *rank* the place of the matching candidate
+among those pushed for the same node. Both tell a controller where fan-out pays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A verdict that a draft had prepared for.
+
+    Attributes:
+        position: nodes accepted.
+        rank: place among the candidates pushed for the same node, 0 for the first.
+    """
+
+    position: int
+    rank: int
+
+
+@dataclass(slots=True)
+class OutcomeTally:
+    """Counts of verdicts on drafted trees.
+
+    Attributes:
+        hits: verdicts whose next tree was here when they fell, by (position, rank).
+        misses: verdicts that were prepared for in vain, by position.
+        num_late_hits: verdicts whose next tree had been pushed but came after them.
+        num_unprepared: verdicts that nothing had been pushed for.
+    """
+
+    hits: Counter[tuple[int, int]] = field(default_factory=Counter)
+    misses: Counter[int] = field(default_factory=Counter)
+    num_late_hits: int = 0
+    num_unprepared: int = 0
+
+    @property
+    def num_hits(self) -> int:
+        return self.hits.total()
+
+    @property
+    def num_misses(self) -> int:
+        return self.misses.total()
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of verdicts that were prepared for and hit; None before the first."""
+        num_prepared = self.num_hits + self.num_misses
+        return self.num_hits / num_prepared if num_prepared else None
+
+    def count(self, position: int, foreseen: Foreseen | None, *, was_prepared: bool) -> None:
+        """Counts one verdict on a drafted tree."""
+        if foreseen is not None:
+            self.hits[foreseen.position, foreseen.rank] += 1
+        elif was_prepared:
+            self.misses[position] += 1
+        else:
+            self.num_unprepared += 1
+
+    def count_late_hit(self) -> None:
+        """A pushed candidate arrived after the verdict it is for; the miss or unprepared verdict
+        stays counted as such."""
+        self.num_late_hits += 1
+
+    def add(self, other: OutcomeTally) -> None:
+        """Adds the counts of another tally."""
+        self.hits.update(other.hits)
+        self.misses.update(other.misses)
+        self.num_late_hits += other.num_late_hits
+        self.num_unprepared += other.num_unprepared

@@ -1,0 +1,149 @@
+"""Builds what computes the target's forwards: weights, KV pool, CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.target.settings import TargetSettings
+from shared.errors import SettingsError
+from shared.kernels.steady import is_hopper
+from shared.kv.pool import KvPool
+from shared.layers.memory import num_saved_bytes
+from shared.layers.tensor_group import TensorGroup
+from shared.model_options import KvDtype, Quantisation
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
+from shared.models.kv_scales import kv_scales
+from shared.models.loader import load_decoder
+from shared.models.shard import Shard
+from shared.runtime.device import device_named, dtype_named, kv_dtype_named
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
+from shared.runtime.lockstep import Leader
+from shared.runtime.memory import num_pages_for
+from shared.runtime.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    """A runner and what the engine's limits follow from.
+
+    Attributes:
+        max_context_tokens: longest prompt plus output.
+    """
+
+    runner: ModelRunner
+    config: ModelConfig
+    max_context_tokens: int
+
+
+def build_runner(
+    settings: TargetSettings, group: TensorGroup | None = None, leader: Leader | None = None
+) -> BuiltRunner:
+    """Loads the model, allocates its KV pool and captures its graphs.
+
+    Args:
+        group: processes that share the model; all of them call this at the same time.
+        leader: of rank 0.
+
+    Raises:
+        CheckpointError: the model folder cannot be served.
+        SettingsError: the device does not hold or compute what the settings ask for.
+    """
+    device = device_named(settings.device)
+    _check_device(settings, device)
+    config = ModelConfig.from_folder(settings.model_path)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
+    decoder = load_decoder(
+        settings.model_path,
+        dtype=dtype,
+        device=device,
+        options=settings.model_options,
+        show_progress=leader is not None or group is None,
+        group=group,
+    )
+    longest = config.max_position_embeddings
+    max_context = min(settings.context_length or longest, longest)
+    limits = _graph_limits(settings, device, max_context)
+    reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
+    pool = _pool(settings, decoder, max_context, reserved_bytes)
+    logger.info(
+        "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
+        settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
+    )  # fmt: skip
+    runner = ModelRunner(decoder, pool, _graphs(decoder, pool, limits), leader=leader)
+    return BuiltRunner(runner, config, max_context)
+
+
+def check_tp_size(settings: TargetSettings, config: ModelConfig) -> None:
+    """Raises: SettingsError if the model cannot be cut into that many parts."""
+    problems = Shard(0, settings.tp_size).problems(config)
+    if problems:
+        raise SettingsError(problems)
+
+
+def _check_device(settings: TargetSettings, device: torch.device) -> None:
+    """Raises: SettingsError for a GPU without the instructions that 8-bit numbers take."""
+    if device.type != "cuda" or is_hopper(device):
+        return
+    asked = {
+        f"--quantization {settings.quantization.value}": settings.quantization
+        is not Quantisation.UNQUANT,
+        f"--kv-cache-dtype {settings.kv_cache_dtype.value}": settings.kv_cache_dtype
+        is KvDtype.FP8_E4M3,
+    }
+    major, minor = torch.cuda.get_device_capability(device)
+    problems = tuple(
+        f"{flag} needs a GPU of compute capability 9.0 or above; {device} has {major}.{minor}"
+        for flag, is_asked in asked.items()
+        if is_asked
+    )
+    if problems:
+        raise SettingsError(problems)
+
+
+def _pool(
+    settings: TargetSettings, decoder: Decoder, max_context: int, reserved_bytes: int
+) -> KvPool:
+    dtype = kv_dtype_named(settings.kv_cache_dtype, decoder.dtype)
+    layout = decoder.kv_layout(settings.page_size, dtype)
+    num_pages = num_pages_for(
+        layout,
+        decoder.device,
+        mem_fraction_static=settings.mem_fraction_static,
+        max_total_tokens=settings.max_total_tokens,
+        max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
+        reserved_bytes=reserved_bytes,
+    )
+    if decoder.group is not None:
+        # Pages are leased by rank 0 alone, so all must have them.
+        counts = -torch.tensor([num_pages], device=decoder.device)
+        num_pages = -int(decoder.group.maximum(counts))
+    scales: Tensor | None = kv_scales(decoder) if layout.is_e4m3 else None
+    return KvPool(layout, num_pages, decoder.device, scales)
+
+
+def _graph_limits(
+    settings: TargetSettings, device: torch.device, max_context: int
+) -> GraphLimits | None:
+    if device.type != "cuda" or settings.disable_cuda_graph:
+        return None
+    return GraphLimits.of(
+        max_sequences=settings.cuda_graph_max_bs,
+        max_tree_nodes=settings.max_tree_nodes,
+        max_context_tokens=max_context,
+    )
+
+
+def _graphs(decoder: Decoder, pool: KvPool, limits: GraphLimits | None) -> ForwardGraphs | None:
+    if limits is None:
+        return None
+    graphs = ForwardGraphs(decoder, pool, limits)
+    graphs.capture(show_progress=True)
+    return graphs

@@ -1,0 +1,27 @@
+"""How small kernels are launched, so that the device does not idle between them.
+
+In a decode step of few rows a kernel runs for two microseconds, and getting it started takes about
+one. A *dependent* kernel is put on the multiprocessors before its predecessor has ended, and waits
+there (`dependent_jit.begin`). Hopper and later have it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_FIRST_CAPABILITY = (9, 0)
+# Measured on an H200 with an 8B decoder: a forward of 1 or 8 rows takes 2 % less, one of 64 rows
+# 1 % more, because waiting programs hold places that running ones could use.
+_MAX_ROWS = 32
+
+
+def dependent_launch(device: torch.device, num_rows: int) -> dict[str, bool]:
+    """Returns the launch options of a kernel that calls `begin(IS_DEPENDENT)`.
+
+    Args:
+        num_rows: rows of the forward.
+    """
+    if torch.compiler.is_compiling() or num_rows > _MAX_ROWS:
+        return {"IS_DEPENDENT": False}  # a traced launch takes no such option
+    is_dependent = torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+    return {"IS_DEPENDENT": True, "launch_pdl": True} if is_dependent else {"IS_DEPENDENT": False}

@@ -1,0 +1,92 @@
+"""Triton kernel of products whose rows do not depend on each other, with weights in 8 or 16 bits.
+
+The weight's tile is the left operand, so that a few rows of activations fill the short side of a
+matrix instruction, and 8-bit weights are widened in registers on their way there. Every element of
+the result is summed along K in steps of one fixed size, within segments of one fixed length, and
+the segments are added in order: its bits depend on its own row and channel alone, whatever the
+tiles and whichever programs share the work.
+
+Source: the last program of a tile adds the parts, as in stream-K, Osama et al., arXiv 2301.03598.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shared.kernels.widened_jit import unpacked
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def product(  # type: ignore[no-untyped-def]
+    inputs, weights, scales, bias, results, parts, counters,
+    num_rows, input_stride,
+    NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr, IS_SPREAD: tl.constexpr,
+    IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
+):  # fmt: skip
+    """Writes `results` `[T, N]`; spread segments leave `parts` `[S, T, N]` float32 first.
+
+    `counters` are zero before and after.
+    """
+    tile = tl.program_id(0)
+    row_tile = tl.program_id(1)
+    channels = tile * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_channel = channels < NUM_CHANNELS
+    is_row = rows < num_rows
+    is_result = is_row[:, None] & is_channel[None, :]
+    # Channels past the end repeat the first ones: cheaper than masks on every load.
+    width = DEPTH if IS_WIDE else DEPTH // 4
+    sources = weights + (channels % NUM_CHANNELS).to(tl.int64)[:, None] * width
+    quarter = tl.arange(0, QUARTER)
+    whole = tl.arange(0, 4 * QUARTER)
+    row_inputs = inputs + rows.to(tl.int64)[None, :] * input_stride
+    is_input = is_row[None, :]
+    total = tl.zeros([TILE_CHANNELS, TILE_ROWS], tl.float32)
+    first = tl.program_id(2) if IS_SPREAD else 0
+    last = first + 1 if IS_SPREAD else NUM_SEGMENTS
+    for segment in range(first, last):
+        part = tl.zeros([TILE_CHANNELS, TILE_ROWS], tl.float32)
+        end = tl.minimum((segment + 1) * SEGMENT, DEPTH)
+        for start in range(segment * SEGMENT, end, 4 * QUARTER):
+            if IS_WIDE:
+                tile_weights = tl.load(sources + start + whole[None, :])
+                here = row_inputs + start + whole[:, None]
+                tile_inputs = tl.load(here, mask=is_input, other=0.0)
+                part = tl.dot(tile_weights, tile_inputs, part)
+            else:
+                words = tl.load(sources + start // 4 + quarter[None, :])
+                here = row_inputs + start + quarter[:, None]
+                inputs0 = tl.load(here, mask=is_input, other=0.0)
+                inputs1 = tl.load(here + QUARTER, mask=is_input, other=0.0)
+                inputs2 = tl.load(here + 2 * QUARTER, mask=is_input, other=0.0)
+                inputs3 = tl.load(here + 3 * QUARTER, mask=is_input, other=0.0)
+                weights0, weights1, weights2, weights3 = unpacked(words, inputs0, IS_E4M3)
+                part = tl.dot(weights0, inputs0, part)
+                part = tl.dot(weights1, inputs1, part)
+                part = tl.dot(weights2, inputs2, part)
+                part = tl.dot(weights3, inputs3, part)
+        total += part
+    summed = tl.trans(total)
+    places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
+    if IS_SPREAD:
+        size = num_rows.to(tl.int64) * NUM_CHANNELS
+        tl.store(parts + first * size + places, summed, mask=is_result)
+        # All threads' parts are out before one of them counts the program.
+        tl.debug_barrier()
+        counter = counters + row_tile * tl.num_programs(0) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") < NUM_SEGMENTS - 1:
+            return
+        tl.store(counter, 0)
+        summed = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
+        for segment in range(NUM_SEGMENTS):
+            summed += tl.load(
+                parts + segment * size + places, mask=is_result, other=0.0, cache_modifier=".cg"
+            )
+    if not IS_WIDE:
+        summed *= tl.load(scales + channels, mask=is_channel, other=0.0)[None, :]
+    if HAS_BIAS:
+        summed += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    tl.store(results + places, summed.to(results.dtype.element_ty), mask=is_result)

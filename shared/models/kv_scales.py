@@ -1,0 +1,51 @@
+"""Factors of an e4m3 cache, from the weights alone.
+
+A root-mean-square norm bounds what it returns: `x / rms(x)` of H channels has length `sqrt(H)`. So
+every key and value has a bound that no input exceeds, and a factor that brings the bound into
+e4m3's range never lets a number be cut off, whatever is served. The bound is loose, about
+`sqrt(H)` above typical numbers, which costs nothing: e4m3 has full precision over 2^15.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shared.kernels import e4m3
+from shared.layers.decoder_layer import DecoderLayer
+from shared.models.decoder import Decoder
+
+# Activations are rounded, to bfloat16 at worst, before and after the product.
+_ROUNDING = 1.02
+
+
+def kv_scales(decoder: Decoder) -> Tensor:
+    """Returns `[2, num_layers, num_kv_heads]` float32 powers of two, keys first."""
+    attention_factor = decoder.config.rope.attention_factor
+    scales = [_layer_scales(layer, attention_factor) for layer in decoder.layers]
+    return torch.stack(scales, dim=1)
+
+
+def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
+    """Returns `[2, num_kv_heads]`."""
+    attention, shape = layer.attention, layer.attention.shape
+    channels = _channel_bounds(layer).view(-1, shape.head_dim)
+    values = channels[-shape.num_kv_heads :]
+    keys = channels[shape.num_heads : -shape.num_kv_heads]
+    if attention.qk_norm is not None:
+        weights = attention.qk_norm.weight.float()[shape.num_heads :].abs()
+        keys = weights * math.sqrt(shape.head_dim)
+    # A rotation mixes two channels of a head.
+    keys = keys * math.sqrt(2.0) * attention_factor
+    bounds = torch.stack((keys.amax(1), values.amax(1))) * (_ROUNDING / e4m3.LARGEST)
+    return torch.exp2(bounds.clamp(min=2.0**-100).log2().ceil())
+
+
+def _channel_bounds(layer: DecoderLayer) -> Tensor:
+    """Returns `[N]`, the largest size of each output of the product of queries, keys, values."""
+    norm, qkv = layer.attention_norm.weight.float(), layer.attention.qkv
+    weight = qkv.dense().float() * norm
+    lengths: Tensor = torch.linalg.vector_norm(weight, dim=1) * math.sqrt(len(norm))
+    return lengths if qkv.bias is None else lengths + qkv.bias.float().abs()

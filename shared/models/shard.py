@@ -1,0 +1,52 @@
+"""Which part of a decoder's tensors one process of a tensor group holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `rank` of `size` equal parts; the whole unless told otherwise."""
+
+    rank: int = 0
+    size: int = 1
+
+    def problems(self, config: ModelConfig) -> tuple[str, ...]:
+        """Returns a line for each size of the model that cannot be cut so."""
+        counts = {
+            "num_attention_heads": config.num_heads,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+        }
+        found = [
+            f"--tp-size is {self.size}; the model's {name}, {count}, is not a multiple of it"
+            for name, count in counts.items()
+            if count % self.size
+        ]
+        if config.num_kv_heads % self.size and self.size % config.num_kv_heads:
+            found.append(
+                f"--tp-size is {self.size}; it must divide the model's num_key_value_heads, "
+                f"{config.num_kv_heads}, or be a multiple of it"
+            )
+        return tuple(found)
+
+    def num_heads(self, config: ModelConfig) -> int:
+        return config.num_heads // self.size
+
+    def num_kv_heads(self, config: ModelConfig) -> int:
+        """With more processes than key heads, neighbours hold the same one."""
+        return max(1, config.num_kv_heads // self.size)
+
+    def first_kv_head(self, config: ModelConfig) -> int:
+        return self.rank * config.num_kv_heads // self.size
+
+    def vocabulary(self, config: ModelConfig) -> range:
+        """Returns the tokens whose rows of embedding and lm_head are here."""
+        count = config.vocab_size // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+
+WHOLE = Shard()

@@ -1,0 +1,154 @@
+"""Feature rows in memory that target and draft share, so that only their numbers travel.
+
+The target writes, the draft copies and frees. Neither waits: what does not fit is sent as bytes.
+Rows are numbered from 0; row n lies at place n modulo the number of places.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from shared.runtime.ring_memory import RingAddress, RingMemory, open_memory, share_memory
+
+
+class FeatureRingWriter:
+    """The target's end, written by one thread; `free` may be called by another.
+
+    Args:
+        memory: whole rows.
+        width: W, elements of a row.
+    """
+
+    def __init__(self, memory: RingMemory, width: int, dtype: torch.dtype) -> None:
+        self.memory = memory
+        self._rows = memory.elements.view(dtype).view(-1, width)
+        self._end = 0
+        # None until the draft says that it reads.
+        self._freed: int | None = None
+
+    @property
+    def address(self) -> RingAddress:
+        """Where the draft finds it."""
+        return self.memory.address
+
+    @property
+    def num_rows(self) -> int:
+        """Places."""
+        return len(self._rows)
+
+    def free(self, end: int) -> None:
+        """Takes the draft's word that it needs no row before `end` any more.
+
+        Raises:
+            ValueError: `end` goes back, or lies beyond what was written.
+        """
+        if not (self._freed or 0) <= end <= self._end:
+            raise ValueError(
+                f"rows up to {end} were freed; {self._freed or 0} to {self._end} can be"
+            )
+        self._freed = end
+
+    def write(self, rows: Tensor) -> int | None:
+        """Writes rows `[R, W]` and returns the number of the first; None when they do not fit or
+        nobody reads. When it returns, another process can read them."""
+        freed = self._freed
+        if freed is None or self._end + len(rows) - freed > self.num_rows:
+            return None
+        start, self._end = self._end, self._end + len(rows)
+        places = (torch.arange(start, self._end) % self.num_rows).to(self._rows.device)
+        self._rows.index_copy_(0, places, rows.to(self._rows.device, self._rows.dtype))
+        if self._rows.device.type == "cuda":
+            # Bytes would be copied to the host here, which waits as well.
+            _recorded().synchronize()
+        return start
+
+
+class FeatureRings:
+    """The rings of one target, one for each draft of its host.
+
+    Memory on a GPU must not be freed while another process may read it, and a draft that was cut
+    off may. So it is kept, and the next draft of that size gets it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: list[RingMemory] = []
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether rows lie on a GPU."""
+        return self._device.type == "cuda"
+
+    def open(self, num_rows: int, width: int, dtype: torch.dtype) -> FeatureRingWriter:
+        """Returns a new ring.
+
+        Raises:
+            RingUnavailable: the memory cannot be shared.
+        """
+        size_bytes = num_rows * width * dtype.itemsize
+        for index, memory in enumerate(self._idle):
+            if len(memory.elements) == size_bytes:
+                return FeatureRingWriter(self._idle.pop(index), width, dtype)
+        return FeatureRingWriter(share_memory(size_bytes, self._device), width, dtype)
+
+    def close(self, ring: FeatureRingWriter) -> None:
+        """Takes a ring back."""
+        if self.is_on_cuda:
+            self._idle.append(ring.memory)
+
+
+class FeatureRingReader:
+    """The draft's end.
+
+    Raises:
+        RingUnavailable: the memory cannot be opened.
+    """
+
+    def __init__(self, address: RingAddress, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        self._memory = open_memory(address, num_rows * width * dtype.itemsize)
+        self._rows = self._memory.elements.view(dtype).view(num_rows, width)
+        self._copied: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._end = 0
+        self._told: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Returns a copy `[count, W]` on the device of the ring, without waiting for it.
+
+        Raises:
+            ValueError: no ring holds such rows.
+        """
+        if start < 0 or not 0 <= count <= self.num_rows:
+            raise ValueError(f"{count} rows from {start}; the ring has {self.num_rows}")
+        places = (torch.arange(start, start + count) % self.num_rows).to(self._rows.device)
+        rows = self._rows.index_select(0, places)
+        is_cuda = self._rows.device.type == "cuda"
+        self._copied.append((start + count, _recorded() if is_cuda else None))
+        return rows
+
+    def freed(self) -> int | None:
+        """Returns the number before which all rows are copied, when it is time to tell: at first,
+        and after every quarter of the ring; else None."""
+        while self._copied and _is_over(self._copied[0][1]):
+            self._end, _ = self._copied.popleft()
+        if self._told is not None and self._end - self._told < max(self.num_rows // 4, 1):
+            return None
+        self._told = self._end
+        return self._end
+
+
+def _recorded() -> torch.cuda.Event:
+    """Returns an event behind all that the device was given so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _is_over(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]

@@ -1,0 +1,149 @@
+"""Keeps the processes of a tensor group in step: rank 0 decides, the others compute along.
+
+What a step is goes through a pipe, a few numbers that wake a follower and that it can wait for as
+long as need be; the tensors, which may be on the device only, follow in one broadcast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.layers.tensor_group import TensorGroup
+
+# Kernels count on whole vector loads.
+_ALIGNMENT = 16
+
+
+class Pipe(Protocol):
+    """One end of a pipe of Python objects, such as `multiprocessing` makes."""
+
+    def send(self, message: Any, /) -> None: ...
+
+    def recv(self) -> Any:
+        """Raises: EOFError when the other end is gone."""
+
+
+class Follower(Protocol):
+    """What computes along; `ModelRunner` does."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> object: ...
+
+    def move(self, source_slots: Tensor, target_slots: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that is in the broadcast."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward to compute.
+
+    Attributes:
+        fields: of the `ForwardBatch`; tensors by their specs, in the order of the broadcast.
+    """
+
+    fields: tuple[object, ...]
+    capture_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Slots to move, each tensor `[N]` int64."""
+
+    count: int
+
+
+class Leader:
+    """Rank 0's side. Every call comes before the work it announces, on the thread that does it."""
+
+    def __init__(self, group: TensorGroup, pipes: Sequence[Pipe]) -> None:
+        self._group = group
+        self._pipes = pipes
+
+    def forward(self, batch: ForwardBatch, capture_layers: tuple[int, ...]) -> None:
+        """Announces `ModelRunner.run`."""
+        values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        specs = tuple(_spec(value) if isinstance(value, Tensor) else value for value in values)
+        self._tell(Forward(specs, capture_layers), tensors)
+
+    def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Announces `ModelRunner.move`."""
+        self._tell(Move(len(source_slots)), [source_slots, target_slots])
+
+    def _tell(self, message: object, tensors: Sequence[Tensor]) -> None:
+        for pipe in self._pipes:
+            pipe.send(message)
+        self._group.broadcast(_packed(tensors))
+
+
+def follow(runner: Follower, group: TensorGroup, pipe: Pipe) -> None:
+    """Computes what rank 0 announces, until its end of the pipe is closed."""
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        if isinstance(message, Forward):
+            specs = [field for field in message.fields if isinstance(field, TensorSpec)]
+            tensors = iter(_received(specs, group, runner.device))
+            values = [
+                next(tensors) if isinstance(field, TensorSpec) else field
+                for field in message.fields
+            ]
+            batch = ForwardBatch(*values)  # type: ignore[arg-type]
+            runner.run(batch, capture_layers=message.capture_layers)
+        else:
+            assert isinstance(message, Move), message
+            spec = TensorSpec(torch.int64, (message.count,))
+            runner.move(*_received([spec, spec], group, runner.device))
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tensor.dtype, tuple(tensor.shape))
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the bytes of all tensors end to end, each padded to the alignment."""
+    device = tensors[0].device
+    padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        # A single element may have any stride and count as contiguous.
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+        data = flat.view(torch.uint8)
+        parts += [data, padding[: -len(data) % _ALIGNMENT]]
+    return torch.cat(parts)
+
+
+def _received(
+    specs: Sequence[TensorSpec], group: TensorGroup, device: torch.device
+) -> list[Tensor]:
+    sizes = [spec.size_bytes + -spec.size_bytes % _ALIGNMENT for spec in specs]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    group.broadcast(packed)
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        packed[start : start + spec.size_bytes].view(spec.dtype).view(spec.shape)
+        for spec, start in zip(specs, starts, strict=False)
+    ]

@@ -1,0 +1,208 @@
+"""The forwards of a speculative round as batches of fixed shapes, laid out on the device.
+
+Every sequence takes the same number of rows, so that only contents change from round to round,
+and what depends on the number of rows alone is made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kernels.split_plan import MAX_PLAIN_ROWS
+from shared.kv.batch import ForwardBatch
+from shared.runtime.round_state import RoundState
+from shared.speculation.growth import Beam
+from shared.speculation.tree_rows import TreeRows
+from shared.tokens import TreeShape
+
+MAX_PENDING_ROUNDS = 2
+"""Rounds that may be launched before the host reads the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """Fixed sizes of a round.
+
+    Attributes:
+        tree: what is grown, without levels and children that could not be kept.
+        num_tree_rows: T, the root and the nodes.
+        max_kv_length: longest sequence, the rows of a round included.
+    """
+
+    tree: TreeShape
+    num_tree_rows: int
+    max_kv_length: int
+
+    @classmethod
+    def of(cls, tree: TreeShape, *, draft_vocab_size: int, max_context_tokens: int) -> RoundShape:
+        """Returns the sizes of rounds over sequences of up to `max_context_tokens`."""
+        steps = min(tree.num_steps, tree.max_node_count)
+        topk = min(tree.topk, draft_vocab_size)
+        grown = TreeShape(steps, topk, tree.num_draft_tokens)
+        num_rows = 1 + min(grown.max_node_count, _num_candidates(grown))
+        # Rounds may be under way when the host learns that a sequence has ended.
+        spare = max(num_rows, (steps - 1) * topk) + MAX_PENDING_ROUNDS * (steps + 1)
+        return cls(grown, num_rows, max_context_tokens + spare)
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that are scored, of which a tree keeps the best."""
+        return _num_candidates(self.tree)
+
+    @property
+    def max_committed(self) -> int:
+        """Most tokens that a round commits to one sequence."""
+        return self.tree.num_steps + 1
+
+    def num_kv_tokens(self, length: int) -> int:
+        """Returns how many tokens the target's pages must cover for a round at `length`."""
+        return length - 1 + self.num_tree_rows
+
+    def num_head_kv_tokens(self, length: int) -> int:
+        """Returns how many rows the head's pages must cover for a round at `length`."""
+        return length - 1 + (self.tree.num_steps - 1) * self.tree.topk
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether causality says what each row of the tree sees, in one kernel's reach."""
+        return self.tree.topk == 1 and self.num_tree_rows <= MAX_PLAIN_ROWS
+
+
+def _num_candidates(tree: TreeShape) -> int:
+    return tree.topk + (tree.num_steps - 1) * tree.topk**2
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTree:
+    """Trees, and the target's rows of them, the roots included."""
+
+    rows: TreeRows
+    batch: ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedRows:
+    """What B sequences of R rows each always have."""
+
+    query_starts: Tensor
+    is_causal: Tensor
+    logit_rows: Tensor
+
+
+class RoundBatches:
+    """Lays out the rows of a round over one state, in plain torch."""
+
+    def __init__(self, shape: RoundShape, page_size: int) -> None:
+        self.shape = shape
+        self.page_size = page_size
+        self._fixed: dict[tuple[int, int, bool], _FixedRows] = {}
+
+    def of_open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """Returns the head's rows of the tokens that the last round committed, and the slots
+        `[S * W]` int64 of the features they read.
+
+        A sequence with fewer than W of them fills up with rows behind the others, in the padding
+        page.
+        """
+        num_rows = state.open_tokens.shape[1]
+        starts = state.lengths - 1 - state.num_open
+        steps = torch.arange(num_rows, device=starts.device)
+        indices = starts.unsqueeze(1) + steps
+        is_open = steps < state.num_open.unsqueeze(1)
+        first_rows = torch.arange(state.num_slots, device=starts.device) * num_rows
+        batch = self.fixed(
+            token_ids=torch.where(is_open, state.open_tokens, 0),
+            positions=indices,
+            slots=torch.where(is_open, self._slots(state.head_page_table, indices), 0),
+            kv_lengths=(starts + num_rows).int(),
+            prefix_lengths=starts.int(),
+            page_table=state.head_page_table,
+            tail_mask=None,
+            logit_rows=first_rows + state.num_open - 1,
+        )
+        return batch, torch.where(is_open, self._slots(state.page_table, indices), 0).flatten()
+
+    def of_beam(self, state: RoundState, beam: Beam, level: int) -> ForwardBatch:
+        """Returns the head's rows of one level of the tree, behind those of the levels before.
+
+        Args:
+            level: 0 for the children of the root.
+        """
+        num_rows = beam.token_ids.shape[1]
+        bases = state.lengths - 1
+        starts = bases + level * num_rows
+        indices = starts.unsqueeze(1) + torch.arange(num_rows, device=bases.device)
+        return self.fixed(
+            token_ids=beam.token_ids,
+            positions=(bases + level).unsqueeze(1).expand_as(indices),
+            slots=self._slots(state.head_page_table, indices),
+            kv_lengths=(starts + num_rows).int(),
+            prefix_lengths=bases.int(),
+            page_table=state.head_page_table,
+            # A chain is causal.
+            tail_mask=None if num_rows == 1 else beam.visible.flatten(0, 1),
+        )
+
+    def of_trees(self, state: RoundState, tree: TreeRows) -> RoundTree:
+        """Returns the target's rows of the trees."""
+        bases = (state.lengths - 1).unsqueeze(1)
+        num_rows = self.shape.num_tree_rows
+        indices = bases + torch.arange(num_rows, device=bases.device)
+        batch = self.fixed(
+            token_ids=tree.token_ids.clamp_min(0),
+            positions=bases + tree.depths,
+            slots=self._slots(state.page_table, indices),
+            kv_lengths=(bases.squeeze(1) + num_rows).int(),
+            prefix_lengths=bases.squeeze(1).int(),
+            page_table=state.page_table,
+            tail_mask=None if self.shape.is_chain else tree.visible.flatten(0, 1).contiguous(),
+        )
+        return RoundTree(tree, batch)
+
+    def fixed(
+        self, *, token_ids: Tensor, positions: Tensor, slots: Tensor, kv_lengths: Tensor,
+        prefix_lengths: Tensor, page_table: Tensor, tail_mask: Tensor | None,
+        logit_rows: Tensor | None = None,
+    ) -> ForwardBatch:  # fmt: skip
+        """Packs B sequences of R rows each: `token_ids`, `positions` and `slots` are `[B, R]`."""
+        batch_size, num_rows = token_ids.shape
+        rows = self._fixed_rows(batch_size, num_rows, tail_mask is None, token_ids.device)
+        return ForwardBatch(
+            token_ids=token_ids.flatten(),
+            positions=positions.flatten(),
+            slots=slots.flatten(),
+            query_starts=rows.query_starts,
+            kv_lengths=kv_lengths,
+            prefix_lengths=prefix_lengths,
+            page_table=page_table,
+            tail_mask=tail_mask,
+            is_causal=rows.is_causal,
+            logit_rows=rows.logit_rows if logit_rows is None else logit_rows,
+            # Runs of causal rows as long as a chunk take the kernel for chunks; trees never do.
+            max_query_length=1 if tail_mask is not None else num_rows,
+            max_kv_length=self.shape.max_kv_length,
+            page_size=self.page_size,
+        )
+
+    def _fixed_rows(
+        self, batch_size: int, num_rows: int, is_causal: bool, device: torch.device
+    ) -> _FixedRows:
+        key = (batch_size, num_rows, is_causal)
+        if key not in self._fixed:
+            starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * num_rows
+            self._fixed[key] = _FixedRows(
+                query_starts=starts,
+                is_causal=torch.full((batch_size,), is_causal, device=device),
+                logit_rows=torch.arange(batch_size * num_rows, device=device),
+            )
+        return self._fixed[key]
+
+    def _slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
+        """Returns the pool slots `[B, R]` of logical indices `[B, R]`; those past the table are in
+        its last page."""
+        pages = (indices // self.page_size).clamp_max(page_table.shape[1] - 1)
+        slots = page_table.gather(1, pages).long() * self.page_size
+        return slots + indices % self.page_size

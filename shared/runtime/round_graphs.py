@@ -1,0 +1,82 @@
+"""The two parts of a round for any number of slots: CUDA graphs, or the same code as it is.
+
+A graph fixes shapes and addresses, so there is one pair for each number of slots and each kind of
+sampling. The trees pass from the first to the second on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.runtime.capture import capturing
+from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification import RoundVerification
+
+_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRound:
+    """Two graphs and what they write: `[S, 2 + W]`, see `RoundVerification.decide`."""
+
+    draft: torch.cuda.CUDAGraph
+    verification: torch.cuda.CUDAGraph
+    result: Tensor
+
+
+class RoundGraphs:
+    """Rounds over the first slots of one state."""
+
+    def __init__(
+        self, draft: RoundDraft, verification: RoundVerification, state: RoundState
+    ) -> None:
+        self._draft = draft
+        self._verification = verification
+        self._state = state
+        self._memory = torch.cuda.graph_pool_handle() if state.numbers.is_cuda else None
+        self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
+
+    @torch.inference_mode()
+    def run(self, num_slots: int, sampling: RoundSampling) -> Tensor:
+        """Computes one round of the first slots, at least `num_slots` of them.
+
+        Returns:
+            See `RoundVerification.decide`. With graphs it holds until the next run.
+        """
+        if self._memory is None:
+            state = self._state.first(self._bucket_of(num_slots))
+            return self._verification.decide(state, self._draft.grow(state, sampling), sampling)
+        captured = self.of(num_slots, sampling)
+        captured.draft.replay()
+        captured.verification.replay()
+        return captured.result
+
+    @torch.inference_mode()
+    def of(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
+        """Returns the graphs for at least `num_slots`, captured when first asked for."""
+        key = (self._bucket_of(num_slots), sampling)
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        return self._captured[key]
+
+    def _bucket_of(self, num_slots: int) -> int:
+        bucket = next((size for size in _BUCKETS if size >= num_slots), num_slots)
+        return min(bucket, self._state.num_slots)
+
+    def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
+        state = self._state.first(num_slots)
+        # Loads kernels and makes the workspaces of products outside of the graphs, for nobody.
+        nobody = state.emptied()
+        self._verification.decide(nobody, self._draft.grow(nobody, sampling), sampling)
+        torch.cuda.synchronize()
+        draft, verification = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with capturing(draft, self._memory):
+            tree = self._draft.grow(state, sampling)
+        with capturing(verification, self._memory):
+            result = self._verification.decide(state, tree, sampling)
+        return CapturedRound(draft, verification, result)

@@ -1,0 +1,175 @@
+"""Launches the growth of a round's trees on CUDA, and holds what passes between its kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.runtime.round_batches import RoundBatches, RoundTree
+from shared.runtime.round_growth_jit import grow_level, score_blocks
+from shared.runtime.round_layout_jit import finish_trees, lay_open_rows
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import LENGTH, OPEN, SEED, TAIL, RoundState
+from shared.speculation.tree_rows import TreeRows
+
+_BLOCK = 1024
+# A warp needs no barrier to agree on a maximum, but holds only so many keys.
+_KEYS_A_WARP = 512
+_MAX_WARPS = 8
+_RANK_CHUNK = 32
+
+
+class FusedGrowth:
+    """`TreeGrowth` of S slots in Triton: `add` a level's logits, compute the rows it returns.
+
+    Args:
+        token_map: `[Vd]` int64, the target's id of each of the head's tokens; None when equal.
+    """
+
+    def __init__(
+        self,
+        state: RoundState,
+        batches: RoundBatches,
+        sampling: RoundSampling,
+        token_map: Tensor | None,
+    ) -> None:
+        tree, device = batches.shape.tree, state.numbers.device
+        self._state, self._batches, self._shape = state, batches, batches.shape
+        self._has_draws = sampling is not RoundSampling.GREEDY
+        self._token_map = token_map
+        self._level = 0
+        self._num_levels = tree.num_steps - 1
+        num_beams = max(self._num_levels, 1) * state.num_slots * tree.topk
+        self._num_candidates = batches.shape.num_candidates
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=device)
+
+        found = (state.num_slots, self._num_candidates)
+        self._tokens, self._parents, self._rows = (empty(*found) for _ in range(3))
+        self._paths = empty(*found, dtype=torch.float32)
+        self._selected, self._beam_paths = empty(num_beams), empty(num_beams, dtype=torch.float32)
+        width = max(self._num_levels, 1) * tree.topk
+        self._visible = empty(num_beams, width, dtype=torch.bool)
+        wide = [empty(num_beams, dtype=torch.int64) for _ in range(4)]
+        self._parent_rows, self._token_ids, self._positions, self._slots = wide
+        self._kv_lengths = empty(max(self._num_levels, 1), state.num_slots)
+        self._prefix_lengths = empty(state.num_slots)
+
+    def add(self, logits: Tensor) -> None:
+        """Adds the children of the root, later of the last beam, from logits `[S * N, Vd]`."""
+        state, tree = self._state, self._shape.tree
+        assert logits.is_contiguous()
+        num_rows, num_own = logits.shape
+        rows = num_rows // state.num_slots
+        num_blocks = triton.cdiv(num_own, _BLOCK)
+        device = logits.device
+        keys = torch.empty((num_rows, num_blocks, tree.topk), dtype=torch.int64, device=device)
+        maxima, sums = torch.empty((2, num_rows, num_blocks), device=device).unbind()
+        token_map = self._token_map
+        score_blocks[(num_rows, num_blocks)](
+            logits, logits if token_map is None else token_map, state.numbers, state.sampling,
+            keys, maxima, sums,
+            self._level, state.numbers.stride(0), num_own, num_blocks,
+            ROWS=rows, TOPK=tree.topk, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
+            LENGTH=LENGTH, SEED=SEED, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+        block_rows = triton.next_power_of_2(rows)
+        block_keys = triton.next_power_of_2(num_blocks * tree.topk)
+        level, first = self._level, 0 if self._level == 0 else tree.topk
+        first += max(level - 1, 0) * tree.topk**2
+        grow_level[(state.num_slots,)](
+            keys, maxima, sums, num_blocks,
+            self._tokens, self._parents, self._paths,
+            self._selected, self._beam_paths, self._visible, self._parent_rows,
+            self._token_ids, self._positions, self._slots, self._kv_lengths, self._prefix_lengths,
+            state.numbers, state.head_page_table, level, first, self._num_candidates,
+            state.numbers.stride(0), state.head_page_table.stride(0),
+            ROWS=rows, TOPK=tree.topk, NUM_LEVELS=max(self._num_levels, 1),
+            IS_LAST=level == self._num_levels,
+            LENGTH=LENGTH, PAGE_SIZE=self._batches.page_size,
+            BLOCK_ROWS=block_rows, BLOCK_TOPK=triton.next_power_of_2(tree.topk),
+            BLOCK_KEYS=block_keys, BLOCKS=triton.next_power_of_2(num_blocks),
+            BLOCK_VISIBLE=triton.next_power_of_2(self._visible.shape[1]),
+            num_warps=_level_warps(block_rows * block_keys),
+        )  # fmt: skip
+        self._level += 1
+
+    def beam(self) -> tuple[ForwardBatch, Tensor]:
+        """Returns the rows of the last level's beam, and for each the row `[S * K]` int64 of the
+        level before whose state it reads."""
+        level, tree = self._level - 1, self._shape.tree
+        size = (self._state.num_slots, tree.topk)
+        rows = slice(level * size[0] * size[1], (level + 1) * size[0] * size[1])
+        batch = self._batches.fixed(
+            token_ids=self._token_ids[rows].view(size),
+            positions=self._positions[rows].view(size),
+            slots=self._slots[rows].view(size),
+            kv_lengths=self._kv_lengths[level],
+            prefix_lengths=self._prefix_lengths,
+            page_table=self._state.head_page_table,
+            tail_mask=None if tree.topk == 1 else self._visible[rows],
+        )
+        return batch, self._parent_rows[rows]
+
+    def finish(self) -> RoundTree:
+        """Returns the trees with their best nodes, laid out for the target."""
+        state, shape, device = self._state, self._shape, self._tokens.device
+        num_slots, num_rows = state.num_slots, shape.num_tree_rows
+        wide = torch.empty((6, num_slots, num_rows), dtype=torch.int64, device=device).unbind()
+        token_ids, parents, depths, batch_tokens, positions, slots = wide
+        visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
+        lengths, prefixes = torch.empty((2, num_slots), dtype=torch.int32, device=device).unbind()
+        finish_trees[(num_slots,)](
+            self._tokens, self._parents, self._paths, self._rows,
+            token_ids, parents, depths, visible, batch_tokens, positions, slots, lengths, prefixes,
+            state.numbers, state.page_table, state.numbers.stride(0), state.page_table.stride(0),
+            NUM_CANDIDATES=self._num_candidates, NUM_ROWS=num_rows, MAX_DEPTH=shape.tree.num_steps,
+            LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=self._batches.page_size,
+            BLOCK_CANDIDATES=triton.next_power_of_2(self._num_candidates),
+            CHUNK=_RANK_CHUNK, BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
+        )  # fmt: skip
+        batch = self._batches.fixed(
+            token_ids=batch_tokens,
+            positions=positions,
+            slots=slots,
+            kv_lengths=lengths,
+            prefix_lengths=prefixes,
+            page_table=state.page_table,
+            tail_mask=None if shape.is_chain else visible.flatten(0, 1),
+        )
+        return RoundTree(TreeRows(token_ids, parents, depths, visible), batch)
+
+
+def _level_warps(num_keys: int) -> int:
+    return min(max(num_keys // _KEYS_A_WARP, 1), _MAX_WARPS)
+
+
+def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[ForwardBatch, Tensor]:
+    """Returns what `RoundBatches.of_open_rows` returns, in one launch."""
+    num_slots, num_rows = state.open_tokens.shape
+    device = state.numbers.device
+    wide = torch.empty((4, num_slots, num_rows), dtype=torch.int64, device=device).unbind()
+    token_ids, positions, slots, feature_slots = wide
+    lengths, prefixes = torch.empty((2, num_slots), dtype=torch.int32, device=device).unbind()
+    last_rows = torch.empty(num_slots, dtype=torch.int64, device=device)
+    lay_open_rows[(num_slots,)](
+        state.numbers, state.head_page_table, state.page_table,
+        token_ids, positions, slots, feature_slots, lengths, prefixes, last_rows,
+        state.numbers.stride(0), state.head_page_table.stride(0), state.page_table.stride(0),
+        NUM_ROWS=num_rows, LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=batches.page_size,
+        BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=1,
+    )  # fmt: skip
+    batch = batches.fixed(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        kv_lengths=lengths,
+        prefix_lengths=prefixes,
+        page_table=state.head_page_table,
+        tail_mask=None,
+        logit_rows=last_rows,
+    )
+    return batch, feature_slots.flatten()

@@ -1,0 +1,158 @@
+"""Triton kernels of a level of tree growth: `confidence` and `growth` in two launches."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shared.speculation.noise_jit import gumbel_at
+from shared.speculation.topk_jit import NO_KEY, index_of, keys_of, value_of
+
+
+@triton.jit(do_not_specialize=["depth", "number_stride"])  # type: ignore[untyped-decorator]
+def score_blocks(  # type: ignore[no-untyped-def]
+    logits, token_map, numbers, sampling, block_keys, block_maxima, block_sums,
+    depth, number_stride, num_own_tokens, num_blocks,
+    ROWS: tl.constexpr, TOPK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_DRAWS: tl.constexpr,
+    LENGTH: tl.constexpr, SEED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the TOPK best tokens of one block of one row, and the block's part of the softmax.
+
+    Rows are ROWS a sequence, whose temperature, seed and length say which noise is added.
+    """
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    is_token = own < num_own_tokens
+    values = tl.load(
+        logits + row.to(tl.int64) * num_own_tokens + own, mask=is_token, other=float("-inf")
+    ).to(tl.float32)
+    tokens = own.to(tl.int64)
+    if HAS_MAP:
+        tokens = tl.load(token_map + own, mask=is_token, other=0)
+    if HAS_DRAWS:
+        sequence = row // ROWS
+        temperature = tl.load(sampling + sequence * 4).to(tl.float32)
+        if temperature > 0.0:
+            position = tl.load(numbers + sequence * number_stride + LENGTH) + depth
+            seed = tl.load(numbers + sequence * number_stride + SEED)
+            values += temperature * gumbel_at(tokens, position, seed)
+    values = tl.where(is_token, values, float("-inf"))
+    highest = tl.max(values, 0)
+    place = row * num_blocks + block
+    tl.store(block_maxima + place, highest)
+    tl.store(block_sums + place, tl.sum(tl.exp(values - highest), 0))
+    keys = tl.where(is_token, keys_of(values, tokens), NO_KEY)
+    for rank in tl.static_range(TOPK):
+        best = tl.max(keys, 0)
+        tl.store(block_keys + place * TOPK + rank, best)
+        keys = tl.where(keys == best, NO_KEY, keys)
+
+
+@triton.jit(do_not_specialize=["level", "first_candidate", "num_candidates", "number_stride"])  # type: ignore[untyped-decorator]
+def grow_level(  # type: ignore[no-untyped-def]
+    block_keys, block_maxima, block_sums, num_blocks,
+    candidate_tokens, candidate_parents, candidate_paths,
+    beam_selected, beam_paths, beam_visible, parent_rows,
+    token_ids, positions, slots, kv_lengths, prefix_lengths,
+    numbers, page_table, level, first_candidate, num_candidates, number_stride, page_stride,
+    ROWS: tl.constexpr, TOPK: tl.constexpr, NUM_LEVELS: tl.constexpr, IS_LAST: tl.constexpr,
+    LENGTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_TOPK: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Adds one level of one tree, selects its beam and lays out the beam's rows.
+
+    Levels lie behind one another in `beam_*`, each with TOPK entries a sequence; `beam_visible`
+    has one row of `NUM_LEVELS * TOPK` for each.
+    """
+    sequence = tl.program_id(0)
+    num_sequences = tl.num_programs(0)
+    rows = tl.arange(0, BLOCK_ROWS)
+    ranks = tl.arange(0, BLOCK_TOPK)
+    is_row = rows < ROWS
+    # The softmax of each row, from its blocks.
+    blocks = tl.arange(0, BLOCKS)
+    is_block = is_row[:, None] & (blocks < num_blocks)[None, :]
+    places = (sequence * ROWS + rows)[:, None] * num_blocks + blocks[None, :]
+    parts = tl.load(block_maxima + places, mask=is_block, other=float("-inf"))
+    highest = tl.max(parts, 1)
+    highest = tl.where(is_row, highest, 0.0)
+    sums = tl.load(block_sums + places, mask=is_block, other=0.0)
+    total = tl.sum(sums * tl.exp(parts - highest[:, None]), 1)
+    log_total = tl.log(tl.where(is_row, total, 1.0)) + highest
+    # The best children of each row, from those of its blocks.
+    entries = tl.arange(0, BLOCK_KEYS)
+    is_entry = is_row[:, None] & (entries < num_blocks * TOPK)[None, :]
+    places = (sequence * ROWS + rows)[:, None] * (num_blocks * TOPK) + entries[None, :]
+    keys = tl.load(block_keys + places, mask=is_entry, other=NO_KEY)
+    children = tl.full([BLOCK_ROWS, BLOCK_TOPK], NO_KEY, tl.int64)
+    for rank in tl.static_range(TOPK):
+        best = tl.max(keys, 1)
+        children = tl.where(ranks[None, :] == rank, best[:, None], children)
+        keys = tl.where(keys == best[:, None], NO_KEY, keys)
+    is_child = is_row[:, None] & (ranks < TOPK)[None, :] & (children != NO_KEY)
+    base = tl.zeros([BLOCK_ROWS], tl.float32)
+    before = ((level - 1) * num_sequences + sequence) * TOPK
+    parents = tl.zeros([BLOCK_ROWS], tl.int32)
+    if level > 0:
+        base = tl.load(beam_paths + before + rows, mask=is_row, other=0.0)
+        parents = tl.load(beam_selected + before + rows, mask=is_row, other=0) + 1
+    own = tl.minimum(value_of(children) - log_total[:, None], 0.0)
+    path = tl.where(is_child, own + base[:, None], float("-inf"))
+    numbers_of_children = rows[:, None] * TOPK + ranks[None, :]
+    is_stored = is_row[:, None] & (ranks < TOPK)[None, :]
+    places = sequence * num_candidates + first_candidate + numbers_of_children
+    child_tokens = index_of(children).to(tl.int32)
+    tl.store(candidate_tokens + places, child_tokens, mask=is_stored)
+    tl.store(
+        candidate_parents + places,
+        parents[:, None] + tl.zeros([BLOCK_ROWS, BLOCK_TOPK], tl.int32), mask=is_stored,
+    )  # fmt: skip
+    tl.store(candidate_paths + places, path, mask=is_stored)
+    if not IS_LAST:
+        keys = tl.where(is_stored, keys_of(path, numbers_of_children), NO_KEY)
+        chosen = tl.full([BLOCK_TOPK], NO_KEY, tl.int64)
+        for rank in tl.static_range(TOPK):
+            best = tl.max(tl.max(keys, 1), 0)
+            chosen = tl.where(ranks == rank, best, chosen)
+            keys = tl.where(keys == best, NO_KEY, keys)
+        is_rank = ranks < TOPK
+        child = tl.where(is_rank, index_of(chosen), 0).to(tl.int32)
+        parent = child // TOPK
+        # The tokens were stored by other threads of this program.
+        tl.debug_barrier()
+        token = tl.load(
+            candidate_tokens + sequence * num_candidates + first_candidate + child,
+            mask=is_rank, other=0,
+        )  # fmt: skip
+        row = (level * num_sequences + sequence) * TOPK + ranks
+        tl.store(beam_selected + row, first_candidate + child, mask=is_rank)
+        tl.store(beam_paths + row, value_of(chosen), mask=is_rank)
+        tl.store(parent_rows + row, (sequence * ROWS + parent).to(tl.int64), mask=is_rank)
+        columns = tl.arange(0, BLOCK_VISIBLE)
+        width: tl.constexpr = NUM_LEVELS * TOPK
+        is_inherited = is_rank[:, None] & (columns < level * TOPK)[None, :]
+        inherited = tl.load(
+            beam_visible + (before + parent)[:, None] * width + columns[None, :],
+            mask=is_inherited, other=0,
+        )  # fmt: skip
+        is_own = columns[None, :] == (level * TOPK + ranks)[:, None]
+        tl.store(
+            beam_visible + row[:, None] * width + columns[None, :],
+            tl.where(is_own, 1, inherited.to(tl.int32)).to(tl.int1),
+            mask=is_rank[:, None] & (columns < width)[None, :],
+        )  # fmt: skip
+        length = tl.load(numbers + sequence * number_stride + LENGTH)
+        index = length - 1 + level * TOPK + ranks
+        page = tl.load(
+            page_table + sequence * page_stride + index // PAGE_SIZE, mask=is_rank, other=0
+        )
+        tl.store(token_ids + row, token.to(tl.int64), mask=is_rank)
+        tl.store(positions + row, length - 1 + level + ranks * 0, mask=is_rank)
+        tl.store(slots + row, page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE, mask=is_rank)
+        tl.store(
+            kv_lengths + level * num_sequences + sequence,
+            (length - 1 + (level + 1) * TOPK).to(tl.int32),
+        )
+        tl.store(prefix_lengths + sequence, (length - 1).to(tl.int32))

@@ -1,0 +1,106 @@
+"""Triton kernels that lay out a round's rows: `open_batch`, and `tree_rows` with `tree_batch`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shared.speculation.topk_jit import NO_KEY, keys_of
+
+
+@triton.jit(do_not_specialize=["number_stride", "page_stride"])  # type: ignore[untyped-decorator]
+def finish_trees(  # type: ignore[no-untyped-def]
+    candidate_tokens, candidate_parents, candidate_paths, candidate_rows,
+    token_ids, parents, depths, visible,
+    batch_tokens, positions, slots, kv_lengths, prefix_lengths,
+    numbers, page_table, number_stride, page_stride,
+    NUM_CANDIDATES: tl.constexpr, NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr,
+    LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Keeps the best `NUM_ROWS - 1` candidates of one tree and lays out the target's rows."""
+    sequence = tl.program_id(0)
+    candidates = tl.arange(0, BLOCK_CANDIDATES)
+    is_candidate = candidates < NUM_CANDIDATES
+    first = sequence * NUM_CANDIDATES
+    path = tl.load(candidate_paths + first + candidates, mask=is_candidate, other=float("-inf"))
+    keys = tl.where(is_candidate, keys_of(path, candidates), NO_KEY)
+    num_better = tl.zeros([BLOCK_CANDIDATES], tl.int32)
+    for start in range(0, NUM_CANDIDATES, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        is_other = others < NUM_CANDIDATES
+        other_path = tl.load(candidate_paths + first + others, mask=is_other, other=float("-inf"))
+        other_keys = tl.where(is_other, keys_of(other_path, others), NO_KEY)
+        num_better += tl.sum((other_keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    is_kept = is_candidate & (num_better < NUM_ROWS - 1)
+    row = tl.cumsum(is_kept.to(tl.int32), 0)
+    tl.store(candidate_rows + first + candidates, row, mask=is_kept)
+    tl.debug_barrier()
+    is_node = is_kept & (path > float("-inf"))
+    token = tl.load(candidate_tokens + first + candidates, mask=is_kept, other=0)
+    above = tl.load(candidate_parents + first + candidates, mask=is_node, other=0)
+    parent = tl.load(candidate_rows + first + above - 1, mask=is_node & (above > 0), other=0)
+    own = sequence * NUM_ROWS
+    tl.store(token_ids + own + row, tl.where(is_node, token, -1).to(tl.int64), mask=is_kept)
+    tl.store(batch_tokens + own + row, tl.where(is_node, token, 0).to(tl.int64), mask=is_kept)
+    tl.store(parents + own + row, parent.to(tl.int64), mask=is_kept)
+    # The root, by every thread alike.
+    state = numbers + sequence * number_stride
+    length = tl.load(state + LENGTH)
+    root = tl.load(state + TAIL + tl.load(state + OPEN) - 1)
+    tl.store(token_ids + own, root)
+    tl.store(batch_tokens + own, root)
+    tl.store(parents + own, root * 0)
+    tl.debug_barrier()
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows < NUM_ROWS
+    seen = (rows[:, None] == rows[None, :]) | (rows[None, :] == 0)
+    ancestors = tl.load(parents + own + rows, mask=is_row, other=0)
+    for _ in range(MAX_DEPTH - 1):
+        seen = seen | (rows[None, :] == ancestors[:, None])
+        ancestors = tl.load(parents + own + ancestors)
+    depth = tl.sum((seen & is_row[None, :]).to(tl.int64), 1) - 1
+    is_square = is_row[:, None] & is_row[None, :]
+    tl.store(visible + (own + rows)[:, None] * NUM_ROWS + rows[None, :], seen, mask=is_square)
+    tl.store(depths + own + rows, depth, mask=is_row)
+    index = length - 1 + rows
+    page = tl.load(page_table + sequence * page_stride + index // PAGE_SIZE, mask=is_row, other=0)
+    tl.store(positions + own + rows, length - 1 + depth, mask=is_row)
+    tl.store(slots + own + rows, page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE, mask=is_row)
+    tl.store(kv_lengths + sequence, (length - 1 + NUM_ROWS).to(tl.int32))
+    tl.store(prefix_lengths + sequence, (length - 1).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["number_stride", "page_stride", "feature_page_stride"])  # type: ignore[untyped-decorator]
+def lay_open_rows(  # type: ignore[no-untyped-def]
+    numbers, page_table, feature_page_table,
+    token_ids, positions, slots, feature_slots, kv_lengths, prefix_lengths, last_rows,
+    number_stride, page_stride, feature_page_stride,
+    NUM_ROWS: tl.constexpr, LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Lays out one sequence's open rows; those it lacks compute token 0 in the padding page."""
+    sequence = tl.program_id(0)
+    state = numbers + sequence * number_stride
+    num_open = tl.load(state + OPEN)
+    start = tl.load(state + LENGTH) - 1 - num_open
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows < NUM_ROWS
+    is_open = rows < num_open
+    index = start + rows
+    own = sequence * NUM_ROWS + rows
+    page = tl.load(page_table + sequence * page_stride + index // PAGE_SIZE, mask=is_open, other=0)
+    slot = tl.where(is_open, page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE, 0)
+    page = tl.load(
+        feature_page_table + sequence * feature_page_stride + index // PAGE_SIZE,
+        mask=is_open, other=0,
+    )  # fmt: skip
+    feature = tl.where(is_open, page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE, 0)
+    token = tl.load(state + TAIL + rows, mask=is_row & is_open, other=0)
+    tl.store(token_ids + own, token, mask=is_row)
+    tl.store(positions + own, index, mask=is_row)
+    tl.store(slots + own, slot, mask=is_row)
+    tl.store(feature_slots + own, feature, mask=is_row)
+    tl.store(kv_lengths + sequence, (start + NUM_ROWS).to(tl.int32))
+    tl.store(prefix_lengths + sequence, start.to(tl.int32))
+    tl.store(last_rows + sequence, sequence * NUM_ROWS + num_open - 1)

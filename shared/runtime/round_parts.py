@@ -1,0 +1,42 @@
+"""Which code runs the two parts of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shared.models.heads.head import DraftHead
+from shared.models.heads.layers import SplitHeadLayer
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_verification import RoundVerification
+
+# A kernel holds a whole tree, row by row, in the registers of one program.
+_MAX_ROWS = 64
+_MAX_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """Makers of the parts, called with the fields of `RoundDraft` and `RoundVerification`."""
+
+    draft: Callable[..., RoundDraft]
+    verification: Callable[..., RoundVerification]
+
+    @classmethod
+    def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
+        """Returns the fastest parts for a head."""
+        is_small = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
+        if device.type != "cuda" or not is_small:
+            return PLAIN
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_draft_fused import FusedRoundDraft
+        from shared.runtime.round_verification_fused import FusedRoundVerification
+
+        is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
+        return cls(FusedRoundDraft if is_split else RoundDraft, FusedRoundVerification)
+
+
+PLAIN = RoundParts(RoundDraft, RoundVerification)

@@ -1,0 +1,245 @@
+"""Speculative rounds that stay on the device: draft, tree, verification, commit, again.
+
+`launch` queues a round and waits for nothing. Its result, a few numbers a sequence, is copied to
+the host behind it; `result` may be asked for one round late, while the next one runs. So the host
+decides only who takes part and which pages they have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.heads.head import DraftHead
+from shared.runtime.head_catch_up import HeadCatchUp
+from shared.runtime.host_copy import HostCopy
+from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
+from shared.runtime.round_graphs import CapturedRound, RoundGraphs
+from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.tokens import SamplingParams, TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """Sizes fixed at start.
+
+    Attributes:
+        max_sequences: slots.
+        max_context_tokens: longest sequence that a round may start from.
+    """
+
+    max_sequences: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRound:
+    """What a round did to one sequence.
+
+    Attributes:
+        token_ids: committed, the bonus token last; at least one.
+        num_drafted: nodes of its tree.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    num_drafted: int
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A sequence in a slot.
+
+    Attributes:
+        length: committed tokens the host knows of.
+        num_pending: launched rounds whose results it does not know.
+    """
+
+    slot: int
+    length: int
+    sampling: SamplingParams
+    pages: list[int]
+    head_pages: list[int]
+    num_pending: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A launched round: its result on the way to the host, and who took part."""
+
+    result: HostCopy
+    sequences: tuple[tuple[int, _Placed], ...]
+
+
+class RoundRunner:
+    """Rounds of one target with one head.
+
+    Args:
+        pool: the target's KV.
+        head_pool: the head's, with pages of the same size.
+        feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`.
+        parts: what drafts and verifies; None takes what suits head and device.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        pool: KvPool,
+        head: DraftHead,
+        head_pool: KvPool,
+        feature_rows: Tensor,
+        tree: TreeShape,
+        limits: RoundLimits,
+        parts: RoundParts | None = None,
+    ) -> None:
+        assert pool.page_size == head_pool.page_size, "pages differ in size"
+        assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
+        self.shape = RoundShape.of(
+            tree,
+            draft_vocab_size=head.vocabulary.size,
+            max_context_tokens=limits.max_context_tokens,
+        )
+        self.limits = limits
+        self._state = RoundState.empty(
+            limits.max_sequences,
+            max_open_rows=self.shape.max_committed,
+            num_pages=-(-self.shape.max_kv_length // pool.page_size),
+            device=pool.device,
+        )
+        batches = RoundBatches(self.shape, pool.page_size)
+        parts = parts or RoundParts.of(head, self.shape, pool.device)
+        self._graphs = RoundGraphs(
+            parts.draft(head, head_pool, batches, feature_rows),
+            parts.verification(decoder, pool, self.shape, head.feature_spec, feature_rows),
+            self._state,
+        )
+        self._catch_up = HeadCatchUp(head, head_pool, feature_rows)
+        self._placed: dict[int, _Placed] = {}
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def sequence_ids(self) -> frozenset[int]:
+        """Who takes part in the next round."""
+        return frozenset(self._placed)
+
+    @property
+    def num_pending(self) -> int:
+        """Launched rounds whose results nobody has read."""
+        return len(self._pending)
+
+    @property
+    def num_awaited(self) -> int:
+        """Sequences of the oldest unread round."""
+        return len(self._pending[0].sequences)
+
+    def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
+        """Captures the graphs for a number of sequences before anyone waits for them."""
+        if self._state.numbers.is_cuda:
+            self._graphs.of(num_sequences, sampling)
+
+    def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
+        """Returns the graphs of a round, to be measured part by part."""
+        return self._graphs.of(num_sequences, sampling)
+
+    def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
+        """Returns how many tokens the target's and the head's pages of a sequence must cover for
+        the next launch."""
+        length = self._longest(self._placed[sequence_id])
+        return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
+
+    def has_slot(self) -> bool:
+        """Whether one more sequence can be placed."""
+        return len(self._placed) < self.limits.max_sequences
+
+    @torch.inference_mode()
+    def place(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        pages: Sequence[int],
+        head_pages: Sequence[int],
+        num_head_rows: int,
+    ) -> None:
+        """Takes a sequence into the next round; its head catches up first.
+
+        Args:
+            token_ids: committed, at least two; all but the last are computed by the target, and
+                their features are in `feature_rows`.
+            pages: the target's, in logical order.
+            head_pages: the head's; cover one row a token but the last.
+            num_head_rows: the first rows, whose keys and values are in `head_pages` already.
+        """
+        assert len(token_ids) >= 2, "a round starts from a computed token"
+        assert sequence_id not in self._placed, f"sequence {sequence_id} is placed already"
+        used = {placed.slot for placed in self._placed.values()}
+        slot = next(slot for slot in range(self.limits.max_sequences) if slot not in used)
+        placed = _Placed(slot, len(token_ids), sampling, [], [])
+        self._placed[sequence_id] = placed
+        self.set_pages(sequence_id, pages, head_pages)
+        self._catch_up.run(
+            token_ids, num_head_rows, pages=placed.pages, head_pages=placed.head_pages
+        )
+        self._state.place(
+            slot, num_tokens=len(token_ids), last_token_id=token_ids[-1], sampling=sampling
+        )
+
+    @torch.inference_mode()
+    def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
+        """Gives a placed sequence its pages; those it has had already must be the same."""
+        placed = self._placed[sequence_id]
+        for known, now, of_head in (
+            (placed.pages, pages, False),
+            (placed.head_pages, head_pages, True),
+        ):
+            self._state.set_pages(placed.slot, len(known), now[len(known) :], of_head=of_head)
+            known.extend(now[len(known) :])
+
+    @torch.inference_mode()
+    def remove(self, sequence_id: int) -> None:
+        """Leaves a sequence out from the next launch on. Rounds under way may still write to its
+        pages, before anything that is queued later."""
+        self._state.clear(self._placed.pop(sequence_id).slot)
+
+    def launch(self) -> None:
+        """Queues one round of every placed sequence; their pages must cover `num_kv_tokens`.
+
+        Raises:
+            torch.OutOfMemoryError: a number of sequences or a kind of sampling that is new to the
+                device does not fit its memory; nothing was launched.
+        """
+        assert self._placed, "nobody takes part"
+        assert len(self._pending) < MAX_PENDING_ROUNDS, "read a result first"
+        placed = self._placed.values()
+        for each in placed:
+            assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
+        sampling = RoundSampling.of(each.sampling for each in placed)
+        result = self._graphs.run(1 + max(each.slot for each in placed), sampling)
+        for each in placed:
+            each.num_pending += 1
+        self._pending.append(_Pending(HostCopy(result), tuple(self._placed.items())))
+
+    def result(self) -> tuple[SequenceRound, ...]:
+        """Returns what the oldest unread round did, those removed since included; waits for it."""
+        pending = self._pending.popleft()
+        rows = pending.result.read().tolist()
+        rounds: list[SequenceRound] = []
+        for sequence_id, placed in pending.sequences:
+            count, num_drafted, *tokens = rows[placed.slot]
+            placed.length += count
+            placed.num_pending -= 1
+            rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted))
+        return tuple(rounds)
+
+    def _longest(self, placed: _Placed) -> int:
+        return placed.length + placed.num_pending * self.shape.max_committed

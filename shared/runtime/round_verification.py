@@ -1,0 +1,110 @@
+"""Second part of a speculative round: the target verifies the trees and commits.
+
+It leaves the state as the next round needs it: lengths, open tokens, keys and values of the
+accepted path in path order, features of every committed position but the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder, DecoderOutput
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.round_batches import RoundShape, RoundTree
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.speculation.tree_rows import AcceptedRows, TreeRows, accept_rows
+
+RESULT_COUNTS = 2
+"""Columns of a result before its tokens: how many are committed, how many nodes were drafted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundVerification:
+    """Verifies the trees of all slots of a state, in plain torch.
+
+    Attributes:
+        pool: the target's.
+        features: what the head reads.
+        feature_rows: `[num_slots, W]`, written for the rows that are committed.
+    """
+
+    decoder: Decoder
+    pool: KvPool
+    shape: RoundShape
+    features: FeatureSpec
+    feature_rows: Tensor
+
+    def decide(self, state: RoundState, tree: RoundTree, sampling: RoundSampling) -> Tensor:
+        """Commits one round to every slot.
+
+        Returns:
+            `[S, 2 + W]` int64: tokens committed, nodes drafted, and the tokens, 0 behind them.
+        """
+        layers = self._captured_layers
+        output = self.decoder.forward(tree.batch, self.pool, capture_layers=layers)
+        drawn = self._drawn(output.hidden, state, tree.rows, sampling)
+        return self._finish(state, tree, output, drawn)
+
+    def _drawn(
+        self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
+    ) -> Tensor:
+        """Returns the target's token after each row, `[S, T]` int64."""
+        return sampling.draw(self.decoder.logits(hidden), state, tree.depths)
+
+    def _finish(
+        self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
+    ) -> Tensor:
+        """Walks the trees, keeps the accepted paths and commits them to the state."""
+        accepted = accept_rows(tree.rows, drawn, self.shape.tree.num_steps)
+        self._keep(tree.batch, output, accepted)
+        return _commit(state, tree.rows, accepted)
+
+    @property
+    def _captured_layers(self) -> tuple[int, ...]:
+        """Layers the forward must capture; the final norm's output it returns anyway."""
+        num_layers = len(self.decoder.layers)
+        return tuple(i for i in self.features.layer_indices if i <= num_layers)
+
+    def _keep(self, batch: ForwardBatch, output: DecoderOutput, accepted: AcceptedRows) -> None:
+        """Brings keys and values of the accepted paths into path order, and their features to the
+        slots where they stand then."""
+        batch_size, num_rows = accepted.rows.shape
+        first_rows = torch.arange(batch_size, device=accepted.rows.device).unsqueeze(1)
+        first_rows = first_rows * self.shape.num_tree_rows
+        sources = (first_rows + accepted.rows).flatten()
+        steps = torch.arange(num_rows, device=sources.device)
+        target_slots = batch.slots.index_select(0, (first_rows + steps).flatten())
+        # Rows beyond the path stay where they are; roots do, too.
+        self.pool.move(batch.slots.index_select(0, sources), target_slots)
+        self._store_features(output, sources, target_slots)
+
+    def _store_features(self, output: DecoderOutput, rows: Tensor, slots: Tensor) -> None:
+        """Stores the features of the forward's `rows` `[N]` at `slots` `[N]`."""
+        captured = dict(zip(self._captured_layers, output.features, strict=True))
+        parts = [captured.get(i, output.hidden) for i in self.features.layer_indices]
+        joined, projection = self._join(parts, rows), self.features.projection
+        if projection is not None:
+            joined = F.linear(joined, projection.to(joined.dtype))
+        self.feature_rows.index_copy_(0, slots, joined.to(self.feature_rows.dtype))
+
+    def _join(self, parts: list[Tensor], rows: Tensor) -> Tensor:
+        return torch.cat([part.index_select(0, rows) for part in parts], dim=-1)
+
+
+def _commit(state: RoundState, tree: TreeRows, accepted: AcceptedRows) -> Tensor:
+    """Writes what the next round starts from; slots without a sequence stay as they are."""
+    num_committed = (accepted.counts + 1) * state.is_active
+    is_active = state.is_active.bool()
+    state.lengths.add_(num_committed)
+    state.num_open.copy_(torch.where(is_active, num_committed, state.num_open))
+    tokens = torch.where(is_active.unsqueeze(1), accepted.token_ids, state.open_tokens)
+    state.open_tokens.copy_(tokens)
+    counts = torch.stack((num_committed, tree.num_nodes), dim=1)
+    return torch.cat((counts, accepted.token_ids), dim=1)

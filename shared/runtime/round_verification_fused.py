@@ -1,0 +1,76 @@
+"""`RoundVerification` on CUDA: from the target's last hidden states to the next round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from shared.models.decoder import DecoderOutput
+from shared.runtime.round_batches import RoundTree
+from shared.runtime.round_commit_jit import accept_trees, gather_part, move_path
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import ACTIVE, LENGTH, OPEN, TAIL, RoundState
+from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
+from shared.speculation.draw_triton import fused_draw
+from shared.speculation.tree_rows import TreeRows
+
+_MOVED_ELEMENTS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedRoundVerification(RoundVerification):
+    """Acceptance and moves in three launches and one a captured layer."""
+
+    def _drawn(
+        self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
+    ) -> Tensor:
+        # Kernels widen the logits as they read them.
+        logits = self.decoder.lm_head(hidden)
+        if sampling is RoundSampling.GREEDY:
+            return fused_draw(logits, None, tree.depths.flatten()).view(tree.depths.shape)
+        return sampling.draw(logits, state, tree.depths)
+
+    def _finish(
+        self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
+    ) -> Tensor:
+        num_slots, width = state.open_tokens.shape
+        num_rows, device = self.shape.num_tree_rows, drawn.device
+        paths = torch.empty((3, num_slots * width), dtype=torch.int64, device=device).unbind()
+        rows, sources, targets = paths
+        result = torch.empty((num_slots, RESULT_COUNTS + width), dtype=torch.int64, device=device)
+        accept_trees[(num_slots,)](
+            drawn, tree.rows.token_ids, tree.rows.parents, tree.rows.visible, tree.batch.slots,
+            state.numbers, result, rows, sources, targets, state.numbers.stride(0),
+            NUM_ROWS=num_rows, WIDTH=width, RESULT_COUNTS=RESULT_COUNTS,
+            LENGTH=LENGTH, OPEN=OPEN, ACTIVE=ACTIVE, TAIL=TAIL,
+            BLOCK_ROWS=triton.next_power_of_2(num_rows),
+            BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4,
+        )  # fmt: skip
+        self._move(num_slots, width, sources, targets)
+        self._store_features(output, rows, targets)
+        return result
+
+    def _move(self, num_slots: int, width: int, sources: Tensor, targets: Tensor) -> None:
+        storage = self.pool.storage.flatten(0, 1)
+        if self.pool.layout.is_e4m3:
+            storage = storage.view(torch.uint8)
+        token_size = storage[0, 0].numel()
+        block = min(_MOVED_ELEMENTS, triton.next_power_of_2(token_size))
+        move_path[(num_slots, len(storage), triton.cdiv(token_size, block))](
+            storage, sources, targets, storage.stride(0), WIDTH=width, TOKEN_SIZE=token_size,
+            BLOCK_WIDTH=triton.next_power_of_2(width), BLOCK_SIZE=block, num_warps=4,
+        )  # fmt: skip
+
+    def _join(self, parts: list[Tensor], rows: Tensor) -> Tensor:
+        size = parts[0].shape[1]
+        joined = parts[0].new_empty((len(rows), len(parts) * size))
+        for index, part in enumerate(parts):
+            assert part.is_contiguous()
+            gather_part[(len(rows),)](
+                part, rows, joined, index,
+                NUM_PARTS=len(parts), SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=4,
+            )  # fmt: skip
+        return joined

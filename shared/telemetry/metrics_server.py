@@ -1,0 +1,31 @@
+"""The port Prometheus scrapes, of a process that serves no HTTP otherwise."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from shared.errors import SettingsError
+from shared.tls import ServerTls
+
+
+def serve_metrics(
+    registry: CollectorRegistry, host: str, port: int | None, tls: ServerTls | None = None
+) -> int | None:
+    """Serves a registry on a thread; returns the port. Does nothing when `port` is None.
+
+    Raises:
+        SettingsError: the address is taken or not this host's.
+    """
+    if port is None:
+        return None
+    files: dict[str, str | bool | None] = {}
+    if tls is not None:
+        files = {"certfile": str(tls.cert), "keyfile": str(tls.key)}
+        if tls.client_ca is not None:
+            files |= {"client_cafile": str(tls.client_ca), "client_auth_required": True}
+    try:
+        server, _ = start_http_server(port, host, registry, **files)  # type: ignore[arg-type]
+    except OSError as error:
+        message = f"cannot serve metrics on {host}:{port}: {error.strerror}"
+        raise SettingsError((message,)) from error
+    return int(server.server_port)

@@ -1,0 +1,249 @@
+"""Requests under the metric names that vLLM gives them.
+
+Dashboards, load tools and autoscalers of the Gateway API inference extension know these names; our
+own metrics stay beside them. A token is never counted on its own: a request's step is.
+
+Source: vLLM, "Production Metrics"; Gateway API inference extension, "Model Server Protocol".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from shared.telemetry.histogram import StepHistogram
+
+_LABELS = ("model_name", "engine")
+_ENGINE = "0"
+_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+_TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+)
+_TOKENS = tuple(float(2**power) for power in range(18))
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token", _SECONDS),
+    "inter_token_latency_seconds": ("Gap between steps, shared by a step's tokens", _TOKEN_SECONDS),
+    "time_per_output_token_seconds": ("The same by its older name", _TOKEN_SECONDS),
+    "request_time_per_output_token_seconds": ("Mean of one request", _TOKEN_SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the last token", _SECONDS),
+    "request_queue_time_seconds": ("From arrival to the first step", _SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a request", _TOKENS),
+    "request_generation_tokens": ("Output tokens of a request", _TOKENS),
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens",
+    "generation_tokens": "Output tokens",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+    "spec_decode_num_drafts": "Trees verified",
+    "spec_decode_num_draft_tokens": "Draft tokens verified",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """What only an engine knows.
+
+    Attributes:
+        kv_usage: share of KV pages that sequences hold, in [0, 1].
+        num_preemptions: since the start.
+    """
+
+    model_id: str
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_pages: int
+    page_size: int
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class _Model:
+    histograms: dict[str, StepHistogram] = field(
+        default_factory=lambda: {
+            name: StepHistogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()
+        }
+    )
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class RequestFigures:
+    """One request while it is open; times in seconds of one monotonic clock.
+
+    Attributes:
+        started_s: left the queue; None while it waits.
+        num_first_tokens: of the first step.
+    """
+
+    model: _Model
+    begin_s: float
+    started_s: float | None = None
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_first_tokens: int = 0
+    num_tokens: int = 0
+
+
+class VllmMetrics(Collector):
+    """Figures of every model's requests. Filled by one thread, read by any.
+
+    Args:
+        engine: asked when scraped; None counts running and waiting requests from what is told.
+    """
+
+    def __init__(self, engine: Callable[[], EngineFigures | None] | None = None) -> None:
+        self._engine = engine
+        self._models: dict[str, _Model] = {}
+
+    def begin(self, model: str, now_s: float) -> RequestFigures:
+        """A request arrived."""
+        figures = self._model(model)
+        figures.num_waiting += 1
+        return RequestFigures(figures, now_s)
+
+    def start(self, request: RequestFigures, num_cached: int, now_s: float) -> None:
+        """It left the queue, with this many prompt tokens found in the prefix cache."""
+        figures = request.model
+        request.started_s = now_s
+        figures.num_waiting -= 1
+        figures.num_running += 1
+        figures.histograms["request_queue_time_seconds"].observe(now_s - request.begin_s)
+        figures.counts["prefix_cache_hits"] += num_cached
+
+    def tokens(self, request: RequestFigures, num_tokens: int, now_s: float) -> None:
+        """A step brought it tokens."""
+        figures = request.model
+        if request.first_s is None:
+            request.first_s = now_s
+            request.num_first_tokens = num_tokens
+            figures.histograms["time_to_first_token_seconds"].observe(now_s - request.begin_s)
+        else:
+            gap_s = (now_s - request.last_s) / num_tokens
+            figures.histograms["inter_token_latency_seconds"].observe(gap_s, num_tokens)
+        request.last_s = now_s
+        request.num_tokens += num_tokens
+        figures.counts["generation_tokens"] += num_tokens
+
+    def verified(self, request: RequestFigures, num_drafted: int, num_accepted: int) -> None:
+        """A step verified a tree."""
+        figures = request.model
+        figures.counts["spec_decode_num_drafts"] += 1
+        figures.counts["spec_decode_num_draft_tokens"] += num_drafted
+        figures.counts["spec_decode_num_accepted_tokens"] += num_accepted
+        figures.accepted_lengths[num_accepted] += 1
+
+    def end(self, request: RequestFigures, num_prompt: int, reason: str) -> None:
+        """It ended, for this reason: `stop`, `length`, `abort` or `error`."""
+        figures = request.model
+        if request.started_s is None:
+            figures.num_waiting -= 1
+        else:
+            figures.num_running -= 1
+            figures.counts["prompt_tokens"] += num_prompt
+            figures.counts["prefix_cache_queries"] += num_prompt
+        figures.ended[reason] += 1
+        if request.first_s is None or reason not in ("stop", "length"):
+            return
+        observe = figures.histograms
+        observe["e2e_request_latency_seconds"].observe(request.last_s - request.begin_s)
+        observe["request_prompt_tokens"].observe(num_prompt)
+        observe["request_generation_tokens"].observe(request.num_tokens)
+        num_later = request.num_tokens - request.num_first_tokens
+        if num_later > 0:
+            mean_s = (request.last_s - request.first_s) / num_later
+            observe["request_time_per_output_token_seconds"].observe(mean_s)
+
+    def collect(self) -> Iterator[Metric]:
+        models = dict(self._models)
+        yield from _load(models, None if self._engine is None else self._engine())
+        for name, meaning in _COUNTERS.items():
+            counter = CounterMetricFamily(f"vllm:{name}", meaning, labels=_LABELS)
+            for model, figures in models.items():
+                counter.add_metric((model, _ENGINE), figures.counts[name])
+            yield counter
+        for name, (meaning, _) in _HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"vllm:{name}", meaning, labels=_LABELS)
+            # One is the other's older name.
+            source = name.replace("time_per_output_token", "inter_token_latency", 1)
+            source = source if source in _HISTOGRAMS else name
+            for model, figures in models.items():
+                figures.histograms[source].add_to(histogram, (model, _ENGINE))
+            yield histogram
+        yield from _labelled(models)
+
+    def _model(self, name: str) -> _Model:
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = _Model()
+        return found
+
+
+def _load(models: Mapping[str, _Model], engine: EngineFigures | None) -> Iterator[Metric]:
+    running = GaugeMetricFamily("vllm:num_requests_running", "Requests in steps", labels=_LABELS)
+    waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests in queue", labels=_LABELS)
+    if engine is None:
+        for model, figures in models.items():
+            running.add_metric((model, _ENGINE), figures.num_running)
+            waiting.add_metric((model, _ENGINE), figures.num_waiting)
+        yield from (running, waiting)
+        return
+    labels = (engine.model_id, _ENGINE)
+    running.add_metric(labels, engine.num_running)
+    waiting.add_metric(labels, engine.num_waiting)
+    usage = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc", "Share of KV pages held, 1 is all", labels=_LABELS
+    )
+    usage.add_metric(labels, engine.kv_usage)
+    preempted = CounterMetricFamily(
+        "vllm:num_preemptions", "Sequences that lost their pages", labels=_LABELS
+    )
+    preempted.add_metric(labels, engine.num_preemptions)
+    config = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "Tokens a page and pages, as labels",
+        labels=(*_LABELS, "block_size", "num_gpu_blocks"),
+    )
+    config.add_metric((*labels, str(engine.page_size), str(engine.num_pages)), 1)
+    yield from (running, waiting, usage, preempted, config)
+
+
+def _labelled(models: Mapping[str, _Model]) -> Iterator[Metric]:
+    accepted = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Trees of which the token at this depth, from 0, was accepted",
+        labels=(*_LABELS, "position"),
+    )
+    ended = CounterMetricFamily(
+        "vllm:request_success",
+        "Requests that ended, by reason: stop, length, abort, error",
+        labels=(*_LABELS, "finished_reason"),
+    )
+    for model, figures in models.items():
+        lengths = dict(figures.accepted_lengths)
+        for position in range(max(lengths, default=0)):
+            count = sum(lengths[length] for length in lengths if length > position)
+            accepted.add_metric((model, _ENGINE, str(position)), count)
+        for reason, count in sorted(figures.ended.items()):
+            ended.add_metric((model, _ENGINE, reason), count)
+    yield from (accepted, ended)

@@ -1,0 +1,65 @@
+"""Messages and bytes of the streams between drafts and targets, counted at either end."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from shared.telemetry.round_log import RoundLog
+
+
+@dataclass(slots=True)
+class WireTotals:
+    """One way of every stream so far. Written by the event loop, read by any thread."""
+
+    num_messages: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+
+
+class WireMeter:
+    """Totals of one process.
+
+    Attributes:
+        sent, received: since the start, the handshake left out.
+    """
+
+    def __init__(self, log: RoundLog | None = None) -> None:
+        self.sent = WireTotals()
+        self.received = WireTotals()
+        self._log = log
+
+    def stream(self, attachment_id: str) -> StreamMeter:
+        """Returns the meter of a stream that has been attached."""
+        return StreamMeter(self, attachment_id, self._log)
+
+
+class StreamMeter:
+    """Counts one stream. Its messages are numbered, so that the logs of both ends can be matched:
+    a stream keeps them in order."""
+
+    def __init__(self, meter: WireMeter, attachment_id: str, log: RoundLog | None) -> None:
+        self._meter = meter
+        self._attachment_id = attachment_id
+        self._log = log
+        self._sent = itertools.count()
+        self._received = itertools.count()
+
+    def sent(self, num_bytes: int, kind: str) -> None:
+        """A message is on its way; `kind` is its name in the contract."""
+        self._meter.sent.add(num_bytes)
+        self._note("sent", next(self._sent), num_bytes, kind)
+
+    def received(self, num_bytes: int, kind: str) -> None:
+        """A message is here."""
+        self._meter.received.add(num_bytes)
+        self._note("received", next(self._received), num_bytes, kind)
+
+    def _note(self, name: str, number: int, num_bytes: int, kind: str) -> None:
+        if self._log is not None:
+            self._log.instant(
+                name, stream=self._attachment_id, number=number, bytes=num_bytes, kind=kind
+            )

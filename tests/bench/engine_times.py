@@ -1,0 +1,54 @@
+"""What an engine under measurement reports: when it committed what, and its answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.target.request import Delta, Event, Finished
+from services.target.step_report import StepReport
+
+
+@dataclass
+class StepTimes:
+    """When each step was committed, and its report; written on the engine thread."""
+
+    reports: list[tuple[float, StepReport]] = field(default_factory=list)
+
+    def observe(self, report: StepReport) -> None:
+        """Takes a report."""
+        self.reports.append((time.perf_counter(), report))
+
+    def decode_steps(self, num_sequences: int) -> list[tuple[float, StepReport]]:
+        """Returns duration in ms and report of the steps in which every sequence decodes."""
+        return [
+            ((at_s - before_s) * 1e3, report)
+            for (before_s, before), (at_s, report) in zip(
+                self.reports, self.reports[1:], strict=False
+            )
+            if before.num_rounds == report.num_rounds == report.num_rows == num_sequences
+        ]
+
+
+@dataclass
+class Answers:
+    """A sink that keeps tokens and tells when all requests have ended."""
+
+    num_requests: int
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    all_ended: threading.Event = field(default_factory=threading.Event)
+    num_ended: int = 0
+
+    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+        """Takes the events of a step."""
+        for key, event in events:
+            if isinstance(event, Delta):
+                self.token_ids.setdefault(key, []).extend(event.token_ids)
+            self.num_ended += isinstance(event, Finished)
+        if self.num_ended == self.num_requests:
+            self.all_ended.set()
+
+    def __hash__(self) -> int:
+        return id(self)

@@ -1,0 +1,300 @@
+"""Speed of speculative rounds on one GPU, each beside its floor measured in the same run.
+
+Target and EAGLE-3 head have the shapes of Llama-3.1-8B and its published head, in bfloat16 with
+random weights. Random weights accept nothing, so acceptance is simulated: every round accepts
+exactly three nodes and so commits four tokens, after all the work of a real decision.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kv.pool import KvPool
+from shared.layers.attention import Attention, AttentionShape
+from shared.layers.linear import Linear
+from shared.layers.mlp import Mlp
+from shared.layers.norm import RmsNorm
+from shared.layers.rotary import RopeConfig, Rotary
+from shared.models.decoder import Decoder
+from shared.models.heads.config import HeadConfig, HeadKind
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.models.heads.head import DraftHead
+from shared.models.heads.layers import Eagle3Layer
+from shared.models.heads.vocabulary import DraftVocabulary
+from shared.runtime.round_draft_fused import FusedRoundDraft
+from shared.runtime.round_graphs import CapturedRound
+from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_runner import RoundLimits, RoundRunner
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification_fused import FusedRoundVerification
+from shared.speculation.tree_rows import TreeRows
+from shared.tokens import SamplingParams, TreeShape
+from tests.bench.force_jit import force_path
+
+CUDA = torch.device("cuda")
+PAGE_SIZE = 16
+CONTEXT = 512
+NUM_ROUNDS = 64
+NUM_ACCEPTED = 3
+DRAFT_VOCAB_SIZE = 32_000
+MAX_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedVerification(FusedRoundVerification):
+    """Decides as ever, then has the first children accepted down to a fixed depth."""
+
+    def _drawn(
+        self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
+    ) -> Tensor:
+        drawn = FusedRoundVerification._drawn(self, hidden, state, tree, sampling)
+        force_path(drawn, tree.token_ids, tree.parents, NUM_ACCEPTED)
+        return drawn
+
+
+def random_head(decoder: Decoder) -> DraftHead:
+    """Returns an EAGLE-3 head of the published shape."""
+    config = decoder.config
+    hidden, generator = config.hidden_size, torch.Generator(CUDA).manual_seed(1)
+
+    def weight(rows: int, columns: int, size: float = 0.02) -> Tensor:
+        empty = torch.empty((rows, columns), dtype=torch.bfloat16, device=CUDA)
+        return empty.normal_(0.0, size, generator=generator)
+
+    def norm() -> RmsNorm:
+        return RmsNorm(torch.ones(hidden, dtype=torch.bfloat16, device=CUDA), 1e-5)
+
+    heads = config.num_heads * config.head_dim
+    wide = heads + 2 * config.num_kv_heads * config.head_dim
+    layer = Eagle3Layer(
+        embedding_norm=norm(),
+        hidden_norm=norm(),
+        attention=Attention(
+            AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim),
+            Linear.of(weight(wide, 2 * hidden)),
+            Linear.of(weight(hidden, heads)),
+            None,
+            0,
+        ),
+        mlp_norm=norm(),
+        mlp=Mlp(
+            Linear.of(weight(2 * config.intermediate_size, hidden)),
+            Linear.of(weight(hidden, config.intermediate_size)),
+        ),
+        state_norm=None,
+        norm_before_residual=False,
+    )
+    tokens = torch.randperm(config.vocab_size, generator=generator, device=CUDA)
+    vocabulary = DraftVocabulary(
+        norm=norm(),
+        # Large logits make peaked laws, whose trees are as deep as those of a trained head.
+        lm_head=Linear.of(weight(DRAFT_VOCAB_SIZE, hidden, 0.16)),
+        token_ids=tokens[:DRAFT_VOCAB_SIZE].sort().values,
+        vocab_size=config.vocab_size,
+        size=DRAFT_VOCAB_SIZE,
+    )
+    layers = (2, config.num_layers // 2, config.num_layers - 3)
+    return DraftHead(
+        config=_head_config(decoder, layers),
+        feature_spec=FeatureSpec(layers, torch.bfloat16, hidden, weight(hidden, 3 * hidden)),
+        fusion=None,
+        embedding=decoder.embedding,
+        layers=(layer,),
+        vocabulary=vocabulary,
+        rotary=Rotary(config.rope, config.head_dim, CUDA),
+    )
+
+
+def _head_config(decoder: Decoder, layers: tuple[int, ...]) -> HeadConfig:
+    config = decoder.config
+    return HeadConfig(
+        kind=HeadKind.EAGLE3,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=DRAFT_VOCAB_SIZE,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(500_000.0),
+        max_position_embeddings=MAX_CONTEXT,
+        feature_layers=layers,
+        fuses_features=True,
+        norm_before_fc=False,
+        feeds_back_norm=False,
+        norm_before_residual=False,
+        dtype=torch.bfloat16,
+    )
+
+
+class RoundBench:
+    """Runs rounds of any shape and batch over one target and one head."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        self._decoder, self._pool = decoder, pool
+        self.head = random_head(decoder)
+        self._head_pool = KvPool(self.head.kv_layout(PAGE_SIZE), pool.num_pages, CUDA)
+        for cache in (*self._head_pool.keys, *self._head_pool.values):
+            cache.normal_()
+        num_slots = pool.num_pages * PAGE_SIZE
+        self._features = torch.empty(
+            (num_slots, decoder.config.hidden_size), dtype=torch.bfloat16, device=CUDA
+        ).normal_()
+
+    def runner(self, tree: TreeShape, batch: int, sampling: SamplingParams) -> RoundRunner:
+        """Returns a runner with `batch` sequences placed."""
+        runner = RoundRunner(
+            decoder=self._decoder,
+            pool=self._pool,
+            head=self.head,
+            head_pool=self._head_pool,
+            feature_rows=self._features,
+            tree=tree,
+            limits=RoundLimits(batch, MAX_CONTEXT),
+            parts=RoundParts(FusedRoundDraft, SimulatedVerification),
+        )
+        place_all(runner, batch, sampling)
+        runner.capture(batch, RoundSampling.of([sampling]))
+        return runner
+
+    def line(self, name: str, tree: TreeShape, batch: int, sampling: SamplingParams) -> str:
+        """Measures one kind of round and returns its row of the table."""
+        runner = self.runner(tree, batch, sampling)
+        captured = runner.captured(batch, RoundSampling.of([sampling]))
+        round_ms, tokens = _round_ms(runner)
+        place_all(runner, batch, sampling)
+        # Replayed alone, the draft leaves the state as it is; the verification moves on.
+        draft_ms = _replay_ms(captured.draft.replay)
+        verification_ms = _replay_ms(captured.verification.replay)
+        place_all(runner, batch, sampling)
+        gap_us = 1e3 * (round_ms - _replayed_rounds_ms(captured))
+        floors = self._floors_ms(runner, batch)
+        return (
+            f"| {name} | {round_ms:.2f} | {draft_ms:.2f} | {floors[0]:.2f} | "
+            f"{verification_ms:.2f} | {floors[1]:.2f} | {gap_us:.0f} | "
+            f"{1e3 * tokens / round_ms:,.0f} |"
+        )
+
+    def _floors_ms(self, runner: RoundRunner, batch: int) -> tuple[float, float]:
+        """Returns the times of the matrix products of draft and verification alone."""
+        shape = runner.shape
+        levels = [batch * shape.max_committed]
+        levels += [batch * shape.tree.topk] * (shape.tree.num_steps - 1)
+        draft = _graphed(lambda: [self._head_products(rows, batch) for rows in levels])
+        rows, width = batch * shape.num_tree_rows, batch * shape.max_committed
+        return draft, _graphed(lambda: self._target_products(rows, width))
+
+    def _head_products(self, rows: int, batch: int) -> None:
+        layer = self.head.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        hidden = self._features[:rows]
+        F.linear(torch.cat((hidden, hidden), -1), layer.attention.qkv.weight.values)
+        F.linear(hidden, layer.attention.output.weight.values)
+        wide = F.linear(hidden, layer.mlp.gate_up.weight.values)
+        F.linear(wide[:, : wide.shape[1] // 2], layer.mlp.down.weight.values)
+        scored = batch if rows > batch * 8 else rows
+        F.linear(hidden[:scored], self.head.vocabulary.lm_head.weight.values)
+
+    def _target_products(self, rows: int, num_features: int) -> None:
+        hidden = self._features[:rows]
+        for layer in self._decoder.layers:
+            F.linear(hidden, layer.attention.qkv.weight.values)
+            F.linear(hidden, layer.attention.output.weight.values)
+            wide = F.linear(hidden, layer.mlp.gate_up.weight.values)
+            F.linear(wide[:, : wide.shape[1] // 2], layer.mlp.down.weight.values)
+        F.linear(hidden, self._decoder.lm_head.weight.values)
+        joined = self._features[: 3 * num_features].view(num_features, -1)
+        projection = self.head.feature_spec.projection
+        assert projection is not None
+        F.linear(joined, projection)
+
+
+def place_all(runner: RoundRunner, batch: int, sampling: SamplingParams) -> None:
+    """Puts `batch` sequences of the first context into a runner, instead of those it has."""
+    num_pages = MAX_CONTEXT // PAGE_SIZE // 4
+    for number in range(batch):
+        if number in runner.sequence_ids:
+            runner.remove(number)
+        pages = range(1 + number * num_pages, 1 + (number + 1) * num_pages)
+        tokens = [(7 * place + number) % 1000 for place in range(CONTEXT)]
+        runner.place(
+            number, tokens, sampling, pages=pages, head_pages=pages, num_head_rows=CONTEXT - 2
+        )
+
+
+def _replayed_rounds_ms(captured: CapturedRound) -> float:
+    """Returns the time of a round when the device is handed rounds and nothing else."""
+    num_rounds = NUM_ROUNDS // 4
+
+    def rounds() -> None:
+        for _ in range(num_rounds):
+            captured.draft.replay()
+            captured.verification.replay()
+
+    return _replay_ms(rounds, repeats=3) / num_rounds
+
+
+def _round_ms(runner: RoundRunner) -> tuple[float, float]:
+    """Returns the wall time of a round whose result is read one round late, median of five runs,
+    and the tokens a round committed."""
+    times_ms: list[float] = []
+    num_tokens = 0
+    for _ in range(5):
+        runner.launch()
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        for _ in range(NUM_ROUNDS // 4):
+            runner.launch()
+            num_tokens = sum(len(each.token_ids) for each in runner.result())
+        torch.cuda.synchronize()
+        times_ms.append((time.perf_counter() - start_s) * 1e3 / (NUM_ROUNDS // 4))
+        runner.result()
+    return statistics.median(times_ms), num_tokens
+
+
+def _replay_ms(replay: Callable[[], object], repeats: int = 15) -> float:
+    """Returns the median device time of one replay."""
+    times_ms = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return statistics.median(times_ms[2:])
+
+
+def _graphed(work: Callable[[], object]) -> float:
+    """Returns the time of work as one CUDA graph."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return _replay_ms(graph.replay)
+
+
+def round_table(decoder: Decoder, pool: KvPool) -> list[str]:
+    """Returns the table of rounds."""
+    bench = RoundBench(decoder, pool)
+    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3)
+    chain, tree = TreeShape(5, 1, 6), TreeShape(5, 8, 32)
+    return [
+        "| round | ms | draft ms | its floor | verification ms | its floor | gap us | tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+        bench.line("chain of 5, batch 1", chain, 1, greedy),
+        bench.line("tree 5 × 8, 32 tokens, batch 1", tree, 1, greedy),
+        bench.line("tree 5 × 8, 32 tokens, batch 1, temperature 1", tree, 1, drawn),
+        bench.line("chain of 5, batch 8", chain, 8, greedy),
+        bench.line("tree 5 × 8, 32 tokens, batch 8", tree, 8, greedy),
+    ]

@@ -1,0 +1,130 @@
+"""`make bench-tp`: one model on one GPU and on several, with the demo's acceptance.
+
+Writes the widened target (16 GB) to --scratch, because every process reads its own part. Then plain
+decoding and EAGLE-3 chains, drafted on the first GPU. Floors are the matrix bytes of one GPU's
+part over the copy bandwidth; what a step takes beyond that of one GPU's half is communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from services.target.runner_factory import build_runner
+from services.target.settings import TargetSettings
+from services.target.tensor_parallel import Followers
+from shared.layers.memory import linears
+from shared.layers.tensor_group import TensorGroup
+from shared.models.decoder import Decoder
+from shared.runtime.runner import ModelRunner
+from tests.bench.wide import CHAIN, HEADER, WARM_UP_TOKENS, Plan, WideBench
+from tests.bench.wide_engine import Run, serve
+from tests.load.figures import table
+
+
+def target_settings(folder: Path, plan: Plan, size: int) -> TargetSettings:
+    """Returns the settings of a target of `size` processes that holds the largest batch."""
+    tokens = plan.prompt_tokens + plan.output_tokens + 64
+    return TargetSettings(
+        model_path=folder,
+        device=plan.device.type,
+        tp_size=size,
+        max_total_tokens=(1 + max(plan.batches)) * tokens,
+        context_length=tokens,
+        cuda_graph_max_bs=max(plan.batches),
+        max_tree_nodes=64,
+    )
+
+
+class ParallelBench:
+    """Runs the modes over targets of several sizes."""
+
+    def __init__(self, plan: Plan, scratch: Path) -> None:
+        self.plan = plan
+        self._wide = WideBench(plan, scratch)
+        self._folder = scratch / "target"
+        self._plain: dict[int, Run] = {}
+        target = self._wide.pair.target
+        target.write(self._folder, dtype=plan.dtype, shard_size_bytes=2 * 10**9)
+
+    def rows(self, sizes: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+        """Yields the rows of the table; answers are compared with plain ones of the same size."""
+        head = self._wide.pair.eagle3(self._folder.parent, self.plan.dtype)
+        drafting = self._wide.eagle3(head, CHAIN)
+        for size in sizes:
+            settings = target_settings(self._folder, self.plan, size)
+            followers = Followers(settings) if size > 1 else None
+            try:
+                if followers is None:
+                    runner = build_runner(settings).runner
+                else:
+                    runner = build_runner(settings, followers.group, followers.leader).runner
+                    print(announcement(followers.group, runner), flush=True)
+                for batch in self.plan.batches:
+                    prompts = self._wide.prompts[:batch]
+                    plain = serve(runner, prompts, self.plan.output_tokens)
+                    yield self._row(f"{size} × plain", batch, plain, plain, runner.decoder)
+                    serve(runner, prompts, WARM_UP_TOKENS, drafting)
+                    drafted = serve(runner, prompts, self.plan.output_tokens, drafting)
+                    yield self._row(f"{size} × EAGLE3", batch, drafted, plain, runner.decoder)
+                del runner
+            finally:
+                if followers is not None:
+                    followers.stop()
+
+    def _row(
+        self, name: str, batch: int, run: Run, plain: Run, decoder: Decoder
+    ) -> tuple[str, ...]:
+        first = self._plain.setdefault(batch, plain)
+        same = sum(left == right for left, right in zip(run.answers, plain.answers, strict=True))
+        weight_bytes = sum(layer.dense().nbytes for layer in linears(decoder))
+        bandwidth = self._wide.bandwidth
+        floor_ms = weight_bytes / bandwidth if bandwidth else 0.0
+        return (
+            name, str(batch), f"{run.tokens_per_s:,.0f}",
+            f"{run.tokens_per_s / first.tokens_per_s:.2f}", f"{run.tokens_a_round:.2f}",
+            f"{run.step_ms:.2f}", f"{floor_ms:.2f}", f"{floor_ms / run.step_ms:.0%}",
+            f"{same}/{batch}",
+        )  # fmt: skip
+
+
+def announcement(group: TensorGroup, runner: ModelRunner) -> str:
+    """Says how long rank 0 takes to announce a step to its followers and to queue it."""
+    slot = torch.ones(1, dtype=torch.int64, device=runner.device)
+    times_us = []
+    for _ in range(30):
+        start_s = time.perf_counter()
+        runner.move(slot, slot)
+        times_us.append((time.perf_counter() - start_s) * 1e6)
+    return f"{group.size} processes: announcing a step takes {statistics.median(times_us):.0f} us"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench-tp", description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--output-tokens", type=int, default=96)
+    parser.add_argument("--scratch", type=Path, help="folder for 17 GB; a temporary one when unset")
+    flags = parser.parse_args()
+    plan = replace(Plan(), batches=tuple(flags.batches), output_tokens=flags.output_tokens)
+    print(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, {torch.__version__}")
+    with tempfile.TemporaryDirectory(dir=flags.scratch) as scratch:
+        bench = ParallelBench(plan, Path(scratch))
+        rows = []
+        for row in bench.rows(tuple(flags.sizes)):
+            print(" | ".join(row), flush=True)
+            rows.append(row)
+    print(table(("GPUs × mode", *HEADER[1:]), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

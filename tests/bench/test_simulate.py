@@ -1,0 +1,114 @@
+"""Cases whose speed can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bench.simulate import main
+from tests.bench.simulated_split import BadScenario, Curve, Scenario, predict, scenario_of
+
+# A step takes 10 ms whatever its rows, a draft forward 1 ms, the second level is accepted half as
+# often as the first: 1 + 0.8 + 0.8 × 0.5 = 2.2 tokens a round of two steps.
+BASE = Scenario(
+    verify_ms=Curve(((1, 10.0),)),
+    draft_step_ms=Curve(((1, 1.0),)),
+    acceptance=(0.8, 0.5),
+    hop_ms=1.0,
+    num_steps=2,
+)
+
+
+def test_plain_decoding_is_one_token_a_step() -> None:
+    prediction = predict(replace(BASE, num_steps=0, batch=3))
+    assert prediction.tokens_per_s == pytest.approx(300.0)
+    assert prediction.wait_ms == 0.0
+
+
+def test_a_synchronous_round_is_verification_drafting_and_a_hop() -> None:
+    prediction = predict(BASE)
+    assert prediction.round_ms == pytest.approx(10.0 + 2.0 + 1.0)
+    assert prediction.round_tokens == pytest.approx(2.2)
+    assert prediction.tokens_per_s == pytest.approx(1000 * 2.2 / 13)
+
+
+def test_what_is_foreseen_waits_for_nothing() -> None:
+    ahead = replace(BASE, is_asynchronous=True, hit_rate=1.0)
+    assert predict(ahead).tokens_per_s == pytest.approx(220.0)
+    half = replace(ahead, hit_rate=0.5)
+    assert predict(half).round_ms == pytest.approx(10.0 + 0.5 * 3.0)
+
+
+def test_a_draft_slower_than_its_target_holds_it_up_even_on_hits() -> None:
+    slow = replace(BASE, draft_step_ms=Curve(((1, 7.0),)), is_asynchronous=True, hit_rate=1.0)
+    assert predict(slow).round_ms == pytest.approx(14.0)
+
+
+def test_a_pool_shares_the_sequences() -> None:
+    per_sequence = Curve(((1, 1.0), (8, 8.0)))
+    alone = replace(BASE, draft_step_ms=per_sequence, batch=8)
+    assert predict(alone).draft_ms == pytest.approx(16.0)
+    assert predict(replace(alone, num_drafts=4)).draft_ms == pytest.approx(4.0)
+    assert predict(replace(alone, num_drafts=3)).draft_ms == pytest.approx(6.0)
+
+
+def test_devices_split_a_step_and_pay_for_each_doubling() -> None:
+    four = replace(BASE, num_steps=0, tensor_parallel=4, all_reduce_ms=0.5, host_ms=0.2)
+    assert predict(four).verify_ms == pytest.approx(10.0 / 4 + 2 * 0.5 + 0.2)
+
+
+def test_rows_of_all_sequences_and_levels_are_verified() -> None:
+    by_rows = replace(BASE, verify_ms=Curve(((1, 10.0), (101, 110.0))), batch=5, nodes_per_step=3)
+    assert predict(by_rows).verify_ms == pytest.approx(10.0 + 34)
+
+
+def test_curves_are_flat_outside_what_is_known() -> None:
+    curve = Curve(((4, 10.0), (8, 14.0)))
+    assert [curve(at) for at in (1, 4, 6, 8, 90)] == [10.0, 10.0, 12.0, 14.0, 14.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hit_rate": 1.5}, r"hit_rate is 1.5; it must be a number in \[0, 1\]"),
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": 1.5}, "a whole number"),
+        ({"acceptance": []}, r"acceptance is \[\]"),
+        ({"acceptance": [2]}, r"acceptance is \[2\]"),
+        ({"verify_ms": {}}, "verify_ms is {}"),
+        ({"verify_ms": {"a": 1}}, "keys must be whole numbers"),
+        ({"verify_ms": {"1": -1}}, "negative"),
+        ({"speed": 1}, "speed is unknown"),
+    ],
+)
+def test_a_bad_scenario_is_refused_by_key(change: dict[str, object], problem: str) -> None:
+    good: dict[str, object] = {"verify_ms": {"1": 10.0}}
+    assert scenario_of(good).batch == 1
+    with pytest.raises(BadScenario, match=problem):
+        scenario_of(good | change)
+
+
+def test_the_check_passes_what_was_measured_and_fails_what_was_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Path(__file__).with_name("measured_demo.json")
+    assert main(["--check", str(measured), "--tolerance", "0.1"]) == 0
+    assert "demo on a CPU, plain" in capsys.readouterr().out
+    content = json.loads(measured.read_text())
+    content["scenarios"][1]["measured_tokens_per_s"] = 200.0
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps(content))
+    assert main(["--check", str(wrong), "--tolerance", "0.1"]) == 1
+
+
+def test_the_scenarios_beside_the_program_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "70B" in capsys.readouterr().out
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err

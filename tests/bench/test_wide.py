@@ -1,0 +1,62 @@
+"""The wide bench at sizes a CPU can bear: every mode writes what plain decoding does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench.tensor_parallel import ParallelBench
+from tests.bench.wide import Plan, WideBench, check_equality
+from tests.bench.wide_head import WideHeadShape
+from tests.bench.wide_model import WideShape
+from tests.bench.wide_pair import PairShapes, chat_prompts
+
+SHAPES = PairShapes(
+    target=WideShape(512, 7, 8, 2, 1300, 8210),
+    draft=WideShape(512, 3, 8, 4, 800, 8210, tie_word_embeddings=True),
+    head=WideHeadShape(intermediate_size=400, draft_vocab_size=8200),
+)
+PLAN = Plan(
+    batches=(1, 2),
+    prompt_tokens=40,
+    output_tokens=12,
+    num_checked=8,
+    shapes=SHAPES,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> WideBench:
+    return WideBench(PLAN, tmp_path_factory.mktemp("scratch"))
+
+
+def test_conversations_have_the_length_that_is_asked_for() -> None:
+    prompts = chat_prompts(25, 200)
+    assert {len(prompt) for prompt in prompts} == {200}
+    assert len({tuple(prompt) for prompt in prompts}) == 25
+
+
+def test_the_wide_target_writes_what_the_small_one_does(bench: WideBench) -> None:
+    assert check_equality(bench.pair, PLAN, bench.prompts) == 2
+
+
+def test_every_draft_leaves_the_answers_as_they_are(bench: WideBench) -> None:
+    rows = list(bench.rows())
+    modes = {row[0] for row in rows}
+    assert len(modes) == 7
+    exact = [row for row in rows if "fp8" not in row[0]]
+    assert all(row[-1] == f"{row[1]}/{row[1]}" for row in exact)
+    drafted = [float(row[4]) for row in exact if row[0] != "plain"]
+    assert min(drafted) > 1.0, "wide drafts hit as the small ones do"
+
+
+def test_two_processes_leave_the_answers_as_they_are(tmp_path: Path) -> None:
+    rows = list(ParallelBench(replace(PLAN, batches=(2,)), tmp_path).rows((1, 2)))
+    assert [row[0] for row in rows] == ["1 × plain", "1 × EAGLE3", "2 × plain", "2 × EAGLE3"]
+    assert all(row[-1] == "2/2" for row in rows)
+    assert float(rows[3][4]) == float(rows[1][4]) > 1.0

@@ -1,0 +1,104 @@
+"""A picture of a few rounds: target, wire and draft on one axis of time.
+
+    python -m tests.bench.timeline --out rounds.svg
+    python -m tests.bench.timeline --logs target.jsonl draft.jsonl --out rounds.svg
+
+Starts a target and a draft with a round log each, answers one prompt and draws the middle of it;
+or draws logs that are there (`--round-log` of both services, on one host).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from services.target.settings import DEMO_MODEL
+from shared.errors import OutriderError
+from tests.bench.pair import PairFailed, PairSettings, chat_prompts, running_pair
+from tests.bench.round_svg import Rounds, draw_rounds, read_rounds
+from tests.load.prompts import PROMPTS
+
+
+async def record(settings: PairSettings, *, num_tokens: int, temperature: float) -> None:
+    """Answers a prompt twice: the first time warms everything up."""
+    [prompt] = await chat_prompts(settings.model, PROMPTS[2:3])
+    async with running_pair(settings) as pair:
+        for seed in range(2):
+            await pair.answer(prompt, num_tokens=num_tokens, temperature=temperature, seed=seed)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="timeline", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="SVG file to write")
+    parser.add_argument("--logs", type=Path, nargs=2, metavar=("TARGET", "DRAFT"))
+    parser.add_argument("--num-steps", type=int, default=8, help="steps of the target to show")
+    parser.add_argument("--first-step", type=int, help="default: the middle of the log")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--target-device", default="auto")
+    parser.add_argument("--draft-device", default="auto")
+    parser.add_argument("--outcome-budget", type=int, default=6)
+    parser.add_argument("--num-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--draft-flags", nargs=argparse.REMAINDER, default=[])
+    return parser.parse_args(arguments)
+
+
+def _settings(flags: argparse.Namespace, folder: Path) -> PairSettings:
+    return PairSettings(
+        model=flags.model,
+        target_flags=("--device", flags.target_device),
+        draft_flags=(
+            *("--device", flags.draft_device),
+            *("--speculative-outcome-budget", str(flags.outcome_budget)),
+            *flags.draft_flags,
+        ),
+        folder=folder,
+        logs_rounds=True,
+    )
+
+
+def _recorded(flags: argparse.Namespace) -> Rounds:
+    if flags.logs:
+        return read_rounds(*flags.logs)
+    with tempfile.TemporaryDirectory(prefix="outrider-timeline-") as name:
+        settings = _settings(flags, Path(name))
+        try:
+            asyncio.run(
+                record(settings, num_tokens=flags.num_tokens, temperature=flags.temperature)
+            )
+        except PairFailed:
+            for service in ("target", "draft"):
+                print((settings.folder / f"{service}.log").read_text()[-2000:], file=sys.stderr)
+            raise
+        return read_rounds(settings.round_log("target"), settings.round_log("draft"))
+
+
+def main() -> int:
+    flags = _parse(sys.argv[1:])
+    try:
+        rounds = _recorded(flags)
+    except (OutriderError, PairFailed, OSError) as error:
+        print(f"timeline: {error}", file=sys.stderr)
+        return 1
+    first = flags.first_step
+    if first is None:
+        first = max(len(rounds.steps) * 3 // 4 - flags.num_steps // 2, 0)
+    shown = rounds.window(first, flags.num_steps)
+    if not shown.steps:
+        print(f"timeline: the log has {len(rounds.steps)} steps", file=sys.stderr)
+        return 1
+    num_hits = sum(step.kind == "hit" for step in shown.steps)
+    title = (
+        f"{len(shown.steps)} steps, {num_hits} verdicts prepared for in time; "
+        f"the target idles {shown.idle_share:.0%} of the time"
+    )
+    flags.out.write_text(draw_rounds(shown, title), encoding="utf-8")
+    print(f"{flags.out}: {title}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

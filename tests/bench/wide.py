@@ -1,0 +1,268 @@
+"""`make bench` on a GPU: the engine with a real target's sizes and a trained pair's acceptance.
+
+The demo's target and drafts, widened to the sizes of Llama-3.1-8B, Llama-3.2-1B and an EAGLE-3 head
+with 32,000 tokens, see `widening`. Conversations of 512 tokens, greedy. First the wide target in
+float32 must write what the small one writes. Each figure stands beside its floor of the same run:
+the matrix products of a round alone, in one CUDA graph, or the bytes of 8-bit weights over the copy
+bandwidth, plus the bytes of keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.standalone import StandaloneDrafter
+from shared.kernels.quantised import QuantisedWeight
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.layers.memory import linears
+from shared.model_options import ModelOptions, Quantisation
+from shared.models.decoder import Decoder
+from shared.models.heads.head import DraftHead
+from shared.models.kv_scales import kv_scales
+from shared.models.loader import load_decoder
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import ModelRunner
+from shared.tokens import TreeShape
+from tests.bench.device_clock import copy_bandwidth, device_ms
+from tests.bench.wide_engine import MAX_SEQUENCES, Drafting, Run, serve
+from tests.bench.wide_pair import PAIR_8B, TARGET, PairShapes, WidePair, chat_prompts
+from tests.load.figures import table
+
+CUDA = torch.device("cuda")
+PAGE_SIZE = 16
+MAX_CONTEXT = 2048
+CHAIN, TREE = TreeShape(5, 1, 6), TreeShape(5, 8, 32)
+STANDALONE_SHAPE = TreeShape(3, 1, 4)
+WARM_UP_TOKENS = 16
+NARROW = ModelOptions(quantisation=Quantisation.FP8)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure, and how large.
+
+    Attributes:
+        num_checked: tokens of each prompt that the wide model must write as the small one does.
+    """
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+    num_checked: int = 48
+    shapes: PairShapes = PAIR_8B
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = CUDA
+
+
+def runner_over(decoder: Decoder, plan: Plan, kv_dtype: torch.dtype | None = None) -> ModelRunner:
+    """Returns a runner whose pool holds the largest batch, with graphs where there is CUDA."""
+    layout = decoder.kv_layout(PAGE_SIZE, kv_dtype)
+    scales = kv_scales(decoder) if layout.is_e4m3 else None
+    tokens = plan.prompt_tokens + plan.output_tokens * (CHAIN.num_steps + 1) + 64
+    num_pages = 2 + max(plan.batches) * (2 + tokens // PAGE_SIZE)
+    pool = KvPool(layout, num_pages, decoder.device, scales)
+    if decoder.device.type != "cuda":
+        return ModelRunner(decoder, pool)
+    limits = GraphLimits.of(
+        max_sequences=MAX_SEQUENCES, max_tree_nodes=64, max_context_tokens=MAX_CONTEXT
+    )
+    return ModelRunner(decoder, pool, ForwardGraphs(decoder, pool, limits))
+
+
+def check_equality(pair: WidePair, plan: Plan, prompts: Sequence[Sequence[int]]) -> int:
+    """Returns for how many prompts both float32 models write the same tokens, greedily."""
+    small = load_decoder(TARGET, dtype=torch.float32, device=plan.device)
+    wide = pair.target.decoder(dtype=torch.float32)
+    few, many = (
+        serve(runner_over(decoder, plan), prompts, plan.num_checked).answers
+        for decoder in (small, wide)
+    )
+    return sum(left == right for left, right in zip(few, many, strict=True))
+
+
+def products_ms(model: Decoder | DraftHead, num_rows: int, plan: Plan, bandwidth: float) -> float:
+    """Returns the time of a forward's matrix products alone."""
+    weights = [layer.weight for layer in linears(model)]
+    narrow = [each for each in weights if isinstance(each, QuantisedWeight)]
+    wide = [each.values for each in weights if not isinstance(each, QuantisedWeight)]
+    inputs = {
+        width: torch.randn(num_rows, width, device=plan.device).to(plan.dtype)
+        for width in {values.shape[1] for values in wide}
+    }
+    bytes_ms = sum(each.values.nbytes for each in narrow) / bandwidth
+    return bytes_ms + _graph_ms(wide, inputs)
+
+
+def _graph_ms(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
+    def products() -> None:
+        for values in weights:
+            F.linear(inputs[values.shape[1]], values)
+
+    products()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products()
+    return device_ms(graph.replay, repeats=5)
+
+
+class WideBench:
+    """Runs every mode over one wide pair and writes the rows of the table."""
+
+    def __init__(self, plan: Plan, scratch: Path) -> None:
+        self.plan = plan
+        self.pair = WidePair(plan.shapes, plan.device)
+        self.prompts = chat_prompts(max(plan.batches), plan.prompt_tokens)
+        self._scratch = scratch
+        is_cuda = plan.device.type == "cuda"
+        self.bandwidth = copy_bandwidth() if is_cuda else 0.0
+        self._plain: dict[int, Run] = {}
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the rows, in the order in which they are measured."""
+        plan = self.plan
+        runner = runner_over(self.pair.target.decoder(dtype=plan.dtype), plan)
+        for batch in plan.batches:
+            run = serve(runner, self.prompts[:batch], plan.output_tokens)
+            self._plain[batch] = run
+            yield self._row("plain", batch, run, self._floor_ms(runner, batch, None))
+        yield from self._drafted(runner, "STANDALONE 1B", self._standalone())
+        head = self.pair.eagle3(self._scratch, plan.dtype)
+        yield from self._drafted(runner, "EAGLE3, trees on the host", self.eagle3(head, CHAIN))
+        for shape in (CHAIN, TREE):
+            drafting = replace(self.eagle3(head, shape), is_on_device=True)
+            yield from self._drafted(runner, "EAGLE3, rounds on the device", drafting)
+        del runner
+        gc.collect()
+        yield from self._narrow()
+
+    def _drafted(
+        self, runner: ModelRunner, name: str, drafting: Drafting
+    ) -> Iterator[tuple[str, ...]]:
+        for batch in self.plan.batches:
+            # Compiles kernels: a target does not wait that long for a draft.
+            serve(runner, self.prompts[:batch], WARM_UP_TOKENS, drafting)
+            run = serve(runner, self.prompts[:batch], self.plan.output_tokens, drafting)
+            shape = drafting.shape
+            floor_ms = self._floor_ms(runner, batch, shape) + drafting.floor_ms(batch)
+            yield self._row(f"{name} {_shown(shape)}", batch, run, floor_ms)
+
+    def _narrow(self) -> Iterator[tuple[str, ...]]:
+        """Plain decoding in 8 bits; its answers are compared with the full target's."""
+        decoder = self.pair.target.decoder(dtype=self.plan.dtype, options=NARROW)
+        for kv_dtype, name in ((None, "fp8"), (torch.float8_e4m3fn, "fp8 and fp8 KV")):
+            runner = runner_over(decoder, self.plan, kv_dtype)
+            for batch in self.plan.batches:
+                run = serve(runner, self.prompts[:batch], self.plan.output_tokens)
+                yield self._row(f"plain, {name}", batch, run, self._floor_ms(runner, batch, None))
+
+    def _standalone(self) -> Drafting:
+        decoder = self.pair.draft.decoder(dtype=self.plan.dtype)
+        runner = runner_over(decoder, self.plan)
+
+        def build() -> Drafter:
+            leases = KvLeases(runner.pool.num_pages, PAGE_SIZE, prefix_cache=False)
+            return StandaloneDrafter(runner, leases, max_context_tokens=MAX_CONTEXT)
+
+        return Drafting(
+            "STANDALONE",
+            STANDALONE_SHAPE,
+            build,
+            lambda batch: self._draft_floor_ms(decoder, batch, STANDALONE_SHAPE),
+        )
+
+    def eagle3(self, head: DraftHead, shape: TreeShape) -> Drafting:
+        """Returns how the head drafts, tree by tree on the host."""
+        num_pages = 2 + max(self.plan.batches) * (MAX_CONTEXT // PAGE_SIZE)
+        runner = HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), num_pages, self.plan.device))
+
+        def build() -> Drafter:
+            leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=False)
+            return EagleDrafter(
+                runner, leases, max_context_tokens=MAX_CONTEXT, keeps_features=False
+            )
+
+        return Drafting(
+            "EAGLE3", shape, build, lambda batch: self._draft_floor_ms(head, batch, shape)
+        )
+
+    def _floor_ms(self, runner: ModelRunner, batch: int, shape: TreeShape | None) -> float:
+        if self.plan.device.type != "cuda":
+            return 0.0
+        num_rows = batch * (1 if shape is None else shape.num_draft_tokens)
+        context = self.plan.prompt_tokens + self.plan.output_tokens // 2
+        kv_bytes = runner.pool.layout.token_size_bytes * context * batch
+        products = products_ms(runner.decoder, num_rows, self.plan, self.bandwidth)
+        return products + kv_bytes / self.bandwidth
+
+    def _draft_floor_ms(self, model: Decoder | DraftHead, batch: int, shape: TreeShape) -> float:
+        if self.plan.device.type != "cuda":
+            return 0.0
+        one = products_ms(model, batch * shape.topk, self.plan, self.bandwidth)
+        return shape.num_steps * one
+
+    def _row(self, name: str, batch: int, run: Run, floor_ms: float) -> tuple[str, ...]:
+        plain = self._plain[batch]
+        same = sum(left == right for left, right in zip(run.answers, plain.answers, strict=True))
+        return (
+            name,
+            str(batch),
+            f"{run.tokens_per_s:,.0f}",
+            f"{run.tokens_per_s / plain.tokens_per_s:.2f}",
+            f"{run.tokens_a_round:.2f}",
+            f"{run.step_ms:.2f}",
+            f"{floor_ms:.2f}",
+            f"{floor_ms / run.step_ms:.0%}",
+            f"{same}/{batch}",
+        )
+
+
+def _shown(shape: TreeShape) -> str:
+    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+
+
+HEADER = (
+    "mode", "batch", "tok/s", "vs plain", "tokens a round", "ms", "floor ms", "of floor", "same",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(Plan().batches))
+    parser.add_argument("--output-tokens", type=int, default=Plan().output_tokens)
+    parser.add_argument("--skip-check", action="store_true", help="trust the widening")
+    flags = parser.parse_args()
+    plan = Plan(batches=tuple(flags.batches), output_tokens=flags.output_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = WideBench(plan, Path(scratch))
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print(f"copy {bench.bandwidth / 1e9:.2f} TB/s")
+        if not flags.skip_check:
+            prompts = chat_prompts(20, plan.prompt_tokens)
+            same = check_equality(bench.pair, plan, prompts)
+            print(f"wide in float32 against small: {same}/{len(prompts)} answers are the same")
+            gc.collect()
+        rows = []
+        for row in bench.rows():
+            print(" | ".join(row), flush=True)
+            rows.append(row)
+    print(table(HEADER, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Calls and thinking in Anthropic's shapes, from tokens of a scripted target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.model_text import ModelText
+from shared.rpc.grammar import grammar_from_message
+from tests.gateway.driving import MESSAGES, MakeGateway, http_client, say
+from tests.gateway.messages.test_messages import anthropic_error, named_events
+from tests.helpers.fake_target import FakeTarget
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"name": "weather", "input_schema": SCHEMA}, {"name": "now"}]
+BODY = {"model": "fake", "max_tokens": 400, "messages": MESSAGES, "tools": TOOLS}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern \\"{"}}</tool_call>'
+OUTPUT = f'<think>the fox</think>I ask.{CALL}<tool_call>{{"name": "now"}}</tool_call>'
+TEMPLATE = (
+    "{{ enable_thinking }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.reasoning_content %}#{{ m.reasoning_content }}{% endif %}"
+    "{% for c in m.tool_calls %}({{ c.id }} {{ c.function.name }} {{ c.function.arguments.city }})"
+    "{% endfor %}{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
+    "{{ tools | length if tools else 0 }}"
+)
+THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+
+@pytest.fixture
+def tool_text(text: ModelText) -> ModelText:
+    style = OutputStyle(ToolCallParser.HERMES, ReasoningParser.QWEN3)
+    return replace(text, style=style, template=ChatTemplate(TEMPLATE, {}))
+
+
+async def _post(
+    make_gateway: MakeGateway, target: FakeTarget, text: ModelText, body: dict[str, Any]
+) -> httpx.Response:
+    gateway = await make_gateway(target, text=text)
+    async with http_client(gateway) as client:
+        return await client.post("/v1/messages", json=body)
+
+
+def _blocks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Puts the blocks of a stream together, as Anthropic's client does."""
+    blocks: list[dict[str, Any]] = []
+    open_index: int | None = None
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert (open_index, event["index"]) == (None, len(blocks))
+            open_index = event["index"]
+            blocks.append({**event["content_block"], "json": ""})
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == open_index
+            delta, block = event["delta"], blocks[-1]
+            key = {"text_delta": "text", "thinking_delta": "thinking"}.get(delta["type"], "json")
+            block[key] += delta["partial_json" if key == "json" else key]
+        elif event["type"] == "content_block_stop":
+            assert event["index"] == open_index
+            open_index = None
+    assert open_index is None
+    for block in blocks:
+        written = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(written)
+    return blocks
+
+
+def _shapes(blocks: list[dict[str, Any]]) -> list[Any]:
+    return [block.get("text", block.get("thinking", block.get("input"))) for block in blocks]
+
+
+@pytest.mark.parametrize("per_step", [1, 4])
+async def test_blocks_are_the_same_whole_and_streamed(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText, per_step: int
+) -> None:
+    await say(target, tool_text.tokenizer, OUTPUT, per_step=per_step)
+    body = {**BODY, **THINKING}
+    whole = (await _post(make_gateway, target, tool_text, body)).json()
+    assert [block["type"] for block in whole["content"]] == [
+        "thinking", "text", "tool_use", "tool_use",
+    ]  # fmt: skip
+    assert _shapes(whole["content"]) == ["the fox", "I ask.", {"city": 'Bern "{'}, {}]
+    assert [block.get("name") for block in whole["content"][2:]] == ["weather", "now"]
+    assert whole["stop_reason"] == "tool_use"
+    response = await _post(make_gateway, target, tool_text, {**body, "stream": True})
+    events = named_events(response.content)
+    assert _shapes(_blocks(events)) == _shapes(whole["content"])
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_thoughts_are_not_shown_unless_asked_for(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+) -> None:
+    await say(target, tool_text.tokenizer, OUTPUT)
+    whole = (await _post(make_gateway, target, tool_text, BODY)).json()
+    assert whole["content"][0]["type"] == "text"
+    prompt = list(target.submits[-1].request.prompt_token_ids)
+    assert tool_text.tokenizer.decode(prompt).startswith("False")
+
+
+async def test_calls_results_and_thoughts_reach_the_template(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "rain"},
+                {"type": "text", "text": "and?"},
+            ],
+        },
+    ]
+    await _post(make_gateway, target, tool_text, {**BODY, "messages": messages, "max_tokens": 1})
+    prompt = list(target.submits[-1].request.prompt_token_ids)
+    assert tool_text.tokenizer.decode(prompt, skip_special_tokens=False) == (
+        "False<|user|>a<|assistant|>b#hm(t1 weather Bern)<|tool|>rain=t1<|user|>and?2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "num_tags", "is_single"),
+    [
+        ({"type": "any"}, 2, False),
+        ({"type": "any", "disable_parallel_tool_use": True}, 2, True),
+        ({"type": "tool", "name": "now"}, 1, True),
+    ],
+)
+async def test_choice_becomes_a_grammar(
+    make_gateway: MakeGateway,
+    target: FakeTarget,
+    tool_text: ModelText,
+    choice: dict[str, Any],
+    num_tags: int,
+    is_single: bool,
+) -> None:
+    text = replace(tool_text, style=OutputStyle(ToolCallParser.HERMES))
+    await _post(make_gateway, target, text, {**BODY, "tool_choice": choice, "max_tokens": 1})
+    grammar = grammar_from_message(target.submits[-1].request.grammar)
+    tag = json.loads(grammar.text)["format"]
+    assert (len(tag["tags"]), tag["stop_after_first"]) == (num_tags, is_single)
+
+
+async def test_thinking_needs_a_model_that_sets_it_apart(
+    make_gateway: MakeGateway, target: FakeTarget, text: ModelText
+) -> None:
+    response = await _post(make_gateway, target, text, {**BODY, **THINKING})
+    assert "thinking" in anthropic_error(response)[2]

@@ -1,0 +1,230 @@
+"""Calls and reasoning of every family, whatever the places at which the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.output.harmony import harmony
+from gateway.output.parser import OutputParser
+from gateway.output.parts import CallArguments, CallBegun, Content, Format, Part, Reasoning
+from gateway.output.reasoning import text_only, thinking
+from gateway.output.tool_formats import tool_format
+
+NAMES = ("get_weather", "add")
+WEATHER = '{"city": "Paris \\"}{\\\\", "n": [1, {"a": "b"}]}'
+ADD = '{"a":1,"b":-2.5e3}'
+W, A = ("get_weather", WEATHER), ("add", ADD)
+Calls = list[tuple[str, str]]
+
+# family, output, content, calls, reasoning
+CASES: list[tuple[str, str, str, Calls, str]] = [
+    ("hermes", "Plain text.\n", "Plain text.\n", [], ""),
+    ("hermes", " \n", " \n", [], ""),
+    ("hermes", "a < b <tool but no call", "a < b <tool but no call", [], ""),
+    (
+        "hermes",
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>',
+        "", [W], "",
+    ),
+    (
+        "hermes",
+        f'So:\n<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>\n'
+        f'<tool_call>{{"arguments":{ADD},"name":"add"}}</tool_call>\nDone.',
+        "So:\nDone.", [W, A], "",
+    ),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")], ""),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "", [("add", '{"a": 1}')], "",
+    ),
+    ("hermes", "<tool_call>nonsense</tool_call> on", "<tool_call>nonsense</tool_call> on", [], ""),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a"', "", [("add", '{"a"')], ""),
+    ("hermes", '<tool_call>{"nam', '<tool_call>{"nam', [], ""),
+    (
+        "hermes",
+        '<tool_call>{"id": {"x": [1]}, "name": "add", "arguments": {}}</tool_call>',
+        "", [("add", "{}")], "",
+    ),
+    ("llama3", "Plain {text}.", "Plain {text}.", [], ""),
+    ("llama3", f'{{"name": "add", "parameters": {ADD}}}', "", [A], ""),
+    (
+        "llama3",
+        f'<|python_tag|>{{"name": "add", "parameters": {ADD}}}; '
+        f'{{"type": "function", "name": "get_weather", "parameters": {WEATHER}}}',
+        "", [A, W], "",
+    ),
+    ("llama3", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', [], ""),
+    ("llama3", ' {"answer": 42}', ' {"answer": 42}', [], ""),
+    ("llama3", '{"answer": [1, 2', '{"answer": [1, 2', [], ""),
+    ("mistral", "Plain [TOOL] text", "Plain [TOOL] text", [], ""),
+    (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}}}, '
+        f'{{"name": "get_weather", "arguments": {WEATHER}, "id": "123456789"}}]',
+        "", [A, W], "",
+    ),
+    (
+        "mistral",
+        f"Well.[TOOL_CALLS]add[ARGS]{ADD}[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{WEATHER}",
+        "Well.", [A, W], "",
+    ),
+    ("mistral", f"[TOOL_CALLS]add{ADD}", "", [A], ""),
+    ("mistral", "[TOOL_CALLS] hm", "[TOOL_CALLS]hm", [], ""),
+    ("deepseek", "Plain <｜tool text", "Plain <｜tool text", [], ""),
+    (
+        "deepseek",
+        "Well.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        f"{ADD}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{WEATHER}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Well.\n", [A, W], "",
+    ),
+    (
+        "deepseek",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD}<｜tool▁call▁end｜>"
+        f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "", [A, W], "",
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>They want…<|end|><|start|>assistant<|channel|>commentary"
+        f"<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        f"<|constrain|>json<|message|>{ADD}<|call|>",
+        "I look.", [A], "They want…",
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Hello <b>!",
+        "Hello <b>!", [], "Hm.",
+    ),
+    (
+        "harmony",
+        f"<|start|>assistant to=functions.add<|channel|>commentary<|message|>{ADD}",
+        "", [A], "",
+    ),
+    ("harmony", "no channels at all", "no channels at all", [], ""),
+    ("think", "<think>\nHm, </thin.\n</think>\n\nYes.", "Yes.", [], "Hm, </thin.\n"),
+    ("think", "No thoughts.", "No thoughts.", [], ""),
+    ("think", "\n No thoughts.", "\n No thoughts.", [], ""),
+    ("think", "<think>cut o", "", [], "cut o"),
+    ("inside", "Hm.</think>Yes.", "Yes.", [], "Hm."),
+    ("inside", "<think>Hm.</think>Yes.", "Yes.", [], "Hm."),
+    ("inside", "never ends", "", [], "never ends"),
+    (
+        "think, hermes",
+        f'<think>I add.</think>\n\n<tool_call>{{"name": "add", "arguments": {ADD}}}</tool_call>',
+        "", [A], "I add.",
+    ),
+]  # fmt: skip
+IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
+
+
+def _format(family: str) -> Format:
+    if family == "harmony":
+        return harmony
+    if family == "inside":
+        return thinking(text_only, starts_inside=True)
+    if family.startswith("think"):
+        answer = tool_format("hermes", NAMES) if "hermes" in family else text_only
+        return thinking(answer, starts_inside=False)
+    return tool_format(family, NAMES)
+
+
+def _parse(family: str, pieces: Sequence[str]) -> list[Part]:
+    numbers = itertools.count()
+    parser = OutputParser(_format(family), lambda: f"call_{next(numbers)}")
+    found = [part for piece in pieces for part in parser.push(piece)]
+    found += parser.flush()
+    assert parser.has_calls is any(isinstance(part, CallBegun) for part in found)
+    return found
+
+
+def _whole(parts: Sequence[Part]) -> tuple[str, Calls, str]:
+    """Joins the parts, and checks that a call begins before its arguments, in order."""
+    calls: list[list[str]] = []
+    for part in parts:
+        if isinstance(part, CallBegun):
+            assert (part.index, part.call_id) == (len(calls), f"call_{part.index}")
+            calls.append([part.name, ""])
+        elif isinstance(part, CallArguments):
+            assert part.index == len(calls) - 1
+            calls[part.index][1] += part.text
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return content, [(name, arguments) for name, arguments in calls], reasoning
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls", "reasoning"), CASES, ids=IDS)
+def test_parts_are_the_same_for_every_cut(
+    family: str, text: str, content: str, calls: Calls, reasoning: str
+) -> None:
+    expected = (content, calls, reasoning)
+    assert _whole(_parse(family, [text])) == expected
+    assert _whole(_parse(family, list(text))) == expected
+    for cut in range(1, len(text)):
+        assert _whole(_parse(family, [text[:cut], text[cut:]])) == expected, text[:cut]
+    for first, second in itertools.combinations(range(1, min(len(text), 60)), 2):
+        pieces = [text[:first], text[first:second], text[second:]]
+        assert _whole(_parse(family, pieces)) == expected, pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.sampled_from(CASES), data=st.data())
+def test_parts_are_the_same_for_any_cuts(case: Any, data: st.DataObject) -> None:
+    family, text, *expected = case
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+    assert _whole(_parse(family, pieces)) == tuple(expected)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arguments=st.dictionaries(st.text(max_size=6), _JSON, max_size=4),
+    family=st.sampled_from(["hermes", "llama3", "mistral", "deepseek"]),
+    indent=st.sampled_from([None, 1]),
+    data=st.data(),
+)
+def test_any_arguments_arrive_as_written(
+    arguments: dict[str, Any], family: str, indent: int | None, data: st.DataObject
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=data.draw(st.booleans()), indent=indent)
+    text = {
+        "hermes": f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>',
+        "llama3": f'{{"name": "add", "parameters": {written}}}',
+        "mistral": f'[TOOL_CALLS][{{"name": "add", "arguments": {written}}}]',
+        "deepseek": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{written}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    }[family]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+    assert _whole(_parse(family, pieces)) == ("", [("add", written)], "")
+
+
+def test_arguments_stream_before_they_are_whole() -> None:
+    parser = OutputParser(tool_format("hermes", NAMES), lambda: "c")
+    assert parser.push('<tool_call>{"name": "add", "argum') == [CallBegun(0, "c", "add")]
+    assert parser.push('ents": {"a": "long te') == [CallArguments(0, '{"a": "long te')]
+    assert parser.push("xt \\") == [CallArguments(0, "xt ")]
+    assert parser.push('" more') == [CallArguments(0, '\\" more')]
+
+
+def test_text_streams_but_for_what_may_become_a_marker() -> None:
+    parser = OutputParser(tool_format("hermes", NAMES), lambda: "c")
+    assert parser.push("text <to") == [Content("text ")]
+    assert parser.push("p>") == [Content("<top>")]

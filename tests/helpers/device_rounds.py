@@ -1,0 +1,183 @@
+"""A `RoundRunner` over pages of its own, whose trees are recorded."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.heads.config import HeadKind
+from shared.models.heads.head import DraftHead
+from shared.models.heads.loader import load_head
+from shared.models.heads.target_tensors import TargetFolder
+from shared.models.loader import load_decoder
+from shared.runtime.round_batches import RoundTree
+from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_runner import RoundLimits, RoundRunner
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification import RoundVerification
+from shared.runtime.runner import ModelRunner
+from shared.speculation.tree_rows import TreeRows
+from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.draft_heads import TinyHead, write_head
+
+NUM_PAGES = 120
+MAX_CONTEXT = 128
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a head of it."""
+
+    decoder: Decoder
+    head: DraftHead
+
+
+def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) -> Pair:
+    """Writes the head to `folder` and loads both, in float32."""
+    return Pair(
+        load_decoder(target, dtype=torch.float32, device=device),
+        load_head(
+            write_head(folder, head),
+            HeadKind(head.kind),
+            TargetFolder(target, dtype=torch.float32, device=device),
+            dtype=torch.float32,
+            device=device,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedVerification(RoundVerification):
+    """Keeps the trees it is given."""
+
+    recorded: list[TreeRows]
+
+    def decide(self, state: RoundState, tree: RoundTree, sampling: RoundSampling) -> Tensor:
+        self.recorded.append(tree.rows)
+        return RoundVerification.decide(self, state, tree, sampling)
+
+
+class DeviceRounds:
+    """Places sequences in pages in random order and grows them as rounds need it.
+
+    Attributes:
+        trees: those of every round so far, if they are recorded, which takes the plain parts.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        shape: TreeShape,
+        page_size: int,
+        *,
+        max_sequences: int = 8,
+        is_recorded: bool = True,
+    ) -> None:
+        device, self._pair = pair.decoder.device, pair
+        self._pool = KvPool(pair.decoder.kv_layout(page_size), NUM_PAGES, device)
+        head_pool = KvPool(pair.head.kv_layout(page_size), NUM_PAGES, device)
+        spec = pair.head.feature_spec
+        self._rows = torch.zeros((NUM_PAGES * page_size, spec.width), device=device)
+        self._free = [
+            random.Random(seed).sample(range(1, NUM_PAGES), NUM_PAGES - 1) for seed in (3, 4)
+        ]
+        self._pages: dict[int, tuple[list[int], list[int]]] = {}
+        self.trees: list[TreeRows] = []
+        self.runner = RoundRunner(
+            decoder=pair.decoder,
+            pool=self._pool,
+            head=pair.head,
+            head_pool=head_pool,
+            feature_rows=self._rows,
+            tree=shape,
+            limits=RoundLimits(max_sequences, MAX_CONTEXT),
+            parts=self._recorded_parts() if is_recorded else None,
+        )
+
+    def add(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_head_rows: int = 0,
+    ) -> None:
+        """Computes all tokens but the last as the general path does, and places the sequence."""
+        pages = self._pages.setdefault(sequence_id, ([], []))
+        self._grow(pages[0], self._free[0], len(token_ids))
+        self._grow(pages[1], self._free[1], len(token_ids))
+        self._compute(token_ids[:-1], pages[0])
+        self.runner.place(
+            sequence_id,
+            token_ids,
+            sampling,
+            pages=pages[0],
+            head_pages=pages[1],
+            num_head_rows=num_head_rows,
+        )
+
+    def remove(self, sequence_id: int) -> None:
+        """Takes a sequence out; its pages stay its own."""
+        self.runner.remove(sequence_id)
+
+    def launch(self) -> None:
+        """Makes room and launches a round."""
+        for sequence_id in self.runner.sequence_ids:
+            pages = self._pages[sequence_id]
+            for own, free, count in zip(
+                pages, self._free, self.runner.num_kv_tokens(sequence_id), strict=True
+            ):
+                self._grow(own, free, count)
+            self.runner.set_pages(sequence_id, *pages)
+        self.runner.launch()
+
+    def _recorded_parts(self) -> RoundParts:
+        verification = functools.partial(RecordedVerification, recorded=self.trees)
+        return RoundParts(RoundDraft, verification)
+
+    def _grow(self, pages: list[int], free: list[int], num_tokens: int) -> None:
+        while len(pages) * self._pool.page_size < num_tokens:
+            pages.append(free.pop())
+
+    def _compute(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        rows = SequenceRows(
+            token_ids=token_ids,
+            positions=range(len(token_ids)),
+            kv_start=0,
+            pages=pages,
+            prefix_length=0,
+            tail_mask=None,
+            logit_rows=(0,),
+        )
+        spec, decoder = self._pair.head.feature_spec, self._pair.decoder
+        layers = tuple(i for i in spec.layer_indices if i <= len(decoder.layers))
+        device = decoder.device
+        batch = build_batch([rows], page_size=self._pool.page_size, device=device)
+        output = ModelRunner(decoder, self._pool).run(batch, capture_layers=layers)
+        features = torch.cat(output.features or (output.hidden,), dim=-1)
+        if spec.projection is not None:
+            features = features @ spec.projection.T
+        self._rows.index_copy_(0, batch.slots, features)
+
+
+def token_tree(tree: TreeRows, row: int) -> TokenTree:
+    """Returns one tree of a batch; its last nodes may be missing."""
+    tokens = tree.token_ids[row, 1:].tolist()
+    kept = [node for node, token in enumerate(tokens) if token >= 0]
+    number: dict[int, int | None] = {0: None}
+    number.update({node + 1: place for place, node in enumerate(kept)})
+    parents = tree.parents[row].tolist()
+    return TokenTree(
+        tuple(tokens[node] for node in kept), tuple(number[parents[node + 1]] for node in kept)
+    )

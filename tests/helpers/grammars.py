@@ -1,0 +1,84 @@
+"""Grammars over the small vocabulary of the tests' engines, and what they allow, found slowly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from services.target.grammars.matcher import CompiledGrammar
+from services.target.grammars.source import grammar_source
+from services.target.grammars.special_tokens import SpecialTokens
+from shared.grammar import Grammar, GrammarKind
+
+EOS = 0
+SPELLINGS = (
+    *("", "a", "b", "c", "d", "ab", "bc", "cd", "abc", "{", "}", '"'),
+    *("0", "1", "2", "01", "12", ":", ",", "x", "y", "xy", "xx", " "),
+)
+
+
+class _SmallTokenizer:
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = tuple(text.encode() for text in ("<eos>", *SPELLINGS[1:]))
+    special_token_ids = (EOS,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Takes the longest token each time; what no token spells is left out."""
+        found: list[int] = []
+        while text:
+            fits = [i for i, token in enumerate(self.tokens) if i and text.startswith(token)]
+            longest = max(fits, key=lambda i: len(self.tokens[i]), default=EOS)
+            found += [longest] if fits else []
+            text = text[max(len(self.tokens[longest]) if fits else 1, 1) :]
+        return found
+
+
+@functools.cache
+def small_tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_SmallTokenizer()))
+
+
+def compiled(kind: GrammarKind, text: str, limits: LLParserLimits | None = None) -> CompiledGrammar:
+    """Returns a grammar over `SPELLINGS`."""
+    source = grammar_source(Grammar.of(kind, text), SpecialTokens({}))
+    matcher = LLMatcher(small_tokenizer(), source, log_level=0, limits=limits)
+    assert not matcher.is_error(), matcher.get_error()
+    return CompiledGrammar(matcher)
+
+
+def regex(text: str) -> CompiledGrammar:
+    return compiled(GrammarKind.REGEX, text)
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    """Returns the text of an output; an end token has none."""
+    return "".join(SPELLINGS[token_id] for token_id in token_ids)
+
+
+def is_forced(language: Collection[str], token_ids: Sequence[int]) -> bool:
+    """Returns whether all words go on with the same character and none ends here.
+
+    Then llguidance allows only the tokens that its tokenizer would cut the forced text into.
+    """
+    text = spelled(token_ids)
+    rests = {word[len(text) :] for word in language if word.startswith(text)}
+    return "" not in rests and len({rest[0] for rest in rests}) == 1
+
+
+def allowed(language: Collection[str], token_ids: Sequence[int]) -> set[int]:
+    """Returns the tokens that may follow, by going through the words of a finite language.
+
+    After a word that no other word extends nothing follows but the end.
+    """
+    if EOS in token_ids:
+        return set()
+    text = spelled(token_ids)
+    tokens = {
+        token_id
+        for token_id, spelling in enumerate(SPELLINGS)
+        if spelling and any(word.startswith(text + spelling) for word in language)
+    }
+    return tokens | ({EOS} if text in language else set())

@@ -1,0 +1,128 @@
+"""A target and its drafts as servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from grpc import aio
+
+from services.draft.drafter_factory import build_drafter
+from services.draft.process import DraftProcess
+from services.draft.settings import DraftSettings
+from services.draft.worker import WorkerIdentity
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from services.target.settings import TargetSettings
+from services.target.step_report import StepReport
+from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.settings import load_settings
+from shared.tokenizer_files import tokenizer_sha256
+
+PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [30, 31])
+MAX_TOKENS = 100
+
+
+class Target:
+    """A running target with its clients."""
+
+    def __init__(self, process: TargetProcess, channel: aio.Channel, admin: aio.Channel) -> None:
+        self.process = process
+        self.address = f"127.0.0.1:{process.port}"
+        self.stub = pb_grpc.TargetServiceStub(channel)
+        self.admin = admin_service_pb2_grpc.AdminServiceStub(admin)
+
+    async def generate(
+        self, prompt: list[int], temperature: float
+    ) -> tuple[list[int], pb.SpeculationStats]:
+        """Returns the output and how it was speculated."""
+        request = pb.GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=11),
+            stop_params=sampling_pb2.StopParams(max_output_token_count=MAX_TOKENS, ignore_eos=True),
+        )
+        responses = [response async for response in self.stub.Generate(request)]
+        tokens = [token for each in responses for token in each.delta.token_ids]
+        return tokens, responses[-1].finished.speculation
+
+    async def outputs(self, temperature: float) -> list[list[int]]:
+        """Generates for all prompts side by side."""
+        responses = await asyncio.gather(
+            *(self.generate(prompt, temperature) for prompt in PROMPTS)
+        )
+        return [tokens for tokens, _ in responses]
+
+    async def until_attached(self, count: int) -> None:
+        """Waits until that many drafts are attached."""
+        async with asyncio.timeout(30):
+            while await self.num_attached() != count:
+                await asyncio.sleep(0)
+
+    async def num_attached(self) -> int:
+        request = admin_service_pb2.ListAttachmentsRequest()
+        return len((await self.admin.ListAttachments(request)).attachments)
+
+
+@asynccontextmanager
+async def serving_target(
+    folder: Path,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    **settings: object,
+) -> AsyncIterator[Target]:
+    defaults: dict[str, object] = {
+        "model_path": folder,
+        "port": 0,
+        "device": "cpu",
+        "max_total_tokens": 2048,
+        "context_length": 256,
+        "candidate_wait_ms": 2000.0,
+        # Whether speculation pays for a tiny model depends on what else the machine does.
+        "speculative_adaptive": False,
+    }
+    chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]
+    engine = build_engine(chosen, on_step)
+    process = TargetProcess(engine, chosen, tokenizer_sha256(folder))
+    await process.start()
+    async with (
+        open_channel(f"127.0.0.1:{process.port}") as channel,
+        open_channel(f"127.0.0.1:{process.admin_port}") as admin,
+    ):
+        try:
+            yield Target(process, channel, admin)
+        finally:
+            await process.stop(grace_s=0.0)
+
+
+@asynccontextmanager
+async def serving_draft(
+    addresses: Sequence[str], folder: Path, *arguments: str, algorithm: str = "STANDALONE"
+) -> AsyncIterator[DraftProcess]:
+    """Args:
+    algorithm: the name it attaches under, whatever it drafts by.
+    """
+    settings = load_settings(
+        DraftSettings,
+        service="draft",
+        arguments=[
+            *(flag for address in addresses for flag in ("--target", address)),
+            *("--port", "0", "--device", "cpu"),
+            *("--speculative-draft-model-path", str(folder), "--max-total-tokens", "2048"),
+            *arguments,
+        ],
+        env={},
+    )
+    process = DraftProcess(settings)
+    await process.listen()
+    try:
+        drafter = await asyncio.to_thread(build_drafter, settings)
+        identity = WorkerIdentity("worker", "draft", algorithm, tokenizer_sha256(folder), 8, None)
+        await process.serve(drafter, identity)
+        yield process
+    finally:
+        await process.stop()

@@ -1,0 +1,71 @@
+"""`python -m services.serve` as a child, on ports that are free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EVERY_ROUND_HAS_A_TREE = {
+    "OUTRIDER_TARGET_SPECULATIVE_ADAPTIVE": "false",
+    "OUTRIDER_TARGET_CANDIDATE_WAIT_MS": "5000",
+}
+"""Settings of a target that speculates even where plain steps are faster: on a busy machine."""
+
+
+def free_ports(count: int) -> Iterator[int]:
+    """Yields ports that are free together with their successors.
+
+    They lie below the range that the kernel takes ephemeral ports from: a connection of another
+    process must not take one before the service binds it.
+
+    Args:
+        count: ports in a row; a service takes two, the second for maintenance.
+    """
+    for port in range(20_000 + os.getpid() % 5_000 * 2, 32_000, count):
+        if all(map(_is_free, range(port, port + count))):
+            yield port
+
+
+@contextmanager
+def serving(
+    log_dir: Path, *flags: str, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Yields the launcher, its ready line and the base URL.
+
+    Args:
+        env: variables on top of this process's.
+    """
+    ports = free_ports(4)  # the draft's four are enough for two drafts
+    gateway, target, draft = next(ports), next(ports), next(ports)
+    command = [sys.executable, "-m", "services.serve", "--log-dir", str(log_dir)]
+    command += ["--gateway-port", str(gateway), "--target-port", str(target)]
+    command += ["--draft-port", str(draft), *flags]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline(), f"http://127.0.0.1:{gateway}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""Drafting ahead changes nothing but the speed: any delay, loss, repetition or reconnect.
+
+The target's engine, the wire's messages and the drafters are real; only the sockets are left out,
+so that what happens between two steps is the test's to say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.draft.drafters.ngram import NgramDrafter
+from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.events import LinkClosed
+from services.draft.fan_out import FanOut
+from services.target.attachment import DraftMessage
+from services.target.draft_messages import draft_messages
+from services.target.outcome_tally import OutcomeTally
+from services.target.request import GenerationRequest
+from services.target.step_report import StepReport
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.loader import load_decoder
+from shared.ngram.index import NgramOptions
+from shared.runtime.runner import ModelRunner
+from shared.tokens import Candidate, SamplingParams, StopParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.engines import (
+    CPU,
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    Collector,
+    build_engine,
+    request,
+    run,
+    tiny_decoder,
+)
+from tests.helpers.wired_draft import LINK, WiredDraft
+
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3, 3, 3, 3, 3, 3])
+CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0, seed=7),
+    "penalised": SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2),
+}
+BUDGET = FanOut(6)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def other_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A draft that is often wrong: other weights, the same vocabulary."""
+    folder: Path = tmp_path_factory.mktemp("other")
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=4)
+    return load_decoder(folder, dtype=torch.float32, device=CPU)
+
+
+def _standalone(
+    decoder: Decoder, num_pages: int = 300, *, max_context_tokens: int = 200
+) -> StandaloneDrafter:
+    pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
+    leases = KvLeases(num_pages, PAGE_SIZE)
+    runner = ModelRunner(decoder, pool)
+    return StandaloneDrafter(runner, leases, max_context_tokens=max_context_tokens)
+
+
+def _requests(sampling: SamplingParams, num_tokens: int = 40) -> list[GenerationRequest]:
+    return [
+        request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(num_tokens))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def _outputs(collector: Collector) -> list[list[int]]:
+    return [collector.token_ids(key) for key in range(len(PROMPTS))]
+
+
+class LossyDraft(WiredDraft):
+    """Hears and says things late, and what it says may be lost, repeated or out of order.
+
+    What the target says arrives in order and whole, as on a stream; what the draft says need not,
+    because the target trusts no draft.
+    """
+
+    wait_s = 40.0
+
+    def __init__(self, *args: object, seed: int, delay: int, loss: float) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._source = random.Random(seed)
+        self._delay = delay
+        self._loss = loss
+        self._heard: deque[bytes] = deque()
+        self._said: list[Candidate] = []
+
+    def send(self, message: DraftMessage) -> bool:
+        self._heard.extend(each.SerializeToString() for each in draft_messages(message))
+        return True
+
+    def offer(self, candidates: tuple[Candidate, ...]) -> None:
+        for candidate in candidates:
+            copies = self._source.choice((1, 1, 1, 2))
+            if self._source.random() >= self._loss:
+                self._said += [candidate] * copies
+
+    def pump(self) -> None:
+        """Lets some of what is under way arrive, and the draft compute a little."""
+        for _ in range(self._source.randint(0, self._delay)):
+            if self._heard and self._source.random() < 0.7:
+                self.hear(self._heard.popleft())
+            self.rounds.step()
+        self._source.shuffle(self._said)
+        num_now = self._source.randint(0, len(self._said))
+        now, self._said = self._said[:num_now], self._said[num_now:]
+        super().offer(tuple(now))
+
+    def reconnect(self) -> None:
+        """Loses the stream with all that is on it, and attaches again."""
+        self.detach()
+        self._heard.clear()
+        self.roster.apply(LinkClosed(LINK))
+        self.open_link()
+        self.attach()
+
+
+def _total(reports: list[StepReport]) -> OutcomeTally:
+    total = OutcomeTally()
+    for report in reports:
+        total.add(report.outcomes)
+    return total
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_good_draft_is_hit_every_round_and_changes_nothing(
+    decoder: Decoder, sampling: SamplingParams, shape: TreeShape
+) -> None:
+    expected = _outputs(run(build_engine(decoder), _requests(sampling)))
+    reports: list[StepReport] = []
+    engine = build_engine(decoder, on_step=reports.append)
+    draft = WiredDraft(engine, _standalone(decoder), shape, BUDGET)
+    draft.attach()
+    assert _outputs(run(engine, _requests(sampling))) == expected
+    tally = _total(reports)
+    # The draft is the target, so it foresees all but the verdicts that its budget leaves out.
+    assert tally.num_hits > 5 * max(tally.num_misses, 1)
+    assert tally.num_unprepared <= len(PROMPTS)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_delays_losses_repetitions_and_reconnects_change_nothing(
+    decoder: Decoder, other_decoder: Decoder, sampling: SamplingParams, seed: int
+) -> None:
+    expected = _outputs(run(build_engine(decoder), _requests(sampling)))
+    reports: list[StepReport] = []
+    engine = build_engine(decoder, on_step=reports.append)
+    shape = (CHAIN, TREE)[seed % 2]
+    drafter = _standalone((decoder, other_decoder)[seed // 2 % 2])
+    draft = LossyDraft(
+        engine, drafter, shape, BUDGET, seed=seed, delay=2 + seed, loss=(0.0, 0.2)[seed % 2]
+    )
+    draft.attach()
+
+    def each_step(step: int) -> None:
+        if step in (15, 16, 40):
+            draft.reconnect()
+        draft.pump()
+
+    assert _outputs(run(engine, _requests(sampling), each_step=each_step)) == expected
+    drafter.check()
+    tally = _total(reports)
+    assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
+
+
+@pytest.mark.parametrize("num_pages", [9, 14, 20])
+def test_short_draft_memory_changes_nothing(decoder: Decoder, num_pages: int) -> None:
+    sampling = SAMPLINGS["sampled"]
+    expected = _outputs(run(build_engine(decoder), _requests(sampling, 20)))
+    engine = build_engine(decoder)
+    draft = WiredDraft(engine, _standalone(decoder, num_pages), TREE, BUDGET)
+    draft.attach()
+    assert _outputs(run(engine, _requests(sampling, 20))) == expected
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_ngrams_drafted_ahead_change_nothing(decoder: Decoder, sampling: SamplingParams) -> None:
+    requests = _requests(sampling)
+    expected = _outputs(run(build_engine(decoder), requests))
+    reports: list[StepReport] = []
+    engine = build_engine(decoder, on_step=reports.append)
+    drafter = NgramDrafter(NgramOptions())
+    WiredDraft(engine, drafter, TreeShape(4, 4, 8), BUDGET).attach()
+    for _ in range(2):  # the second time the whole answer has been seen
+        reports.clear()
+        assert _outputs(run(engine, requests)) == expected
+    tally = _total(reports)
+    assert tally.num_hits > tally.num_misses
+
+
+def test_context_that_slides_changes_nothing(decoder: Decoder) -> None:
+    requests = _requests(SAMPLINGS["sampled"], 90)
+    expected = _outputs(run(build_engine(decoder), requests))
+    reports: list[StepReport] = []
+    engine = build_engine(decoder, on_step=reports.append)
+    drafter = _standalone(decoder, max_context_tokens=70)
+    WiredDraft(engine, drafter, CHAIN, BUDGET).attach()
+    assert _outputs(run(engine, requests)) == expected
+    assert _total(reports).num_hits > 0
+    drafter.check()

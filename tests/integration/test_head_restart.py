@@ -1,0 +1,103 @@
+"""The demo's EAGLE-3 head in a process of its own: killed in the middle of an answer, then back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.draft.settings import DEMO_TARGET
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.types.v1 import sampling_pb2
+from tests.helpers.served import Target, serving_target
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 1800
+NUM_ROUNDS = 12
+QUESTION = "<|im_start|>user\nTell me a story about a dog.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@asynccontextmanager
+async def _head(target: Target) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.draft", "--port", "0", "--target", target.address),
+        *("--speculative-algorithm", "EAGLE3", "--device", "cpu"),
+        *("--speculative-num-steps", "5", "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "6"),
+        cwd=ROOT,
+        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
+    )
+    try:
+        await target.until_attached(1)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _prompt() -> list[int]:
+    return list(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(QUESTION).ids)
+
+
+def _request(max_tokens: int, *, disabled: bool) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        prompt_token_ids=_prompt(),
+        sampling_params=sampling_pb2.SamplingParams(temperature=0.0),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=max_tokens, ignore_eos=True),
+        speculation_params=pb.SpeculationParams(disabled=disabled),
+    )
+
+
+class _Answer:
+    """One long answer, read as it comes."""
+
+    def __init__(self, target: Target) -> None:
+        self._call = target.stub.Generate(_request(LONGEST, disabled=False))
+        self.token_ids: list[int] = []
+
+    async def accepted(self) -> float:
+        """Reads until that many trees were verified; returns drafted tokens accepted of each."""
+        found: list[int] = []
+        async for response in self._call:
+            delta = response.delta
+            self.token_ids += delta.token_ids
+            if delta.drafted_token_count:
+                found.append(delta.accepted_token_count)
+            if len(found) == NUM_ROUNDS:
+                return sum(found) / NUM_ROUNDS
+        raise AssertionError(f"only {len(found)} trees were verified to the end of the answer")
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+@pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
+async def test_acceptance_recovers_when_a_killed_head_is_back() -> None:
+    async with serving_target(
+        DEMO_TARGET, max_total_tokens=4096, context_length=2048, candidate_wait_ms=200.0
+    ) as target:
+        async with _head(target) as process:
+            answer = _Answer(target)
+            before = await answer.accepted()
+            process.kill()
+            await process.wait()
+        await target.until_attached(0)
+        num_alone = len(answer.token_ids)
+        async with _head(target):
+            after = await answer.accepted()
+        answer.cancel()
+        # What came before the head was back had no head to come from.
+        assert len(answer.token_ids) > num_alone
+        call = target.stub.Generate(_request(len(answer.token_ids), disabled=True))
+        plain = [token async for response in call for token in response.delta.token_ids]
+    assert answer.token_ids == plain
+    assert before > 0.5
+    assert after > 0.5 * before

@@ -1,0 +1,208 @@
+"""What is drafted ahead for a verdict is what would be drafted after it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.fan_out import FanOut
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.loader import load_decoder
+from shared.runtime.runner import ModelRunner
+from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+
+CPU = torch.device("cpu")
+VOCAB_SIZE, PAGE_SIZE = 64, 4
+SHAPES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(2, 3, 8), TreeShape(4, 4, 16)]
+SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)]
+BUDGET = 6
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("draft")
+    write_checkpoint(folder, shape=TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=256))
+    return load_decoder(folder, dtype=torch.float32, device=CPU)
+
+
+class Bench:
+    """One drafter with the sequences it has."""
+
+    def __init__(self, decoder: Decoder, shape: TreeShape, num_pages: int = 200) -> None:
+        pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
+        leases = KvLeases(num_pages, PAGE_SIZE)
+        self.drafter = StandaloneDrafter(ModelRunner(decoder, pool), leases, max_context_tokens=200)
+        self.drafter.foresight.budget = BUDGET
+        self.shape = shape
+        self.fan_out = FanOut(BUDGET)
+
+    def open(self, number: int, tokens: list[int], sampling: SamplingParams) -> DraftSequence:
+        sequence = DraftSequence(
+            SequenceKey(1, number), list(tokens), len(tokens), sampling, 0, True, VOCAB_SIZE, 256
+        )
+        self.drafter.open(sequence)
+        return sequence
+
+    def propose(self, *sequences: DraftSequence) -> list[TokenTree]:
+        assert all(self.drafter.reserve(sequence, self.shape) for sequence in sequences)
+        return [each.tree for each in self.drafter.propose(sequences, self.shape)]
+
+    def begin(self, sequence: DraftSequence, tree: TokenTree) -> None:
+        self.drafter.foresight.begin(sequence, tree, self.shape, self.fan_out)
+
+    def advance_all(self) -> list[Proposal]:
+        proposals: list[Proposal] = []
+        while self.drafter.foresight.has_work:
+            proposals += self.drafter.foresight.advance()
+        return proposals
+
+    def commit(self, sequence: DraftSequence, tokens: tuple[int, ...]) -> None:
+        sequence.token_ids.extend(tokens)
+        verdict = Verdict(1, 0, Outcome.VERIFIED, (), tokens, sequence.num_tokens)
+        self.drafter.commit(sequence, verdict, None)
+
+
+def _text(seed: int, length: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def _committed(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
+    """The tokens of the verdict that a conditional proposal is for."""
+    condition = proposal.condition
+    assert condition is not None
+    path = () if condition.node_index is None else tree.path(condition.node_index)
+    return (*(tree.token_ids[node] for node in path), condition.bonus_token_id)
+
+
+def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> TokenTree:
+    """What a drafter without any state proposes."""
+    bench = Bench(decoder, shape)
+    [tree] = bench.propose(bench.open(1, sequence.token_ids, sequence.sampling))
+    return tree
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
+    decoder: Decoder, shape: TreeShape, sampling: SamplingParams
+) -> None:
+    source, bench = random.Random(3), Bench(decoder, shape)
+    sequences = [bench.open(number, _text(number, 9 + 2 * number), sampling) for number in range(3)]
+    trees = bench.propose(*sequences)
+    for _ in range(5):
+        for sequence, tree in zip(sequences, trees, strict=True):
+            bench.begin(sequence, tree)
+        proposals = bench.advance_all()
+        for place, sequence in enumerate(sequences):
+            own = [each for each in proposals if each.sequence is sequence]
+            assert len(own) == BUDGET
+            chosen = source.choice(own)
+            bench.commit(sequence, _committed(trees[place], chosen))
+            trees[place] = chosen.tree
+            expected = _fresh(decoder, shape, sequence)
+            assert (chosen.tree.token_ids, chosen.tree.parent_indices) == (
+                expected.token_ids,
+                expected.parent_indices,
+            )
+        bench.drafter.check()
+    for sequence in sequences:
+        bench.drafter.close(sequence)
+    bench.drafter.check()
+
+
+def test_likeliest_verdicts_are_prepared_for_and_none_that_the_tree_holds(
+    decoder: Decoder,
+) -> None:
+    bench = Bench(decoder, TreeShape(3, 2, 6))
+    sequence = bench.open(1, _text(1, 12), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    bench.begin(sequence, tree)
+    conditions = [each.condition for each in bench.advance_all()]
+    assert len(set(conditions)) == BUDGET
+    children = {
+        (parent, token) for parent, token in zip(tree.parent_indices, tree.token_ids, strict=True)
+    }
+    for condition in conditions:
+        assert condition is not None
+        assert (condition.node_index, condition.bonus_token_id) not in children
+
+
+def test_position_weights_move_the_fan_out(decoder: Decoder) -> None:
+    found = []
+    for weights in ((0.0, -1e9), (-1e9, 0.0)):
+        bench = Bench(decoder, TreeShape(3, 1, 4))
+        bench.fan_out = FanOut(BUDGET, weights)
+        sequence = bench.open(1, _text(1, 12), SAMPLINGS[0])
+        [tree] = bench.propose(sequence)
+        bench.begin(sequence, tree)
+        nodes = {each.condition.node_index for each in bench.advance_all() if each.condition}
+        found.append(nodes)
+    assert found[0] == {None}
+    assert None not in found[1]
+
+
+@pytest.mark.parametrize("num_forwards", range(5))
+def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
+    decoder: Decoder, num_forwards: int
+) -> None:
+    shape = TreeShape(3, 2, 8)
+    whole, bench = Bench(decoder, shape), Bench(decoder, shape)
+    blocks = []
+    for each in (whole, bench):
+        sequence = each.open(1, _text(4, 11), SAMPLINGS[1])
+        [tree] = each.propose(sequence)
+        each.begin(sequence, tree)
+        blocks.append((sequence, tree))
+    likeliest = _committed(blocks[0][1], whole.advance_all()[0])
+    sequence = blocks[1][0]
+    for _ in range(num_forwards):
+        bench.drafter.foresight.advance()
+    bench.commit(sequence, likeliest)
+    if bench.drafter.foresight.resume(sequence, shape):
+        [answer] = bench.advance_all()
+        assert answer.condition is None
+        tree = answer.tree
+    else:
+        [tree] = bench.propose(sequence)
+    expected = _fresh(decoder, shape, sequence)
+    assert tree.token_ids == expected.token_ids
+
+
+def test_verdict_inside_the_verified_tree_leaves_what_hangs_below(decoder: Decoder) -> None:
+    """As when the target stepped alone and drew the tree's own first token."""
+    shape = TreeShape(4, 1, 5)
+    bench = Bench(decoder, shape)
+    sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    bench.commit(sequence, tree.token_ids[:1])
+    assert bench.drafter.foresight.resume(sequence, shape)
+    num_forwards = 0
+    answers: list[Proposal] = []
+    while not answers:
+        answers = bench.drafter.foresight.advance()
+        num_forwards += 1
+    # Of four levels only the last is missing.
+    assert num_forwards == 1
+    assert answers[0].tree.token_ids == _fresh(decoder, shape, sequence).token_ids
+
+
+def test_short_memory_ends_drafting_ahead_but_not_drafting(decoder: Decoder) -> None:
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, num_pages=6)
+    sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    bench.begin(sequence, tree)
+    assert bench.advance_all() == []
+    bench.commit(sequence, (1,))
+    assert bench.propose(sequence)[0].token_ids
+    bench.drafter.close(sequence)
+    bench.drafter.check()

@@ -1,0 +1,47 @@
+"""How many verdicts are prepared for, and how they are weighed."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.rank_shares import MEMORY_STEPS, RankShares
+
+
+@pytest.mark.parametrize(("num_sequences", "expected"), [(1, 8), (32, 8), (64, 4), (1000, 1)])
+def test_budget_is_shared_by_a_large_batch(num_sequences: int, expected: int) -> None:
+    assert FanOut(8).shared_by(num_sequences).budget == expected
+    assert SYNCHRONOUS.shared_by(num_sequences).budget == 0
+
+
+def test_last_position_weight_holds_for_all_beyond() -> None:
+    fan_out = FanOut(8, position_log_weights=(-1.0, 0.5))
+    assert [fan_out.log_weight(position) for position in range(4)] == [-1.0, 0.5, 0.5, 0.5]
+    assert FanOut(8).log_weight(3) == 0.0
+
+
+def test_shares_begin_geometric_and_follow_what_is_observed() -> None:
+    shares = RankShares()
+    assert shares.share(0) > 1.9 * shares.share(1) > 3.6 * shares.share(2) > 0
+    for _ in range(1000):
+        shares.observe(2)
+        shares.observe(None)
+    assert shares.share(2) == pytest.approx(0.5, abs=0.01)
+    assert sum(shares.share(rank) for rank in range(64)) < 1.0
+
+
+def test_old_observations_fade() -> None:
+    shares = RankShares()
+    for _ in range(int(4 * MEMORY_STEPS)):
+        shares.observe(0)
+    for _ in range(int(4 * MEMORY_STEPS)):
+        shares.observe(1)
+    assert shares.share(1) > 0.9
+
+
+def test_a_sure_draft_that_is_often_wrong_is_believed_by_half() -> None:
+    shares = RankShares()
+    for _ in range(1000):
+        shares.observe(1)
+    assert shares.log_prob(1, -20.0) > shares.log_prob(5, -1.0)
+    assert shares.log_prob(0, 0.0) > shares.log_prob(0, -3.0)

@@ -1,0 +1,134 @@
+"""Masks at every node of a tree are those that the words of a small language leave."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLParserLimits
+
+from services.target.grammars.matcher import GrammarMatcher, Mask
+from shared.grammar import GrammarKind
+from shared.tokens import EMPTY_TREE, TokenTree
+from tests.helpers.grammars import EOS, SPELLINGS, allowed, compiled, is_forced, regex, spelled
+
+# Words with common beginnings, with several ways to cut them into tokens.
+LANGUAGE = {"ab", "abc", "abcd", "abxy", "x", "xx", "xxy", "0121"}
+PATTERN = "|".join(sorted(LANGUAGE))
+VOCABULARY = range(len(SPELLINGS))
+
+
+def _ids(mask: Mask | None) -> set[int] | None:
+    if mask is None:
+        return None
+    return {i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1}
+
+
+def _is_exact(mask: Mask | None, output: Sequence[int]) -> bool:
+    ids, right = _ids(mask), allowed(LANGUAGE, output)
+    if ids is None:
+        return False
+    return (bool(ids) and ids <= right) if is_forced(LANGUAGE, output) else ids == right
+
+
+def _outputs() -> list[tuple[int, ...]]:
+    """Returns every output that is the beginning of a word, ended words included."""
+    found: list[tuple[int, ...]] = [()]
+    for output in found:
+        found += [(*output, token_id) for token_id in sorted(allowed(LANGUAGE, output))]
+    return found
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> TokenTree:
+    num_nodes = draw(st.integers(1, 12))
+    parents = [draw(st.sampled_from([None, *range(node)])) for node in range(num_nodes)]
+    # Mostly tokens of the language, so that paths get somewhere.
+    ids = st.sampled_from([EOS, *range(1, 9), 12, 13, 14, 15, 16, 19, 20, 21, 22])
+    return TokenTree(tuple(draw(ids) for _ in parents), tuple(parents))
+
+
+def _matcher(output: tuple[int, ...]) -> GrammarMatcher:
+    matcher = regex(PATTERN).matcher()
+    for token_id in output:
+        matcher.advance(token_id)
+    return matcher
+
+
+def test_root_mask_is_exact_after_every_beginning_of_every_word() -> None:
+    outputs = [output for output in _outputs() if allowed(LANGUAGE, output)]
+    assert len(outputs) > 30
+    for output in outputs:
+        [mask] = _matcher(output).tree_masks(EMPTY_TREE)
+        assert _is_exact(mask, output), spelled(output)
+
+
+def test_output_has_ended_where_no_word_goes_on() -> None:
+    for output in _outputs():
+        going_on = allowed(LANGUAGE, output) - {EOS}
+        assert _matcher(output).has_ended is not bool(going_on), output
+
+
+@settings(max_examples=150, deadline=None)
+@given(tree=_trees(), start=st.sampled_from([(), (5,), (1, 2), (19,), (12,)]))
+def test_node_masks_are_exact_and_leave_no_trace(tree: TokenTree, start: tuple[int, ...]) -> None:
+    matcher = _matcher(start)
+    masks = matcher.tree_masks(tree)
+    assert masks == matcher.tree_masks(tree)
+    for node in range(len(tree)):
+        path = [tree.token_ids[each] for each in tree.path(node)]
+        output = [*start, *path]
+        reachable = all(
+            token_id in allowed(LANGUAGE, output[: len(start) + i])
+            and not _matcher(tuple(output[: len(start) + i])).has_ended
+            for i, token_id in enumerate(path)
+        )
+        if not reachable:
+            assert masks[node + 1] is None
+        elif EOS not in path:
+            assert _is_exact(masks[node + 1], output)
+            assert masks[node + 1] == _matcher(tuple(output)).tree_masks(EMPTY_TREE)[0]
+
+
+def test_outputs_of_one_grammar_do_not_disturb_each_other() -> None:
+    grammar = regex(PATTERN)
+    one, other = grammar.matcher(), grammar.matcher()
+    one.advance(5)
+    assert _is_exact(other.tree_masks(EMPTY_TREE)[0], ())
+    assert _is_exact(one.tree_masks(EMPTY_TREE)[0], (5,))
+
+
+def test_dead_end_is_a_failure_that_names_its_place() -> None:
+    matcher = regex("aZ|ab").matcher()  # no token spells Z, so only b can follow
+    matcher.advance(1)
+    assert _ids(matcher.tree_masks(EMPTY_TREE)[0]) == {2}
+    matcher = regex("aZ").matcher()
+    matcher.advance(1)
+    assert matcher.tree_masks(EMPTY_TREE) == [None]
+    assert matcher.has_ended
+    assert matcher.failure is not None
+    assert matcher.failure.reason == "GRAMMAR_TOO_COMPLEX"
+    assert "beyond 1 tokens" in matcher.failure.message
+
+
+def test_bound_met_inside_a_tree_leaves_the_committed_state() -> None:
+    """Only rows beyond the bound may not draw; the output itself goes on as without a tree."""
+    text = "(a|b|ab|abc){1,40}x(a|b|ab|abc){1,40}"
+    found = False
+    for fuel in (20, 30, 40, 60, 80, 120, 200, 400):
+        limits = LLParserLimits(step_lexer_fuel=fuel, precompute_large_lexemes=False)
+        matcher = compiled(GrammarKind.REGEX, text, limits).matcher()
+        chain = TokenTree.chain([1, 2, 5, 8, 1, 2, 5, 19, 1, 2, 5, 8])
+        masks = matcher.tree_masks(chain)
+        if masks[0] is None:
+            continue
+        found |= None in masks
+        assert matcher.failure is None
+        fresh = compiled(GrammarKind.REGEX, text, limits).matcher()
+        for token_id, mask in itertools.islice(zip(chain.token_ids, masks, strict=False), 3):
+            if mask is not None and fresh.failure is None:
+                assert fresh.tree_masks(EMPTY_TREE)[0] == mask
+                fresh.advance(token_id)
+    assert found, "no bound was met; the test tests nothing"

@@ -1,0 +1,183 @@
+"""What is learnt from steps, answers and verdicts."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from services.target.acceptance import FIRST_RATE, Confidences, LevelRates, expected_tokens
+from services.target.averages import Average, Duration
+from services.target.course import seen_round
+from services.target.probe_budget import ProbeBudget
+from services.target.step_times import StepTimes, non_decreasing
+from services.target.turnarounds import Turnarounds
+from shared.tokens import TokenTree
+
+
+def _measured(times: StepTimes, points: dict[int, float], count: int = 5) -> StepTimes:
+    for _ in range(count):
+        for rows, duration_s in points.items():
+            times.observe(rows, duration_s)
+    return times
+
+
+def test_a_stall_moves_an_average_a_little() -> None:
+    average = Average()
+    for sample in (1.0, 1.0, 1.0, 1.0, 100.0):
+        average.add(sample)
+    assert average.value < 2.0
+
+
+def test_a_first_step_that_compiles_does_not_count() -> None:
+    duration = Duration()
+    for sample_s in (5.0, 0.01, 0.012):
+        duration.add(sample_s)
+    assert duration.value_s == pytest.approx(0.011)
+
+
+def test_step_times_are_interpolated_and_untried_ones_hoped_to_be_short() -> None:
+    times = _measured(StepTimes(), {4: 0.010, 8: 0.014})
+    assert times(4) == pytest.approx(0.010)
+    assert times(6) == pytest.approx(0.012)
+    assert times(64) == pytest.approx(0.014)
+    assert times(2) == pytest.approx(0.005)
+    assert StepTimes()(3) == 0.0
+
+
+def test_more_rows_never_seem_to_cost_less() -> None:
+    times = _measured(StepTimes(), {1: 0.010, 2: 0.009, 4: 0.012, 8: 0.011})
+    curve = [times(rows) for rows in range(1, 9)]
+    assert curve == sorted(curve)
+
+
+def test_wide_steps_of_like_width_share_a_bucket() -> None:
+    times = _measured(StepTimes(), {100: 0.010, 104: 0.012})
+    assert len(times.measured()) == 1
+    assert times.age(101) < 3
+    assert times.age(300) == 10
+
+
+def test_step_times_follow_a_change() -> None:
+    times = _measured(StepTimes(), {4: 0.010})
+    assert _measured(times, {4: 0.020}, count=40)(4) == pytest.approx(0.020, rel=0.05)
+
+
+def test_pooling_keeps_the_weighted_mean() -> None:
+    assert non_decreasing([1.0, 3.0, 2.0, 4.0], [1, 1, 3, 1]) == [1.0, 2.25, 2.25, 4.0]
+
+
+def test_untried_depths_cost_the_drafters_own_time_a_level() -> None:
+    turnarounds = Turnarounds()
+    turnarounds.observe(4, 2, 0.010, draft_s=0.008)
+    assert turnarounds(4, 2) == pytest.approx(0.010)
+    assert turnarounds(6, 2) == pytest.approx(0.014)
+    assert turnarounds(1, 2) == pytest.approx(0.004)
+    assert Turnarounds()(3, 1) == 0.0
+
+
+def test_depths_between_and_beyond_two_tried_ones_lie_on_their_line() -> None:
+    turnarounds = Turnarounds()
+    turnarounds.observe(2, 1, 0.004, draft_s=None)
+    turnarounds.observe(6, 1, 0.008, draft_s=None)
+    assert turnarounds(4, 1) == pytest.approx(0.006)
+    assert turnarounds(8, 1) == pytest.approx(0.010)
+    assert turnarounds(4, 40) == pytest.approx(0.006), "the nearest batch size that is known"
+
+
+def test_level_rates_come_to_what_happens() -> None:
+    source, levels = random.Random(5), LevelRates.of(memory=0.995, strength=2.0)
+    for _ in range(600):
+        num_accepted = 0
+        while num_accepted < 3 and source.random() < (0.9, 0.6, 0.3)[num_accepted]:
+            num_accepted += 1
+        levels.observe(num_accepted, 3)
+    assert levels.rates(3) == pytest.approx([0.9, 0.6, 0.3], abs=0.1)
+
+
+def test_levels_start_hopeful_and_a_sequence_starts_like_its_population() -> None:
+    levels = LevelRates.of(memory=0.9, strength=6.0)
+    assert levels.rates(3) == pytest.approx([FIRST_RATE] * 3)
+    assert levels.rates(2, [0.4, 0.2]) == pytest.approx([0.4, 0.2])
+
+
+def test_a_sequence_forgets_what_its_text_was_like() -> None:
+    levels = LevelRates.of(memory=0.9, strength=6.0)
+    for _ in range(200):
+        levels.observe(0, 3)
+    assert levels.rates(1)[0] < 0.35
+    for _ in range(30):
+        levels.observe(3, 3)
+    assert levels.rates(1)[0] > 0.75
+
+
+def test_a_level_that_is_rarely_tried_is_hoped_for_again_but_not_above_the_one_before() -> None:
+    levels = LevelRates.of(memory=0.95, strength=2.0)
+    for _ in range(40):
+        levels.observe(1, 2)
+    before = levels.hopeful_rates(2)[1]
+    for _ in range(200):
+        levels.observe(1, 1)
+    after = levels.hopeful_rates(2)
+    assert before < 0.3 < after[1] <= after[0]
+
+
+def test_counts_outlive_any_number_of_rounds() -> None:
+    levels = LevelRates.of(memory=0.5, strength=1.0)
+    for _ in range(3000):
+        levels.observe(1, 1)
+    assert levels.rates(1)[0] == pytest.approx(1.0, abs=0.1)
+
+
+def test_expected_tokens_count_the_bonus() -> None:
+    assert expected_tokens([0.5, 0.5]) == pytest.approx([1.0, 1.5, 1.75])
+
+
+def test_confidences_learn_that_a_draft_is_too_sure() -> None:
+    confidences = Confidences(memory=0.99)
+    sure = math.log(0.95)
+    assert confidences(sure) > 0.9
+    for _ in range(100):
+        confidences.observe([(sure, False)])
+    assert confidences(sure) < 0.15
+    assert confidences(math.log(0.4)) == pytest.approx(0.42), "other bins are as they were"
+
+
+def test_a_probe_is_paid_for_before_the_next_begins() -> None:
+    budget = ProbeBudget(share=0.1)
+    assert not budget.allows_probe
+    budget.earn(1.0)
+    assert budget.allows_probe
+    budget.pay(0.3)
+    assert not budget.allows_probe
+    budget.earn(1.9)
+    assert not budget.allows_probe
+    budget.earn(0.7)
+    assert budget.allows_probe
+    budget.pay(-5.0)
+    assert budget.spent_s == pytest.approx(0.3), "a probe that gains earns nothing"
+
+
+#          0
+#        1   2        node 1 is the draft's favourite below node 0
+#        3
+TREE = TokenTree((5, 6, 7, 8), (None, 0, 0, 1), (-0.1, -0.2, -1.0, -0.3))
+
+
+def test_a_verdict_tells_levels_nodes_and_the_favourites_chain() -> None:
+    seen = seen_round(TREE, (0, 1, 2, 3), (0, 2), 3, is_tree=True)
+    assert (seen.num_accepted, seen.num_levels) == (2, 3), "node 2 has no child: the draft had none"
+    assert (seen.num_chain_accepted, seen.num_chain_levels) == (1, 2)
+    assert seen.tried == [(-0.1, True), (-0.2, False), (-1.0, True)]
+
+
+def test_what_was_cut_was_not_put_to_the_test() -> None:
+    seen = seen_round(TREE, (0, 1), (0, 1), 3, is_tree=True)
+    assert (seen.num_accepted, seen.num_levels) == (2, 2)
+    assert seen.tried == [(-0.1, True), (-0.2, True)]
+
+
+def test_levels_beyond_the_outputs_end_do_not_count() -> None:
+    assert seen_round(TREE, (0,), (0,), 1, is_tree=True).num_levels == 1
+    assert seen_round(TREE, (0,), (), 1, is_tree=True).num_levels == 1

@@ -1,0 +1,184 @@
+"""Targets whose model is held by several processes give the tokens of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.target.engine import Engine
+from services.target.runner_factory import build_runner
+from services.target.settings import TargetSettings
+from services.target.tensor_parallel import Followers
+from shared.errors import SettingsError
+from shared.kv.leases import KvLeases
+from shared.model_options import KvDtype, Quantisation
+from shared.models.config import ModelConfig
+from shared.models.shard import Shard
+from shared.runtime.runner import ModelRunner
+from shared.tokens import SamplingParams
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.engines import (
+    VOCAB_SIZE,
+    ScriptedDraft,
+    engine_over,
+    oracle_trees,
+    random_trees,
+    request,
+    run,
+    shuffled_drops,
+)
+
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3] * 12)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature 1": SamplingParams(seed=7),
+    "penalised": SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2),
+}
+SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
+
+
+def _settings(folder: Path, **changes: object) -> TargetSettings:
+    settings = TargetSettings(
+        model_path=folder, device="cpu", page_size=4, max_total_tokens=800, context_length=120
+    )
+    return replace(settings, **changes)
+
+
+# What is cut how: plain heads; one key head for two processes, norms of heads, biases and 8 bits.
+MODELS = {
+    "llama": ("llama", SHAPE, {}),
+    "qwen3 in 8 bits": (
+        "qwen3",
+        replace(SHAPE, num_kv_heads=1, tie_word_embeddings=True),
+        {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def runners(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """Runners of one and of two processes."""
+    family, shape, changes = MODELS[request.param]
+    folder = write_checkpoint(tmp_path_factory.mktemp("target"), family, shape, seed=3)
+    whole = build_runner(_settings(folder, **changes)).runner
+    settings = _settings(folder, tp_size=2, **changes)
+    followers = Followers(settings)
+    try:
+        cut = build_runner(settings, followers.group, followers.leader).runner
+        yield whole, cut
+    finally:
+        followers.stop()
+
+
+def _engine(runner: ModelRunner) -> Engine:
+    leases = KvLeases(runner.pool.num_pages, runner.page_size, prefix_cache=True)
+    return engine_over(runner, leases, max_context_tokens=120)
+
+
+def _outputs(engine: Engine, sampling: SamplingParams) -> list[list[int]]:
+    requests = [
+        request(prompt, replace(sampling, seed=sampling.seed + i))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    collector = run(engine, requests)
+    return [collector.token_ids(key) for key in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_two_processes_write_what_one_writes_with_every_draft(
+    name: str, runners: tuple[ModelRunner, ModelRunner]
+) -> None:
+    whole, cut = runners
+    sampling = SAMPLINGS[name]
+    expected = _outputs(_engine(whole), sampling)
+    assert _outputs(_engine(cut), sampling) == expected
+    wholes = [[*prompt, *output] for prompt, output in zip(PROMPTS, expected, strict=True)]
+    scripts = (
+        oracle_trees(wholes, 0, quality=1.0),
+        oracle_trees(wholes, 1, quality=0.5),
+        random_trees(seed=2),
+    )
+    for seed, script in enumerate(scripts):
+        engine = _engine(cut)
+        ScriptedDraft(engine, script, disturb=shuffled_drops(seed)).attach()
+        assert _outputs(engine, sampling) == expected
+
+
+def test_each_process_holds_a_part(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    whole, cut = (runner.decoder for runner in runners)
+    assert len(cut.embedding) == len(whole.embedding) // 2
+    many, few = (each.layers[0].attention.shape for each in (whole, cut))
+    assert few.num_heads == many.num_heads // 2
+    assert few.num_kv_heads == max(1, many.num_kv_heads // 2)
+    down = cut.layers[0].mlp.down.dense()
+    assert torch.equal(down, whole.layers[0].mlp.down.dense()[:, : down.shape[1]])
+    assert runners[0].pool.num_pages == runners[1].pool.num_pages
+
+
+def _problems(size: int, **changes: int) -> Sequence[str]:
+    folder_config = ModelConfig.from_folder(Path("shared/demo/target"))
+    config = replace(folder_config, **changes)  # type: ignore[arg-type]
+    return Shard(0, size).problems(config)
+
+
+def test_sizes_that_do_not_divide_are_named() -> None:
+    assert _problems(2) == ()
+    [heads, wide, vocabulary] = _problems(3)
+    assert heads == "--tp-size is 3; the model's num_attention_heads, 4, is not a multiple of it"
+    assert "intermediate_size, 1280" in wide
+    assert "vocab_size, 8192" in vocabulary
+    [keys] = _problems(4, num_heads=12, num_kv_heads=6)
+    assert "must divide the model's num_key_value_heads, 6, or be a multiple" in keys
+
+
+def test_a_size_that_does_not_fit_is_refused_before_processes_start(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", SHAPE)
+    with pytest.raises(SettingsError, match="num_attention_heads, 4"):
+        Followers(_settings(folder, tp_size=3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the GPUs of a host without")
+def test_more_processes_than_gpus_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", SHAPE)
+    with pytest.raises(SettingsError, match="this host has 0 GPUs"):
+        Followers(_settings(folder, tp_size=2, device="cuda:0"))
+
+
+def _follower_of(process_id: int) -> int:
+    """Returns the one child of a target that multiprocessing spawned to compute."""
+    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+    [follower] = [
+        int(child) for child in children
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]  # fmt: skip
+    return follower
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the follower in /proc")
+def test_a_target_ends_with_its_follower(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", TinyShape(), with_tokenizer=True)
+    command = [
+        sys.executable, "-m", "services.target", "--model-path", str(tmp_path), "--device", "cpu",
+        "--tp-size", "2", "--port", "0", "--max-total-tokens", "512",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as target:
+        assert target.stderr is not None
+        try:
+            # The last line before it serves.
+            assert any("KV pages of" in line for line in target.stderr)
+            os.kill(_follower_of(target.pid), signal.SIGKILL)
+            messages = target.stderr.read()
+            assert target.wait(30) == 1
+        finally:
+            target.kill()
+    assert "target-1 died; without its part of the model this target ends" in messages

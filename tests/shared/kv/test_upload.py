@@ -1,0 +1,37 @@
+"""One copy brings every array, with its shape, type and alignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from shared.kv.upload import uploaded
+
+CPU = torch.device("cpu")
+
+
+def test_arrays_keep_values_shapes_and_types() -> None:
+    arrays = [
+        np.array([1, -2, 2**40], np.int64),
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.array([True, False, True]),
+        np.zeros(0, np.int64),
+    ]
+    tensors = uploaded(arrays, CPU)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.shape == array.shape
+        assert tensor.numpy().dtype == array.dtype
+        np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+def test_every_tensor_starts_at_a_whole_vector() -> None:
+    tensors = uploaded([np.ones(count, np.int32) for count in (1, 3, 5)], CPU)
+    first = tensors[0].data_ptr()
+    assert [(tensor.data_ptr() - first) % 16 for tensor in tensors] == [0, 0, 0]
+
+
+def test_later_writes_to_an_array_do_not_reach_the_tensor() -> None:
+    array = np.array([1, 2], np.int64)
+    [tensor] = uploaded([array], CPU)
+    array[0] = 9
+    assert tensor.tolist() == [1, 2]

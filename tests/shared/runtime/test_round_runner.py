@@ -1,0 +1,140 @@
+"""Rounds on the device equal rounds through the host, node by node and token by token."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from shared.runtime.round_runner import SequenceRound
+from shared.tokens import TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair, token_tree
+from tests.helpers.host_rounds import HostRound
+from tests.helpers.round_cases import (
+    GREEDY,
+    HEADS,
+    NUM_ROUNDS,
+    PAGE_SIZE,
+    SAMPLINGS,
+    SHAPES,
+    TREE,
+    VOCAB_SIZE,
+    host_rounds,
+    prompts,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    folder = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape)
+    return {
+        name: load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
+        for name, head in HEADS.items()
+    }
+
+
+def _assert_same(found: SequenceRound, expected: HostRound) -> None:
+    assert found.token_ids == expected.token_ids
+    assert found.num_drafted == len(expected.tree)
+
+
+CASES = [
+    *itertools.product(["eagle3"], SHAPES, SAMPLINGS),
+    *itertools.product(["eagle", "eagle3.1"], [TreeShape(5, 1, 6), TREE], ["greedy", "mixed"]),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "sampling"), CASES, ids=str)
+def test_rounds_equal_those_of_the_host(
+    pairs: dict[str, Pair], name: str, shape: TreeShape, sampling: str
+) -> None:
+    pair, samplings = pairs[name], SAMPLINGS[sampling]
+    starts, expected = host_rounds(pair, shape, prompts(4), samplings)
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE)
+    for number, token_ids in enumerate(starts):
+        rounds.add(number, token_ids, samplings[number % len(samplings)])
+    for index in range(NUM_ROUNDS):
+        rounds.launch()
+        tree = rounds.trees[-1]
+        for number, found in enumerate(rounds.runner.result()):
+            assert found.sequence_id == number
+            host = expected[number][index].tree
+            assert token_tree(tree, number).token_ids == host.token_ids
+            assert token_tree(tree, number).parent_indices == host.parent_indices
+            _assert_same(found, expected[number][index])
+
+
+def test_paths_of_several_nodes_move(pairs: dict[str, Pair]) -> None:
+    """The comparison above covers what it should: paths that are no prefix of their tree."""
+    accepted = [
+        each.accepted
+        for name in HEADS
+        for samplings in SAMPLINGS.values()
+        for rounds in host_rounds(pairs[name], TreeShape(5, 4, 16), prompts(4), samplings)[1]
+        for each in rounds
+    ]
+    assert max(map(len, accepted)) >= 3
+    assert any(len(path) >= 2 and path != tuple(range(len(path))) for path in accepted)
+
+
+def test_results_may_be_read_one_round_late(pairs: dict[str, Pair]) -> None:
+    pair = pairs["eagle3"]
+    starts, expected = host_rounds(pair, TREE, prompts(3), [GREEDY])
+    rounds = DeviceRounds(pair, TREE, PAGE_SIZE)
+    for number, token_ids in enumerate(starts):
+        rounds.add(number, token_ids, GREEDY)
+    rounds.launch()
+    for index in range(NUM_ROUNDS):
+        rounds.launch()
+        assert rounds.runner.num_pending == 2
+        for number, found in enumerate(rounds.runner.result()):
+            _assert_same(found, expected[number][index])
+
+
+def test_sequences_come_and_go(pairs: dict[str, Pair]) -> None:
+    """One leaves with a round under way, another takes its slot, a third comes back."""
+    pair = pairs["eagle3"]
+    samplings = SAMPLINGS["mixed"]
+    starts, expected = host_rounds(pair, TREE, prompts(4), samplings, num_rounds=5)
+    texts = [list(start) for start in starts]
+    done = [0, 0, 0, 0]
+    rounds = DeviceRounds(pair, TREE, PAGE_SIZE, max_sequences=3)
+
+    def add(number: int, num_head_rows: int = 0) -> None:
+        sampling = samplings[number % len(samplings)]
+        rounds.add(number, texts[number], sampling, num_head_rows=num_head_rows)
+
+    def take_in() -> None:
+        for found in rounds.runner.result():
+            number = found.sequence_id
+            if number in rounds.runner.sequence_ids:
+                _assert_same(found, expected[number][done[number]])
+                texts[number] += found.token_ids
+                done[number] += 1
+
+    for number in range(3):
+        add(number)
+    assert not rounds.runner.has_slot()
+    rounds.launch()
+    take_in()
+    rounds.launch()
+    rounds.remove(1)
+    add(3)
+    rounds.launch()
+    take_in()
+    take_in()
+    rounds.remove(0)
+    add(1, num_head_rows=len(starts[1]) - 2)
+    rounds.launch()
+    take_in()
+    assert done == [3, 2, 4, 2]
+    rounds.remove(1)
+    add(0)
+    rounds.launch()
+    take_in()
+    assert done == [4, 2, 5, 3]

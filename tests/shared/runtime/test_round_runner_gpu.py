@@ -1,0 +1,86 @@
+"""Rounds as CUDA graphs equal rounds through the host on the same device, in float32."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from shared.runtime.round_sampling import RoundSampling
+from shared.tokens import TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair
+from tests.helpers.round_cases import (
+    GREEDY,
+    HEADS,
+    NUM_ROUNDS,
+    PAGE_SIZE,
+    SAMPLINGS,
+    SHAPES,
+    TREE,
+    VOCAB_SIZE,
+    host_rounds,
+    prompts,
+)
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+CASES = [
+    *itertools.product(["eagle3"], SHAPES, ["greedy", "sampled", "mixed"]),
+    *itertools.product(["eagle", "eagle3.1"], [TreeShape(5, 1, 6), TREE], ["mixed"]),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    folder = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape)
+    return {
+        name: load_pair(folder, tmp_path_factory.mktemp("head"), head, CUDA)
+        for name, head in HEADS.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "shape", "sampling"), CASES, ids=str)
+def test_rounds_equal_those_of_the_host(
+    pairs: dict[str, Pair], name: str, shape: TreeShape, sampling: str
+) -> None:
+    pair, samplings = pairs[name], SAMPLINGS[sampling]
+    starts, expected = host_rounds(pair, shape, prompts(4), samplings)
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE, is_recorded=False)
+    for number, token_ids in enumerate(starts):
+        rounds.add(number, token_ids, samplings[number % len(samplings)])
+    tokens: list[list[int]] = [[] for _ in starts]
+    num_drafted: list[list[int]] = [[] for _ in starts]
+    rounds.launch()
+    for _ in range(NUM_ROUNDS):
+        rounds.launch()
+        for found in rounds.runner.result():
+            tokens[found.sequence_id] += found.token_ids
+            num_drafted[found.sequence_id].append(found.num_drafted)
+    for number, host in enumerate(expected):
+        committed = [token for each in host for token in each.token_ids]
+        if samplings[number % len(samplings)].top_k:
+            # Cuts do not reach the draft here, so it proposes other trees for the same tokens.
+            shortest = min(len(committed), len(tokens[number]))
+            assert tokens[number][:shortest] == committed[:shortest]
+        else:
+            assert tokens[number] == committed
+            assert num_drafted[number] == [len(each.tree) for each in host]
+
+
+# torch says of the mode itself that it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_launch_waits_for_nothing(pairs: dict[str, Pair]) -> None:
+    rounds = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, is_recorded=False)
+    for number, token_ids in enumerate(prompts(3)):
+        rounds.add(number, [*token_ids, 1], GREEDY)
+    rounds.runner.capture(4, RoundSampling.GREEDY)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        rounds.launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(each.token_ids for each in rounds.runner.result())
