@@ -8,7 +8,7 @@ ARG TORCH_WHEELS=https://download.pytorch.org/whl/cpu/torch/
 WORKDIR /src
 COPY pyproject.toml constraints.txt docker/requirements.py ./
 RUN python -m venv /opt/outrider \
- && python requirements.py engine > requirements.txt \
+ && python requirements.py engine tracing > requirements.txt \
  && /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt \
       --find-links "${TORCH_WHEELS}" --requirement requirements.txt
 COPY . .
@@ -17,7 +17,7 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps .
 FROM ${BASE_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home outrider
 COPY --from=build /opt/outrider /opt/outrider
-ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001
 WORKDIR /tmp
 EXPOSE 50061 50062

@@ -5,7 +5,7 @@ FROM ${BASE_IMAGE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt docker/requirements.py ./
 RUN python -m venv /opt/outrider \
- && python requirements.py gateway > requirements.txt \
+ && python requirements.py gateway tracing > requirements.txt \
  && /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt \
       --requirement requirements.txt
 COPY . .
@@ -14,7 +14,7 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps .
 FROM ${BASE_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home outrider
 COPY --from=build /opt/outrider /opt/outrider
-ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001
 WORKDIR /tmp
 EXPOSE 8000
