@@ -8,55 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from services.draft.drafters.draft_kv import SequenceKv
+from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_kv import num_window_rows
 from services.draft.drafters.outcome_drafter import TailWork, learn_rows
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail
 from services.draft.sequence import DraftSequence
-from shared.kv.batch import SequenceRows
-from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.leases import OutOfPages
 from shared.runtime.head_runner import HeadOutput
-
-
-class HeadRows(Protocol):
-    """The head's drafter, as far as tails need it."""
-
-    def kv_of(self, sequence: DraftSequence) -> SequenceKv: ...
-
-    def backlog(self, sequence: DraftSequence) -> int: ...
-
-    def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether the features of every committed position but the last are here, and some are
-        not computed from."""
-
-    def compute_committed(
-        self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
-    ) -> HeadOutput:
-        """Computes the next rows of each sequence from the target's features."""
-
-    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
-        """Computes rows from the hidden states they read."""
 
 
 class HeadTails:
     """Keeps and computes the tails of every sequence of one drafter."""
 
-    def __init__(self, drafter: HeadRows, leases: KvLeases, device: torch.device) -> None:
-        self._drafter = drafter
-        self._leases = leases
+    def __init__(self, contexts: HeadContexts, device: torch.device) -> None:
+        self._contexts = contexts
         self._device = device
 
     def tail_of(self, sequence: DraftSequence) -> Tail | None:
         """None when features are missing: then what was verified cannot be computed."""
-        kv = self._drafter.kv_of(sequence)
+        kv = self._contexts.kv_of(sequence)
         is_computed = kv.num_computed == num_window_rows(kv, sequence)
-        return kv.tail if is_computed or self._drafter.is_complete(sequence) else None
+        return kv.tail if is_computed or self._contexts.is_complete(sequence) else None
 
     def keep(
         self,
@@ -68,7 +45,7 @@ class HeadTails:
         levels = [each.states.view(len(tails), -1, each.states.shape[1]) for each in outputs]
         for place, (sequence, tail) in enumerate(zip(sequences, tails, strict=True)):
             tail.keep_states([level[place].unbind() for level in levels])
-            self._drafter.kv_of(sequence).tail = tail.tail
+            self._contexts.kv_of(sequence).tail = tail.tail
 
     def compute(self, work: Sequence[TailWork]) -> list[DraftSequence]:
         """Computes nodes, one forward for all sequences; before that the tokens that a verdict
@@ -76,7 +53,7 @@ class HeadTails:
         served = [each for each in work if self._has_room(each)]
         if not served:
             return []
-        self._compute_roots([each for each in served if self._drafter.backlog(each.sequence)])
+        self._compute_roots([each for each in served if self._contexts.backlog(each.sequence)])
         states = [
             node.parent.state
             for each in served
@@ -84,19 +61,19 @@ class HeadTails:
             if node.parent is not None and node.parent.state is not None
         ]
         rows = [
-            each.tail.lay_out(each.nodes, self._drafter.kv_of(each.sequence).lease.pages)
+            each.tail.lay_out(each.nodes, self._contexts.kv_of(each.sequence).lease.pages)
             for each in served
         ]
-        self._learn(served, self._drafter.run(rows, torch.stack(states)))
+        self._learn(served, self._contexts.run(rows, torch.stack(states)))
         return [each.sequence for each in served]
 
     def _compute_roots(self, work: Sequence[TailWork]) -> None:
         if not work:
             return
-        counts = [(each.sequence, self._drafter.backlog(each.sequence)) for each in work]
-        output = self._drafter.compute_committed(counts, with_logits=True)
+        counts = [(each.sequence, self._contexts.backlog(each.sequence)) for each in work]
+        output = self._contexts.compute(counts, with_logits=True)
         for each in work:
-            each.tail.base = self._drafter.kv_of(each.sequence).num_computed
+            each.tail.base = self._contexts.kv_of(each.sequence).num_computed
         self._learn([replace(each, nodes=[each.tail.root]) for each in work], output)
 
     def _learn(self, work: Sequence[TailWork], output: HeadOutput) -> None:
@@ -106,10 +83,10 @@ class HeadTails:
             node.state = state
 
     def _has_room(self, work: TailWork) -> bool:
-        kv = self._drafter.kv_of(work.sequence)
+        kv = self._contexts.kv_of(work.sequence)
         num_rows = num_window_rows(kv, work.sequence) + work.tail.num_rows + len(work.nodes)
         try:
-            self._leases.grow(kv.lease, num_rows)
+            self._contexts.leases.grow(kv.lease, num_rows)
         except OutOfPages:
             return False
         return True

@@ -19,7 +19,6 @@ from torch import Tensor
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter, parent_states
-from services.draft.drafters.head_kv import num_window_rows
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows, build_batch
@@ -41,15 +40,11 @@ class MultiLayerDrafter(EagleDrafter):
 
     @property
     def _num_open_rows(self) -> int:
+        """Every layer needs a committed row."""
         return self._num_layers
 
-    def is_complete(self, sequence: DraftSequence) -> bool:
-        """Every layer needs a committed row."""
-        num_rows = num_window_rows(self._states[sequence.key].kv, sequence)
-        return super().is_complete(sequence) and num_rows >= self._num_layers
-
     def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        states = self._committed_hidden(counts)
+        states = self._contexts.hidden(counts)
         for layer in range(self._num_layers):
             rows = [self._settled_rows(*each, layer=layer) for each in counts]
             states = self._compute(rows, states, layer)
@@ -58,9 +53,9 @@ class MultiLayerDrafter(EagleDrafter):
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
-        tails = [LayerRows(self._states[s.key].kv, s.token_ids) for s in sequences]
+        tails = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]
         counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
-        rows, hidden = [tail.all_rows(0) for tail in tails], self._committed_hidden(counts)
+        rows, hidden = [tail.all_rows(0) for tail in tails], self._contexts.hidden(counts)
         states = self._compute(rows, hidden, 0)
         frontier = self._add_level(growth, scores, tails, rows, states, shape)
         # A layer without a level to score still has committed rows to settle.
@@ -119,13 +114,13 @@ class MultiLayerDrafter(EagleDrafter):
 
     def _settled_rows(self, sequence: DraftSequence, count: int, *, layer: int) -> SequenceRows:
         """Lays out the next `count` rows, whose tokens every layer knows."""
-        state = self._states[sequence.key]
-        start, first_token = state.kv.num_computed, state.next_position + 1 + layer
+        kv = self._contexts.kv_of(sequence)
+        start, first_token = kv.num_computed, kv.window_start + kv.num_computed + 1 + layer
         return SequenceRows(
             token_ids=sequence.token_ids[first_token : first_token + count],
             positions=range(start, start + count),
             kv_start=start,
-            pages=state.kv.lease.pages,
+            pages=kv.lease.pages,
             prefix_length=start,
             tail_mask=None,
             logit_rows=(),
@@ -133,8 +128,8 @@ class MultiLayerDrafter(EagleDrafter):
 
     def _settle(self, sequence: DraftSequence, count: int) -> None:
         """Counts rows that all layers have computed for good."""
-        self._states[sequence.key].kv.num_computed += count
-        self._drop_features(sequence)
+        self._contexts.kv_of(sequence).num_computed += count
+        self._contexts.drop_features(sequence)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self._runner.device)

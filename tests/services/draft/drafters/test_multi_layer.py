@@ -229,7 +229,7 @@ def test_a_window_slides_over_a_sequence_longer_than_the_context(setup: Setup) -
     starts = set()
     for number in range(12):
         (tree,) = _propose(drafter, TREE, sequence)
-        start = drafter._states[sequence.key].kv.window_start
+        start = drafter._contexts.kv_of(sequence).window_start
         starts.add(start)
         _assert_same(tree, _oracle(setup, sequence, TREE, window=start))
         _commit(drafter, setup, sequence, _text(number, 3))

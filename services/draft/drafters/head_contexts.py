@@ -1,0 +1,192 @@
+"""The committed rows of sequences in a draft head, computed from the target's features.
+
+Rows wait for their features; what is computed slides with the window when a sequence outgrows the
+head's context. See `head_kv` for what a row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from services.draft.drafters.draft_kv import SequenceKv
+from services.draft.drafters.feature_buffer import FeatureBuffer
+from services.draft.drafters.head_kv import HeadKv, num_window_rows
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.leases import KvLeases, OutOfPages
+from shared.runtime.head_runner import HeadOutput, HeadRunner
+
+
+@dataclass(slots=True, eq=False)
+class _Context:
+    """What is computed of a sequence, and what there is to compute it from."""
+
+    kv: SequenceKv
+    features: FeatureBuffer = field(default_factory=FeatureBuffer)
+
+    @property
+    def next_position(self) -> int:
+        """The first position whose row is not computed."""
+        return self.kv.window_start + self.kv.num_computed
+
+
+class HeadContexts:
+    """Opens, fills, slides and closes the contexts of sequences.
+
+    Args:
+        margin_tokens: of `max_context_tokens`, kept free for a tree.
+        keeps_features: hold on to the features a sliding window starts over with; needed where
+            the target's context is longer than the draft's.
+        min_rows: committed rows that a tree needs.
+    """
+
+    def __init__(
+        self,
+        runner: HeadRunner,
+        leases: KvLeases,
+        *,
+        max_context_tokens: int,
+        margin_tokens: int,
+        keeps_features: bool,
+        min_rows: int,
+    ) -> None:
+        self.leases = leases
+        self._runner = runner
+        self._keeps_features = keeps_features
+        self._min_rows = min_rows
+        self._kv = HeadKv(
+            leases, max_context_tokens=max_context_tokens, margin_tokens=margin_tokens
+        )
+        self._contexts: dict[SequenceKey, _Context] = {}
+
+    def open(self, sequence: DraftSequence) -> None:
+        """Starts a sequence on the longest cached prefix of its window."""
+        self._contexts[sequence.key] = _Context(self._kv.open(sequence))
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Frees a sequence's pages; its rows stay cached."""
+        self._kv.close(self._contexts.pop(sequence.key).kv, sequence)
+
+    def kv_of(self, sequence: DraftSequence) -> SequenceKv:
+        """Returns the pages of a sequence and what is computed in them."""
+        return self._contexts[sequence.key].kv
+
+    def slide(self, sequence: DraftSequence) -> None:
+        """Starts over with the younger half of a context that is outgrown, as far back as there
+        are features."""
+        context = self._contexts[sequence.key]
+        if self._kv.is_outgrown(context.kv, sequence):
+            start = sequence.num_tokens - 1 - self._kv.num_kept_rows
+            self._restart(sequence, max(start, context.features.start))
+
+    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> bool:
+        """Takes rows in; True when the context had to start over at the first of them."""
+        context = self._contexts[sequence.key]
+        context.features.append(rows)
+        has_gap = context.features.start > context.next_position
+        if has_gap:
+            # The target cannot send what came before, so that is no part of the context.
+            self._restart(sequence, context.features.start)
+        self.drop_features(sequence)
+        return has_gap
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        """Returns the committed rows that are not computed but whose features are here."""
+        context = self._contexts[sequence.key]
+        end = min(context.features.end, sequence.num_tokens - 1)
+        return max(end - context.next_position, 0)
+
+    def is_complete(self, sequence: DraftSequence) -> bool:
+        """Whether the features of every committed position but the last are here, some are not
+        computed from, and there are rows enough for a tree."""
+        kv, backlog = self.kv_of(sequence), self.backlog(sequence)
+        num_rows = num_window_rows(kv, sequence)
+        return num_rows >= self._min_rows and 0 < backlog == num_rows - kv.num_computed
+
+    def reserve(self, sequence: DraftSequence, num_tail_rows: int) -> bool:
+        """Makes room for the committed rows and a tree; False, with nothing changed, if there is
+        none."""
+        try:
+            self._kv.reserve(self.kv_of(sequence), sequence, num_tail_rows)
+        except OutOfPages:
+            return False
+        return True
+
+    def publish(self, sequence: DraftSequence) -> None:
+        """Shares the computed rows with other sequences, once."""
+        self._kv.publish(self.kv_of(sequence), sequence)
+
+    def compute(
+        self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
+    ) -> HeadOutput:
+        """Computes the next rows of each sequence.
+
+        Args:
+            with_logits: of the last row of each.
+        """
+        hidden = self.hidden(counts)
+        rows = [self._next_rows(*each, with_logits=with_logits) for each in counts]
+        output = self.run(rows, hidden)
+        for sequence, _ in counts:
+            self.drop_features(sequence)
+        return output
+
+    def hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
+        """Returns the fused features of the next rows of each sequence, end to end."""
+        pieces = [
+            piece
+            for sequence, count in counts
+            for context in [self._contexts[sequence.key]]
+            for piece in context.features.read(context.next_position, count)
+        ]
+        return self._runner.fuse(torch.cat(pieces))
+
+    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
+        """Computes rows of any kind from the hidden states they read."""
+        runner = self._runner
+        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
+        return runner.run(batch, hidden)
+
+    def drop_features(self, sequence: DraftSequence) -> None:
+        """Frees the features that neither the next rows nor a window to come needs."""
+        context = self._contexts[sequence.key]
+        needed = context.next_position
+        if self._keeps_features:
+            needed = min(needed, sequence.num_tokens - 1 - self._kv.num_kept_rows)
+        context.features.drop_before(needed)
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Drafter.gauges`."""
+        leases = self.leases
+        buffers = [context.features for context in self._contexts.values()]
+        return {
+            "page_count": float(leases.num_pages),
+            "free_page_count": float(leases.num_free_pages),
+            "cached_page_count": float(leases.num_cached_pages),
+            "held_page_count": float(leases.num_held_pages),
+            "held_feature_row_count": float(sum(each.end - each.start for each in buffers)),
+        }
+
+    def _next_rows(self, sequence: DraftSequence, count: int, *, with_logits: bool) -> SequenceRows:
+        """Lays out the next `count` rows and counts them as computed."""
+        context = self._contexts[sequence.key]
+        start, first_token = context.kv.num_computed, context.next_position + 1
+        context.kv.num_computed += count
+        return SequenceRows(
+            token_ids=sequence.token_ids[first_token : first_token + count],
+            positions=range(start, start + count),
+            kv_start=start,
+            pages=context.kv.lease.pages,
+            prefix_length=start,
+            tail_mask=None,
+            logit_rows=(count - 1,) if with_logits else (),
+        )
+
+    def _restart(self, sequence: DraftSequence, window_start: int) -> None:
+        context = self._contexts[sequence.key]
+        context.kv = self._kv.restart(context.kv, sequence, window_start)
