@@ -40,7 +40,7 @@ class Committer:
             start_s: when the device could begin with the step.
         """
         sequence, has_tree = entry.sequence, bool(entry.tree.token_ids)
-        was_verified = has_tree and self._attachments.has_tree(sequence)
+        was_verified = has_tree and self._attachments.assignments.has_tree(sequence)
         was_prompt = not sequence.has_output
         committed = sequence.commit(decision.token_ids)
         accepted = decision.accepted_nodes[: len(committed)]
@@ -52,7 +52,7 @@ class Committer:
         if has_tree:
             self._ladder.counted(len(committed), is_local=not was_verified)
             sequence.stats.add_verified(len(entry.tree), len(accepted))
-        self._attachments.count_round(
+        self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
         )
         logprobs = decision.logprobs[: len(committed)]
@@ -63,7 +63,7 @@ class Committer:
             return len(committed)
         if was_prompt:
             self._publish(sequence)
-        self._attachments.decided(
+        self._attachments.verdicts.decided(
             sequence,
             committed,
             tuple(entry.node_indices[node] for node in accepted),
@@ -102,7 +102,7 @@ class Committer:
             num_rows=entry.num_rows + len(entry.tree),
             verify_s=now_s - begin_s,
             wait_s=begin_s - sequence.decided_s,
-            draft=self._attachments.answer(sequence),
+            draft=self._attachments.verdicts.answer(sequence),
         )
 
     def _publish(self, sequence: Sequence) -> None:

@@ -152,7 +152,7 @@ class Engine:
     @property
     def draft_algorithms(self) -> tuple[str, ...]:
         """Algorithms of the drafts that are attached now, sorted, each once."""
-        return self._loop.attachments.algorithms
+        return self._loop.attachments.drafts.algorithms
 
     def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:
         """Returns the live drafts, oldest first, with what is wanted of them."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from services.target.attachment import Attachment
-from services.target.attachments import Attachments, FeatureNeed
+from services.target.feature_needs import FeatureNeed, FeatureNeeds
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec, FeatureStore, FeatureStores
 from services.target.scheduler import StepPlan
@@ -18,9 +18,9 @@ from shared.runtime.runner import RunnerOutput
 class FeatureFeed:
     """Between the forwards and the drafts. Owned by the engine thread; idle without such drafts."""
 
-    def __init__(self, stores: FeatureStores, attachments: Attachments, page_size: int) -> None:
+    def __init__(self, stores: FeatureStores, needs: FeatureNeeds, page_size: int) -> None:
         self._stores = stores
-        self._attachments = attachments
+        self._needs = needs
         self._page_size = page_size
 
     @property
@@ -49,7 +49,7 @@ class FeatureFeed:
     def send(self) -> None:
         """Puts the rows that are computed and not yet sent into the drafts' messages."""
         needs: dict[Attachment, list[FeatureNeed]] = defaultdict(list)
-        for need in self._attachments.feature_needs():
+        for need in self._needs.unmet():
             needs[need.attachment].append(need)
         for attachment, group in needs.items():
             assert attachment.feature_spec is not None
@@ -80,7 +80,7 @@ class FeatureFeed:
                 sequence.num_prompt_tokens,
                 ring_start,
             )
-            self._attachments.send_features(need, rows)
+            self._needs.fill(need, rows)
             first += count
 
     def _unsent(self, store: FeatureStore, need: FeatureNeed) -> tuple[int, list[int]]:

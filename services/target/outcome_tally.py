@@ -73,3 +73,33 @@ class OutcomeTally:
         self.misses.update(other.misses)
         self.num_late_hits += other.num_late_hits
         self.num_unprepared += other.num_unprepared
+
+
+class RecentOutcomes:
+    """Counts what all drafts foresaw since it was last taken; each draft's own tally, over its
+    life, is counted along."""
+
+    def __init__(self) -> None:
+        self._recent = OutcomeTally()
+
+    def count(
+        self,
+        of_draft: OutcomeTally,
+        position: int,
+        foreseen: Foreseen | None,
+        *,
+        was_prepared: bool,
+    ) -> None:
+        """Counts one verdict on a tree of a draft."""
+        for tally in (of_draft, self._recent):
+            tally.count(position, foreseen, was_prepared=was_prepared)
+
+    def count_late_hit(self, of_draft: OutcomeTally) -> None:
+        """Counts a candidate of a draft that came after the verdict it is for."""
+        for tally in (of_draft, self._recent):
+            tally.count_late_hit()
+
+    def take(self) -> OutcomeTally:
+        """Returns the counts since the last call."""
+        recent, self._recent = self._recent, OutcomeTally()
+        return recent

@@ -69,7 +69,7 @@ class RoundSteps:
         if not self._suits(rounds):
             return False
         for sequence in self._scheduler.running:
-            self._attachments.close(sequence)
+            self._attachments.assignments.close(sequence)
         start_s = self._clock()
         if not self._all_end(rounds) and not rounds.launch(self._scheduler.running):
             self.settle()
@@ -96,7 +96,7 @@ class RoundSteps:
         if rounds is not None:
             admitted = () if all(map(rounds.takes, running)) else running
         for sequence in admitted:
-            self._attachments.assign(sequence, now_s)
+            self._attachments.assignments.assign(sequence, now_s)
 
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended; its pages are freed after this."""
@@ -142,7 +142,7 @@ class RoundSteps:
                 num_drafted=sum(each.num_drafted for _, each in decided),
                 num_accepted=num_accepted,
                 num_preempted=0,
-                outcomes=self._attachments.take_outcomes(),
+                outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.controller.take_counts(),
                 num_discarded=num_guests - len(decided),
             )

@@ -76,7 +76,7 @@ class StepLoop:
         self.attachments = Attachments(self._ladder, speculation)
         # Appended to by other threads.
         self.offers: deque[Offer] = deque()
-        self._features = FeatureFeed(stores, self.attachments, leases.page_size)
+        self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()
         self._runner, self._verifier = runner, verifier
         self._launcher = Launcher(runner, verifier, self._features)
@@ -106,15 +106,15 @@ class StepLoop:
         now_s = self._clock()
         if not self._runs_ahead():  # a draft has attached since the launch
             self._settle()
-        self.attachments.prepare(self._scheduler.running, now_s)
+        self.attachments.readiness.prepare(self._scheduler.running, now_s)
         plan = self._scheduler.plan(
-            lambda sequence: self.attachments.is_ready(sequence, now_s),
+            lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
         )
         self._announce(plan, now_s)
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
-            self.attachments.begin_rounds(entry.sequence for entry in plan.drawn)
+            self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
         is_timed = last is None or _are_alike(last, self._in_flight)
@@ -131,7 +131,7 @@ class StepLoop:
 
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """The tree for a sequence's current round: its draft's, else the target's own."""
-        tree = self.attachments.candidate_tree(sequence)
+        tree = self.attachments.assignments.candidate_tree(sequence)
         return tree if tree.token_ids else self._ladder.tree(sequence)
 
     def patience_s(self) -> float | None:
@@ -139,14 +139,14 @@ class StepLoop:
         if not self._scheduler.num_running:
             self.check_idle()
             return None
-        deadlines_s = map(self.attachments.deadline_s, self._scheduler.running)
+        deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self._clock(), 0.0)
 
     def admit(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
         """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
         sequence = TargetSequence.of(next(self._ids), request, self._limits)
         try:
-            self.attachments.check_algorithm(request.draft_algorithm)
+            self.attachments.drafts.check_algorithm(request.draft_algorithm)
             self._scheduler.submit(sequence)
         except (InvalidArgument, QueueFull) as error:
             self._subscriptions.refuse(sink, key, error)
@@ -176,14 +176,11 @@ class StepLoop:
         """Takes candidates that drafts pushed. Called before a step, and once more before its
         verdicts, so that what arrived during the forward is selected from."""
         while self.offers:
-            offer = self.offers.popleft()
-            self.attachments.offer(
-                offer.attachment_id, offer.candidates, offer.arrived_s, offer.report
-            )
+            self.attachments.intake.offer(self.offers.popleft())
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
         """Takes sequences back from a draft."""
-        self.attachments.release(attachment_id, sequence_ids, self._clock())
+        self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
@@ -194,8 +191,8 @@ class StepLoop:
             self._leases.num_free_pages,
             self._leases.num_cached_pages,
             self._leases.num_held_pages,
-            self.attachments.num_drafted_for,
-            self.attachments.num_paused,
+            self.attachments.assignments.num_drafted_for,
+            self.attachments.assignments.num_paused,
             self.attachments.controller.budget.spent_s,
             self.attachments.controller.step_times.measured(),
         )
@@ -208,7 +205,7 @@ class StepLoop:
     def fail_all(self, error: OutriderError) -> None:
         """Fails every open request and ends every draft's stream."""
         self._subscriptions.fail_all(error)
-        for attachment in self.attachments.live:
+        for attachment in self.attachments.drafts.live:
             attachment.port.close()
 
     def _announce(self, plan: StepPlan, now_s: float) -> None:
@@ -239,7 +236,9 @@ class StepLoop:
         """Whether the step in flight may be left unread while the next one is launched."""
         if self._in_flight is None:
             return True
-        depends_on_drafts = self.attachments.needs_every_step or self._ladder.has_fallback
+        depends_on_drafts = (
+            self.attachments.assignments.needs_every_step or self._ladder.has_fallback
+        )
         if not self._overlaps or depends_on_drafts:
             return False
         return self._in_flight.allows_run_ahead
@@ -280,7 +279,7 @@ class StepLoop:
                 num_drafted=sum(len(entry.tree) for entry, _ in live),
                 num_accepted=sum(len(decision.accepted_nodes) for _, decision in live),
                 num_preempted=len(step.plan.preempted),
-                outcomes=self.attachments.take_outcomes(),
+                outcomes=self.attachments.outcomes.take(),
                 speculation=self.attachments.controller.take_counts(),
                 num_discarded=len(step.retired),
             )
@@ -307,7 +306,7 @@ class StepLoop:
     def _tell(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
         self._features.send()
-        for attachment, message in self.attachments.take_messages():
+        for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):
                 logger.warning("draft %s does not keep up", attachment.identity.worker_id)
                 attachment.port.close()
@@ -319,7 +318,7 @@ class StepLoop:
         self._subscriptions.remove(sequence)
         self._rounds.forget(sequence)
         self._scheduler.finish(sequence)
-        self.attachments.close(sequence)
+        self.attachments.assignments.close(sequence)
         self._ladder.forget(sequence)
         if self._in_flight is not None and self._in_flight.computes(sequence):
             self._in_flight.retired.append(sequence)

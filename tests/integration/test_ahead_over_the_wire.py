@@ -45,12 +45,21 @@ def long_verification(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait_and_take(loop: StepLoop) -> None:
         until_s = time.monotonic() + 5.0
-        while not loop.attachments.is_prepared and time.monotonic() < until_s:
+        while not _is_prepared(loop) and time.monotonic() < until_s:
             take_offers(loop)
             time.sleep(1e-4)
         take_offers(loop)
 
     monkeypatch.setattr(StepLoop, "take_offers", wait_and_take)
+
+
+def _is_prepared(loop: StepLoop) -> bool:
+    """Whether the draft has prepared for every verdict that the step under way is to bring."""
+    return all(
+        each.has_pushed
+        for each in loop.attachments.assignments
+        if each.is_stepping and each.tree.token_ids
+    )
 
 
 def _total(reports: list[StepReport]) -> OutcomeTally:

@@ -1,0 +1,140 @@
+"""Which sequence is at which draft: handed out, handed back, moved, closed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+
+from services.target.assignment import Assignment
+from services.target.attachment import Attachment, OpenedSequence
+from services.target.draft_registry import DraftRegistry
+from services.target.sequence import Sequence
+from services.target.speculation_controller import SpeculationController
+from shared.tokens import EMPTY_TREE, TokenTree
+
+
+class Assignments:
+    """Sequences that have a draft, each at one. Owned by the engine thread."""
+
+    def __init__(self, drafts: DraftRegistry, controller: SpeculationController) -> None:
+        self._drafts = drafts
+        self._controller = controller
+        self._by_sequence_id: dict[int, Assignment] = {}
+        self._num_looked = 0
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return iter(self._by_sequence_id.values())
+
+    @property
+    def num_paused(self) -> int:
+        """Sequences that have a draft, but go without trees at the moment."""
+        return sum(each.course.asked.is_paused for each in self)
+
+    @property
+    def num_drafted_for(self) -> int:
+        """Sequences for which trees are wanted at the moment."""
+        return len(self._by_sequence_id) - self.num_paused
+
+    @property
+    def needs_every_step(self) -> bool:
+        """Whether what a step commits decides what the next one computes, or has to go out at
+        once: a tree is wanted for a sequence, or a draft reads features."""
+        return any(each.needs_every_step for each in self)
+
+    def get(self, sequence_id: int) -> Assignment | None:
+        """Returns the place of a sequence; None when it has no draft."""
+        return self._by_sequence_id.get(sequence_id)
+
+    def candidate_tree(self, sequence: Sequence) -> TokenTree:
+        """The tree for the sequence's current round, perhaps empty."""
+        assignment = self.get(sequence.sequence_id)
+        return EMPTY_TREE if assignment is None else assignment.tree
+
+    def has_tree(self, sequence: Sequence) -> bool:
+        """Whether the sequence's draft has a tree for the current round."""
+        return bool(self.candidate_tree(sequence).token_ids)
+
+    def assign(self, sequence: Sequence, now_s: float) -> None:
+        """Hands a sequence to a draft with room, if it wants one: of the kind that promises most
+        for it, and there more to faster ones."""
+        if sequence.request.speculation_disabled or sequence.sequence_id in self._by_sequence_id:
+            return
+        willing = [each for each in self._drafts.live if each.takes(sequence)]
+        if willing:
+            self._place(sequence, self._controller.best_draft(sequence, willing), now_s)
+
+    def hand_over(self, attachment: Attachment, now_s: float) -> None:
+        """A draft has left: others with room take its sequences."""
+        for sequence_id in tuple(attachment.sequence_ids):
+            sequence = self._by_sequence_id.pop(sequence_id).sequence
+            self.assign(sequence, now_s)
+
+    def release(self, attachment_id: str, sequence_ids: Iterable[int], now_s: float) -> None:
+        """A draft hands sequences back; others with room take them."""
+        attachment = self._drafts.get(attachment_id)
+        for sequence_id in sequence_ids:
+            assignment = self.get(sequence_id)
+            if attachment is None or assignment is None or assignment.attachment is not attachment:
+                continue
+            self._take_out(assignment)
+            attachment.released.add(sequence_id)
+            self.assign(assignment.sequence, now_s)
+
+    def close(self, sequence: Sequence) -> None:
+        """Ends a sequence at its draft."""
+        self._controller.forget(sequence)
+        for attachment in self._drafts.live:
+            attachment.released.discard(sequence.sequence_id)
+        assignment = self.get(sequence.sequence_id)
+        if assignment is not None:
+            self._close(assignment)
+
+    def move_one(self, held: SequenceOf[Assignment], now_s: float) -> None:
+        """Takes a sequence to a draft of another kind, if that promises it more. One is looked at
+        a step, in turn."""
+        if not held:
+            return
+        self._num_looked += 1
+        assignment = held[self._num_looked % len(held)]
+        sequence, own = assignment.sequence, assignment.attachment
+        if assignment.candidate is not None:
+            return
+        others = [
+            each
+            for each in self._drafts.live
+            if each.kind != own.kind
+            and each.takes(sequence)
+            and self._controller.is_better(each, assignment.course)
+        ]
+        if others:
+            self._close(assignment)
+            self._place(sequence, self._controller.best_draft(sequence, others), now_s)
+
+    def _place(self, sequence: Sequence, attachment: Attachment, now_s: float) -> None:
+        """Opens a sequence at a draft."""
+        attachment.sequence_ids.add(sequence.sequence_id)
+        course = self._controller.course(attachment, sequence)
+        attachment.outbox_opened.append(
+            OpenedSequence(
+                sequence.sequence_id,
+                tuple(sequence.token_ids),
+                sequence.num_prompt_tokens,
+                sequence.sampling,
+                sequence.round,
+                course.wish,
+                request_id=sequence.request.request_id,
+                traceparent=sequence.request.traceparent,
+            )
+        )
+        # A first tree is never waited for: the draft may have a long prompt to read.
+        self._by_sequence_id[sequence.sequence_id] = Assignment(attachment, sequence, course, now_s)
+
+    def _close(self, assignment: Assignment) -> None:
+        """Takes a sequence from its draft, and says so there."""
+        self._take_out(assignment)
+        assignment.attachment.outbox_closed.append(assignment.sequence.sequence_id)
+
+    def _take_out(self, assignment: Assignment) -> None:
+        sequence_id = assignment.sequence.sequence_id
+        del self._by_sequence_id[sequence_id]
+        assignment.attachment.sequence_ids.remove(sequence_id)

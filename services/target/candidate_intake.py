@@ -1,0 +1,71 @@
+"""What drafts push: taken where it is for the current state, dropped and counted elsewhere.
+
+A candidate is fenced by (sequence, round, committed tokens) and by belonging to a live attachment;
+only one that matches is ever verified. No torch.
+"""
+
+from __future__ import annotations
+
+from services.target.assignment import Assignment
+from services.target.assignments import Assignments
+from services.target.attachment import Offer
+from services.target.draft_registry import DraftRegistry
+from services.target.outcome_tally import RecentOutcomes
+from shared.tokens import Candidate
+
+
+class CandidateIntake:
+    """Takes candidates for the sequences that are at drafts. Owned by the engine thread."""
+
+    def __init__(
+        self, drafts: DraftRegistry, assignments: Assignments, outcomes: RecentOutcomes
+    ) -> None:
+        self._drafts = drafts
+        self._assignments = assignments
+        self._outcomes = outcomes
+
+    def offer(self, offer: Offer) -> None:
+        """Takes what a draft pushed; what is for another state than the current is dropped."""
+        attachment = self._drafts.get(offer.attachment_id)
+        if attachment is None:
+            return
+        attachment.report = offer.report
+        for candidate in offer.candidates:
+            assignment = self._assignments.get(candidate.sequence_id)
+            if assignment is None or assignment.attachment is not attachment:
+                attachment.counters.num_stale_candidates += 1
+            elif candidate.condition is not None:
+                self._take_conditional(assignment, candidate, offer.arrived_s)
+            else:
+                _take(assignment, candidate, offer.arrived_s)
+
+    def _take_conditional(self, assignment: Assignment, candidate: Candidate, now_s: float) -> None:
+        """Keeps a candidate for the verdict that it names, unless that has fallen: then it is the
+        current round's or nobody's."""
+        attachment = assignment.attachment
+        if assignment.fences(candidate):
+            assignment.push(candidate)
+        elif assignment.candidate is None and assignment.is_awaited(candidate):
+            assignment.receive(candidate, now_s)
+            attachment.patience.heard(None)
+            self._outcomes.count_late_hit(attachment.outcomes)
+        else:
+            attachment.counters.num_stale_candidates += 1
+
+
+def _take(assignment: Assignment, candidate: Candidate, now_s: float) -> None:
+    """Takes a candidate for the current round, whatever the last verdict was."""
+    if not assignment.awaits(candidate):
+        assignment.attachment.counters.num_stale_candidates += 1
+        assignment.stale_in_round = True
+        return
+    assignment.receive(candidate, now_s)
+    assignment.attachment.patience.heard(_response_s(assignment, now_s))
+
+
+def _response_s(assignment: Assignment, now_s: float) -> float | None:
+    """Time since the verdict; None for a first tree, which waits for the prompt as well."""
+    assignment.num_heard += 1
+    if assignment.asked_s is None or assignment.num_heard == 1:
+        return None
+    return now_s - assignment.asked_s

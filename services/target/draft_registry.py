@@ -1,0 +1,73 @@
+"""The drafts that are attached now, and the algorithms that ever were. No torch."""
+
+from __future__ import annotations
+
+from services.target.attachment import Attachment, DraftMessage
+from shared.errors import InvalidArgument
+
+
+class DraftRegistry:
+    """Attached drafts by their attachment id. Owned by the engine thread.
+
+    Attributes:
+        algorithms: of the live drafts, sorted, each once. Replaced, never changed, so that other
+            threads may read it.
+        known_algorithms: of every draft that ever attached.
+    """
+
+    def __init__(self) -> None:
+        self.algorithms: tuple[str, ...] = ()
+        self.known_algorithms: set[str] = set()
+        self._attachments: dict[str, Attachment] = {}
+
+    @property
+    def live(self) -> tuple[Attachment, ...]:
+        """Attachments, oldest first."""
+        return tuple(self._attachments.values())
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of drafts that are attached: those of one kind propose alike."""
+        return len({attachment.kind for attachment in self._attachments.values()})
+
+    def get(self, attachment_id: str) -> Attachment | None:
+        """Returns a draft; None when it has left."""
+        return self._attachments.get(attachment_id)
+
+    def add(self, attachment: Attachment) -> None:
+        """A draft attached."""
+        self._attachments[attachment.identity.attachment_id] = attachment
+        self.known_algorithms.add(attachment.identity.algorithm)
+        self._publish_algorithms()
+
+    def remove(self, attachment_id: str) -> Attachment | None:
+        """Takes a draft out and returns it; None when it had left before."""
+        attachment = self._attachments.pop(attachment_id, None)
+        self._publish_algorithms()
+        return attachment
+
+    def check_algorithm(self, algorithm: str | None) -> None:
+        """A draft that left may come back, so its algorithm stays good.
+
+        Raises:
+            InvalidArgument: no draft of the algorithm ever attached.
+        """
+        if algorithm is None or algorithm in self.known_algorithms:
+            return
+        known = ", ".join(sorted(self.known_algorithms)) or "no draft at all"
+        message = f"no draft of algorithm {algorithm!r} ever attached; there was {known}"
+        raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
+
+    def take_messages(self) -> list[tuple[Attachment, DraftMessage]]:
+        """Empties every outbox: one message a draft."""
+        messages: list[tuple[Attachment, DraftMessage]] = []
+        for attachment in self._attachments.values():
+            message = attachment.take_message()
+            if message is not None:
+                messages.append((attachment, message))
+        return messages
+
+    def _publish_algorithms(self) -> None:
+        self.algorithms = tuple(
+            sorted({each.identity.algorithm for each in self._attachments.values()})
+        )

@@ -1,0 +1,47 @@
+"""Which rows of features drafts lack. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.target.assignments import Assignments
+from services.target.attachment import Attachment
+from services.target.feature_rows import FeatureRows
+from services.target.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureNeed:
+    """A sequence whose draft lacks rows that are computed.
+
+    Attributes:
+        start: first position to send; None when nothing was sent yet.
+    """
+
+    attachment: Attachment
+    sequence: Sequence
+    start: int | None
+
+
+class FeatureNeeds:
+    """Follows what was sent for each sequence at its draft. Owned by the engine thread."""
+
+    def __init__(self, assignments: Assignments) -> None:
+        self._assignments = assignments
+
+    def unmet(self) -> list[FeatureNeed]:
+        """Returns the sequences with computed positions that their draft has no features of."""
+        return [
+            FeatureNeed(each.attachment, each.sequence, each.num_features_sent)
+            for each in self._assignments
+            if each.attachment.feature_spec is not None
+            and each.sequence.num_computed > (each.num_features_sent or 0)
+        ]
+
+    def fill(self, need: FeatureNeed, rows: FeatureRows) -> None:
+        """Puts rows into the draft's next message."""
+        assignment = self._assignments.get(need.sequence.sequence_id)
+        assert assignment is not None
+        assignment.num_features_sent = rows.end
+        if len(rows.rows):
+            need.attachment.outbox_features.append(rows)

@@ -1,0 +1,95 @@
+"""Which sequences step now, and with how much of their trees. No torch.
+
+A sequence steps when its candidate is here, or when it is not worth waiting for any longer. Trees
+that are here may be held back for a moment, so that one step verifies them with those to come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from services.target.assignment import Assignment
+from services.target.assignments import Assignments
+from services.target.draft_registry import DraftRegistry
+from services.target.sequence import Sequence
+from services.target.speculation_controller import Ready, SpeculationController
+
+
+class Readiness:
+    """Says who waits for what, from one step to the next. Owned by the engine thread."""
+
+    def __init__(
+        self, drafts: DraftRegistry, assignments: Assignments, controller: SpeculationController
+    ) -> None:
+        self._drafts = drafts
+        self._assignments = assignments
+        self._controller = controller
+        self._hold_until_s = -math.inf
+
+    def prepare(self, running: Iterable[Sequence], now_s: float) -> None:
+        """A step is about to be planned: revises what is wanted, and cuts the trees that came."""
+        self._controller.wake(now_s)
+        decoding = [sequence for sequence in running if sequence.num_uncomputed == 1]
+        found = [self._assignments.get(sequence.sequence_id) for sequence in decoding]
+        held = [assignment for assignment in found if assignment is not None]
+        self._hold_until_s = self._gathering_until_s(decoding, held, now_s)
+        if now_s < self._hold_until_s:
+            return
+        self._cut(decoding, held, now_s)
+        if self._drafts.num_kinds > 1:
+            self._assignments.move_one(held, now_s)
+
+    def is_ready(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether a sequence can step: it has its candidate and none is gathered with it, or none
+        is waited for any more."""
+        return now_s >= self.deadline_s(sequence)
+
+    def deadline_s(self, sequence: Sequence) -> float:
+        """Until when the sequence waits; long past when it waits for nothing."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None:
+            return -math.inf
+        return assignment.deadline_s if assignment.candidate is None else self._hold_until_s
+
+    def begin_rounds(self, sequences: Iterable[Sequence]) -> None:
+        """A step begins that draws tokens of these sequences; their trees are chosen. Until the
+        verdict, only what is pushed ahead is taken for them."""
+        for sequence in sequences:
+            assignment = self._assignments.get(sequence.sequence_id)
+            if assignment is not None:
+                assignment.is_stepping = True
+
+    def _cut(
+        self, decoding: SequenceOf[Sequence], held: SequenceOf[Assignment], now_s: float
+    ) -> None:
+        """Has the controller revise what drafts are asked for, and cut the trees that are here."""
+        ready = [
+            (assignment, Ready(assignment.course, assignment.candidate.tree, assignment.heard_s))
+            for assignment in held
+            if assignment.candidate is not None and assignment.heard_s is not None
+        ]
+        cuts = self._controller.begin_step(
+            [assignment.course for assignment in held],
+            [each for _, each in ready],
+            now_s,
+            num_plain=len(decoding) - len(held),
+            num_late=sum(each.is_late for each in held),
+            num_stepping=sum(self.is_ready(sequence, now_s) for sequence in decoding),
+        )
+        for (assignment, _), kept in zip(ready, cuts, strict=True):
+            assignment.kept = kept
+
+    def _gathering_until_s(
+        self, decoding: SequenceOf[Sequence], held: SequenceOf[Assignment], now_s: float
+    ) -> float:
+        """Until when trees that are here wait for those that must come soon, so that one step
+        verifies them all; long past when that does not pay. Plain sequences never wait."""
+        if len(held) < len(decoding):
+            return -math.inf
+        ready = [each.course for each in held if each.candidate is not None]
+        late = [each for each in held if each.candidate is None]
+        if not ready or any(now_s >= each.deadline_s for each in late):
+            return -math.inf
+        return self._controller.gathering_until_s(ready, [each.course for each in late], now_s)

@@ -1,0 +1,79 @@
+"""`Attachments` without an engine: one draft that says nothing by itself, and one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.target.attachment import Attachment, DraftIdentity, DraftMessage, Offer
+from services.target.attachments import Attachments
+from services.target.patience import Patience
+from services.target.request import GenerationRequest, ModelLimits
+from services.target.sequence import Sequence
+from shared.tokens import NO_REPORT, Candidate, Condition, SamplingParams, StopParams, TokenTree
+
+TREE = TokenTree.chain([5, 6])
+_LIMITS = ModelLimits(1000, 1000, 1000, frozenset())
+
+
+class _SilentPort:
+    """Takes every message and answers none."""
+
+    def send(self, message: DraftMessage) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def make_attachment(name: str = "a", max_sequences: int = 8, wait_s: float = 1.0) -> Attachment:
+    identity = DraftIdentity(name, f"worker-{name}", "m", "NGRAM", max_sequences, 0.0)
+    return Attachment(identity, _SilentPort(), Patience(wait_s))
+
+
+def make_sequence(sequence_id: int = 1, *, disabled: bool = False) -> Sequence:
+    """A sequence of two prompt tokens, in round 0."""
+    request = GenerationRequest(
+        "r", (1, 2), SamplingParams(seed=3), StopParams(50), 0.0, speculation_disabled=disabled
+    )
+    return Sequence.of(sequence_id, request, _LIMITS)
+
+
+def with_one_draft(wait_s: float = 1.0) -> tuple[Attachments, Attachment, Sequence]:
+    """A sequence at a draft `a`, which was not told yet."""
+    attachments = Attachments()
+    attachment, sequence = make_attachment(wait_s=wait_s), make_sequence()
+    attachments.attach(attachment, [sequence], 0.0)
+    return attachments, attachment, sequence
+
+
+def offer(attachments: Attachments, candidates: Iterable[Candidate], now_s: float) -> None:
+    """Draft `a` pushes candidates."""
+    attachments.intake.offer(Offer("a", tuple(candidates), NO_REPORT, now_s))
+
+
+def make_candidate(sequence: Sequence, tree: TokenTree = TREE, **changes: int) -> Candidate:
+    """A candidate for the sequence's current round, or for what `changes` make of its fence."""
+    fence = {"round": sequence.round, "committed_token_count": len(sequence.token_ids)}
+    fence.update(changes)
+    return Candidate(sequence.sequence_id, fence["round"], fence["committed_token_count"], tree)
+
+
+def pushed_ahead(condition: Condition, tree: TokenTree = TREE, candidate_id: int = 2) -> Candidate:
+    """A candidate for what follows if the first round of `make_sequence` ends as named."""
+    return Candidate(1, 0, 2, tree, condition, candidate_id)
+
+
+def commit(
+    attachments: Attachments,
+    sequence: Sequence,
+    tokens: tuple[int, ...],
+    *,
+    accepted: tuple[int, ...] = (),
+    was_verified: bool = False,
+    now_s: float = 0.0,
+) -> None:
+    """Commits a round as the engine does."""
+    sequence.commit(tokens)
+    verdicts = attachments.verdicts
+    verdicts.count_round(sequence, len(accepted), was_verified=was_verified, now_s=now_s)
+    verdicts.decided(sequence, tokens, accepted, was_verified=was_verified, now_s=now_s)

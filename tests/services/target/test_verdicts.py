@@ -1,0 +1,73 @@
+"""A verdict says what was accepted, and picks what was pushed ahead for it."""
+
+from __future__ import annotations
+
+from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree
+from tests.helpers.one_draft import (
+    TREE,
+    commit,
+    make_candidate,
+    offer,
+    pushed_ahead,
+    with_one_draft,
+)
+
+
+def test_verdict_names_path_tokens_and_round() -> None:
+    attachments, _, sequence = with_one_draft()
+    attachments.drafts.take_messages()
+    offer(attachments, [make_candidate(sequence)], 0.0)
+    commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    [(_, message)] = attachments.drafts.take_messages()
+    [verdict] = message.verdicts
+    assert verdict.outcome is Outcome.VERIFIED
+    assert verdict.round == 0
+    assert verdict.accepted_node_indices == (0,)
+    assert verdict.committed_token_ids == (5, 9)
+    assert verdict.committed_token_count == 4
+
+
+def test_candidate_pushed_ahead_is_selected_by_node_and_bonus_token() -> None:
+    attachments, _, sequence = with_one_draft()
+    offer(attachments, [make_candidate(sequence)], 0.0)
+    hit, miss = TokenTree.chain([7]), TokenTree.chain([8])
+    for condition, tree in ((Condition(0, 9), hit), (Condition(0, 10), miss)):
+        offer(attachments, [Candidate(1, 0, 2, tree, condition)], 0.0)
+    commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    assert attachments.assignments.candidate_tree(sequence) == hit
+    assert attachments.readiness.is_ready(sequence, 0.0)
+    [(_, message)] = attachments.drafts.take_messages()
+    assert message.verdicts[0].outcome is Outcome.VERIFIED_NEXT_READY
+
+
+def test_candidate_pushed_ahead_for_another_verdict_is_dropped() -> None:
+    attachments, _, sequence = with_one_draft()
+    offer(attachments, [make_candidate(sequence)], 0.0)
+    offer(attachments, [Candidate(1, 0, 2, TREE, Condition(0, 10))], 0.0)
+    commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+
+
+def test_verdict_names_the_candidates_verified_and_selected() -> None:
+    attachments, attachment, sequence = with_one_draft()
+    attachments.drafts.take_messages()
+    offer(attachments, [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
+    offer(
+        attachments,
+        [pushed_ahead(Condition(0, 8, 1)), pushed_ahead(Condition(0, 9, 1), TREE, 3)],
+        0.0,
+    )
+    commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    [(_, message)] = attachments.drafts.take_messages()
+    [verdict] = message.verdicts
+    assert (verdict.candidate_id, verdict.next_candidate_id) == (1, 3)
+    assert attachment.outcomes.hits == {(1, 1): 1}
+
+
+def test_condition_on_another_tree_is_not_selected() -> None:
+    attachments, attachment, sequence = with_one_draft()
+    offer(attachments, [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
+    offer(attachments, [pushed_ahead(Condition(0, 9, 7))], 0.0)
+    commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
+    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachment.outcomes.misses == {1: 1}
