@@ -18,7 +18,7 @@ from gateway.plan import Plan
 from gateway.pool import Flight, TargetPool
 from gateway.quota import current_quota
 from gateway.request_record import RequestRecord
-from gateway.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

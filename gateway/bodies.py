@@ -14,8 +14,8 @@ from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs, vllm_prompt_logprobs
 from gateway.rounds import round_fields
-from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
+from shared.text.tokenizer import Tokenizer
 
 
 def chat_completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> ChatCompletion:

@@ -10,9 +10,9 @@ from gateway.output.parser import OutputParser
 from gateway.output.parts import Content, Part, Reasoning
 from gateway.plan import TextOptions
 from gateway.rounds import NodeBudget, TokenRound
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop_strings import StopStrings
-from gateway.text.tokenizer import Tokenizer
+from shared.text.detokenizer import Detokenizer
+from shared.text.stop_strings import StopStrings
+from shared.text.tokenizer import Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 
 

@@ -17,9 +17,9 @@ from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs
 from gateway.rounds import round_fields
-from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
 from shared.errors import OutriderError
+from shared.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.choice import TokenScore
-from gateway.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot say
 

@@ -18,7 +18,6 @@ from gateway.sampling import (
     check_algorithm,
     check_num_steps,
     check_top_logprobs,
-    choice_seed,
     sampling_params,
     stop_params,
 )
@@ -32,6 +31,7 @@ from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
+from shared.seeds import choice_seed
 from shared.tokens import StopParams
 
 _PRIORITY_LIMIT = 2**31

@@ -7,8 +7,8 @@ from typing import Any
 
 from gateway.choice import Choice, TokenScore
 from gateway.logprobs import completion_logprobs, finite
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.tokenizer import Tokenizer
+from shared.text.detokenizer import Detokenizer
+from shared.text.tokenizer import Tokenizer
 
 
 def echoed_logprobs(

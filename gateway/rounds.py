@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway.generation import Delta, Round
-from gateway.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from shared.tokens import EMPTY_TREE, TokenTree
 
 MAX_UNSENT_NODES = 8192

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
 
 from gateway.generation import TargetModel
 from gateway.schema import GenerationBody, Speculation
-from gateway.text.defaults import SamplingDefaults
 from shared.errors import InvalidArgument
+from shared.sampling_defaults import SamplingDefaults
 from shared.tokens import MAX_TOP_LOGPROBS, SamplingParams, StopParams
 
 T = TypeVar("T")
@@ -67,25 +66,7 @@ def stop_params(
         stop_token_ids=frozenset(stop_token_ids),
         ignore_eos=body.ignore_eos,
     )
-    return replace(
-        asked,
-        max_output_tokens=min(asked.max_output_tokens, num_left),
-        min_output_tokens=min(asked.min_output_tokens, num_left),
-    )
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Returns the seed of one of `n` choices: the request's own for the first, distinct ones after.
-
-    Source: Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", mix64.
-    """
-    if choice == 0:
-        return seed
-    mask = 2**64 - 1
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) & mask
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-    return (mixed ^ (mixed >> 31)) >> 1
+    return asked.within(num_left)
 
 
 def check_top_logprobs(field: str, value: int) -> int:

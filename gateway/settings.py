@@ -9,10 +9,10 @@ from pathlib import Path
 from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys_from_texts
 from gateway.limits import RequestLimits
 from gateway.output.style import ReasoningParser, ToolCallParser
-from gateway.text.tokenizer import MAX_PROMPT_CHARACTERS
 from shared.errors import SettingsError
 from shared.service_settings import DialingSettings, tls_problems
 from shared.settings import setting
+from shared.text.tokenizer import MAX_PROMPT_CHARACTERS
 from shared.tls import ServerTls, checked_server_tls
 
 DEMO_MODEL = Path(__file__).parents[1] / "shared" / "demo" / "target"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shared.errors import InvalidArgument
@@ -91,6 +91,16 @@ class StopParams:
             raise InvalidArgument.out_of_range(
                 "min_tokens", self.min_output_tokens, f"[0, max_tokens={self.max_output_tokens}]"
             )
+
+    def within(self, num_left: int) -> StopParams:
+        """Returns the parameters with both bounds cut to what the context has left, at least 1."""
+        if self.max_output_tokens <= num_left:
+            return self
+        return replace(
+            self,
+            max_output_tokens=num_left,
+            min_output_tokens=min(self.min_output_tokens, num_left),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from gateway.inbox import Aborted
 from gateway.logprobs import finite
 from gateway.native.generate_plan import GeneratePlan
 from gateway.rounds import TokenRound, round_fields
-from gateway.text.tokenizer import Tokenizer
 from gateway.usage import speculative_decoding
 from shared.errors import OutriderError
+from shared.text.tokenizer import Tokenizer
 from shared.tokens import FinishReason
 
 

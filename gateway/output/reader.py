@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from gateway.text.stop_strings import held_length
+from shared.text.stop_strings import held_length
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]

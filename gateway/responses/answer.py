@@ -15,9 +15,9 @@ from gateway.output.parts import Content
 from gateway.responses.chat import ResponsePlan
 from gateway.responses.items import Event, Items, Logprobs
 from gateway.responses.schema import NamedFunction, ResponsesRequest
-from gateway.text.tokenizer import Tokenizer
 from gateway.usage import metrics, usage
 from shared.errors import OutriderError
+from shared.text.tokenizer import Tokenizer
 from shared.tokens import FinishReason
 
 

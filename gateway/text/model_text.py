@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.defaults import SamplingDefaults
-from gateway.text.tokenizer import MAX_PROMPT_CHARACTERS, Tokenizer
+from shared.sampling_defaults import SamplingDefaults
+from shared.text.tokenizer import MAX_PROMPT_CHARACTERS, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

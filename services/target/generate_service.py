@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.grammar import grammar_from_message
 from shared.rpc.lifecycle import Lifecycle, State
 from shared.rpc.sampling import sampling_from_message, stop_from_message
+from shared.seeds import drawn_seed
 from shared.telemetry.request_id import current_request_id, current_traceparent, new_request_id
 
 Context = aio.ServicerContext[Any, Any]
@@ -151,7 +151,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             request_id=record.request_id,
             traceparent=record.traceparent,
             prompt_token_ids=tuple(message.prompt_token_ids),
-            sampling=sampling_from_message(message.sampling_params, draw_seed=_draw_seed),
+            sampling=sampling_from_message(message.sampling_params, draw_seed=drawn_seed),
             stop=stop_from_message(
                 message.stop_params,
                 max_output_tokens=limits.max_sequence_tokens - len(message.prompt_token_ids),
@@ -314,8 +314,3 @@ def _prompt_scoring(message: pb.GenerateRequest) -> PromptScoring | None:
         return None
     params = message.prompt_logprob_params
     return PromptScoring(params.start_position, params.top_logprob_count)
-
-
-def _draw_seed() -> int:
-    """Returns a seed in [0, 2^63), which an int64 holds."""
-    return secrets.randbits(63)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
 
@@ -68,13 +67,7 @@ def stop_from_message(message: pb.StopParams, *, max_output_tokens: int) -> Stop
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )
-    if asked.max_output_tokens <= max_output_tokens:
-        return asked
-    return dataclasses.replace(
-        asked,
-        max_output_tokens=max_output_tokens,
-        min_output_tokens=min(asked.min_output_tokens, max_output_tokens),
-    )
+    return asked.within(max_output_tokens)
 
 
 def stop_message(params: StopParams) -> pb.StopParams:

@@ -23,8 +23,8 @@ from gateway.pool import PoolSettings, TargetPool
 from gateway.quota import Quotas
 from gateway.targets import LinkTiming
 from gateway.text.model_text import ModelText
-from gateway.text.tokenizer import Tokenizer
 from shared.rpc.lifecycle import Lifecycle
+from shared.text.tokenizer import Tokenizer
 from shared.tokenizer_files import tokenizer_sha256
 from tests.gateway.driving import MakeGateway, eventually, http_client
 from tests.helpers.fake_target import FakeTarget

@@ -184,7 +184,7 @@ async def test_a_prompt_is_measured_before_it_is_tokenized(
         for path, body in bodies.items():
             status, _, code, message = await error_of(await client.post(path, json=body))
             assert (status, code) == (400, "prompt_too_large")
-            assert message.endswith("characters; the gateway takes 50")
+            assert message.endswith("characters; at most 50 are accepted")
     assert target.submits == []
 
 

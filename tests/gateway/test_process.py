@@ -19,9 +19,9 @@ import pytest_asyncio
 
 from gateway import demo
 from gateway.settings import GatewaySettings
-from gateway.text.tokenizer import Tokenizer
 from shared.errors import SettingsError
 from shared.settings import load_settings, shown_settings
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import CHAT, events, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
-from gateway.text.tokenizer import Tokenizer
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import CHAT, error_of, events, http_client, ids_of, in_steps
 from tests.helpers.fake_target import FakeTarget
 

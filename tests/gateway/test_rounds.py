@@ -11,7 +11,7 @@ import pytest
 from gateway.generation import Delta, Round
 from gateway.inbox import Inbox
 from gateway.rounds import MAX_UNSENT_NODES, NodeBudget
-from gateway.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from shared.tokens import EMPTY_TREE, TokenTree
 from tests.gateway.driving import CHAT, error_of, events, say
 from tests.helpers.fake_target import FakeTarget

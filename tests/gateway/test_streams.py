@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from gateway.app import Gateway, create_app
 from gateway.limits import RequestLimits
-from gateway.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -18,9 +18,9 @@ from gateway.app import Gateway
 from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
-from gateway.text.tokenizer import Tokenizer
 from shared.grammar import GrammarKind
 from shared.rpc.grammar import grammar_from_message
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, http_client, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway.settings import DEMO_MODEL
-from gateway.text.tokenizer import Tokenizer
 from services.probe import grpc_is_serving, http_is_ready
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.rpc.channel import open_channel
+from shared.text.tokenizer import Tokenizer
 from tests.load.figures import percentile
 from tests.load.host_process import cpu_s, resident_mb
 from tests.load.http_stream import StreamClient, StreamCounts, StreamSettings

@@ -18,13 +18,13 @@ from typing import Any
 import uvloop
 from grpc import aio
 
-from gateway.text.tokenizer import Tokenizer
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
+from shared.text.tokenizer import Tokenizer
 from shared.tokenizer_files import tokenizer_sha256
 
 TOKENS_A_STEP = 3

@@ -11,8 +11,8 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.limits import RequestLimits
-from gateway.text.tokenizer import Tokenizer
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import (
     MESSAGES,
     PROMPT,

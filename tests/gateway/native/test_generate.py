@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
-from gateway.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import error_of, events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from gateway.text.token_bytes import read_token_bytes
 from shared.errors import CheckpointError, InvalidArgument
+from shared.text.token_bytes import read_token_bytes
 
 MAX_PROMPT_CHARACTERS = 4 * 2**20
 _INLINE_CHARACTERS = 16_384
@@ -63,12 +63,12 @@ class Tokenizer:
         """Returns the token ids of `text`. Special tokens spelled out in it become their ids.
 
         Raises:
-            InvalidArgument: the text is longer than the gateway takes.
+            InvalidArgument: the text has too many characters.
         """
         if len(text) > self._max_characters:
             message = (
-                f"the prompt has {len(text):,} characters; the gateway takes "
-                f"{self._max_characters:,}"
+                f"the prompt has {len(text):,} characters; at most "
+                f"{self._max_characters:,} are accepted"
             )
             raise InvalidArgument.of("PROMPT_TOO_LARGE", "prompt", message)
         if len(text) <= _INLINE_CHARACTERS:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.stop_strings import StopStrings
+from shared.text.stop_strings import StopStrings
 
 texts = st.text("ab-", max_size=30)
 stops = st.lists(st.text("ab-", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.tokenizer import Tokenizer
+from shared.text.detokenizer import Detokenizer
+from shared.text.tokenizer import Tokenizer
 
 WORDS = ["▁the", "▁fox", "x", "▁"]
 
