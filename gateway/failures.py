@@ -28,6 +28,7 @@ _HTTP_STATUS = {
     StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
     # What an operator must change, which asking again does not.
     StatusCode.FAILED_PRECONDITION: HTTPStatus.NOT_IMPLEMENTED,
+    StatusCode.UNIMPLEMENTED: HTTPStatus.NOT_IMPLEMENTED,
     StatusCode.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
     StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
@@ -41,14 +42,13 @@ _TYPES = {
 }
 _HTTP_CODES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large"}
 _OPENAI_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
-
-
 _ANTHROPIC_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 
 

@@ -8,6 +8,7 @@ OutriderError
 ├── NotFound                 NOT_FOUND
 ├── Cancelled                CANCELLED             the caller ended it
 ├── DeadlineExceeded         DEADLINE_EXCEEDED     the caller's patience ended
+├── Unimplemented            UNIMPLEMENTED         this process does not offer it; another may
 ├── EngineFailed             INTERNAL              our fault; details stay in the log
 ├── SettingsError            (at start only)       every bad setting at once
 └── CheckpointError          (at start only)       names the file, the key and the shapes
@@ -31,6 +32,7 @@ class StatusCode(enum.IntEnum):
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
 
@@ -163,6 +165,12 @@ class DeadlineExceeded(OutriderError):
     code = StatusCode.DEADLINE_EXCEEDED
 
 
+class Unimplemented(OutriderError):
+    """This process does not offer it, whatever the state it is in."""
+
+    code = StatusCode.UNIMPLEMENTED
+
+
 class EngineFailed(OutriderError):
     """The engine broke; the caller gets the request id only."""
 
@@ -195,7 +203,7 @@ class CheckpointError(OutriderError):
 def error_class(code: int) -> type[OutriderError]:
     """Returns the class of errors that arrive with a canonical gRPC code.
 
-    Codes that nothing of ours answers with, such as UNIMPLEMENTED, give the root class.
+    Codes that nothing of ours answers with, such as DATA_LOSS, give the root class.
     """
     classes: tuple[type[OutriderError], ...] = (
         InvalidArgument,
@@ -205,6 +213,7 @@ def error_class(code: int) -> type[OutriderError]:
         NotFound,
         Cancelled,
         DeadlineExceeded,
+        Unimplemented,
         EngineFailed,
     )
     return next((each for each in classes if each.code == code), OutriderError)

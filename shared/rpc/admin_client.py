@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpc import aio
 
+from shared.errors import Unimplemented
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
@@ -18,6 +19,7 @@ async def flush_prefix_cache(address: str, timeout_s: float, tls: ClientTls | No
         address: `host:port` of its maintenance port.
 
     Raises:
+        Unimplemented: the address is not a target's maintenance port.
         OutriderError: it did not; in the words of the call's status.
     """
     async with open_channel(address, tls) as channel:
@@ -25,5 +27,9 @@ async def flush_prefix_cache(address: str, timeout_s: float, tls: ClientTls | No
         try:
             answer = await stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), timeout=timeout_s)
         except aio.AioRpcError as failure:
-            raise error_from_rpc(failure) from failure
+            error = error_from_rpc(failure)
+            if isinstance(error, Unimplemented):
+                message = f"{address} is not the maintenance port of a target: {error.message}"
+                error = Unimplemented(message, reason=error.reason)
+            raise error from failure
     return answer.freed_page_count

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-import grpc
 from grpc import aio
 
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, Unimplemented
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle, State
@@ -87,7 +86,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.ListAttachmentsRequest, context: Context
     ) -> pb.ListAttachmentsResponse:
         if self._hooks.attachments is None:
-            await _refuse(context, f"{self._info.service} has no attachments")
+            raise Unimplemented(
+                f"{self._info.service} has no attachments", reason="ATTACHMENTS_ABSENT"
+            )
         return pb.ListAttachmentsResponse(attachments=await self._hooks.attachments())
 
     async def DrainServer(
@@ -103,7 +104,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.FlushPrefixCacheRequest, context: Context
     ) -> pb.FlushPrefixCacheResponse:
         if self._hooks.flush_prefix_cache is None:
-            await _refuse(context, f"{self._info.service} has no prefix cache")
+            raise Unimplemented(
+                f"{self._info.service} has no prefix cache", reason="PREFIX_CACHE_ABSENT"
+            )
         freed = await self._hooks.flush_prefix_cache()
         return pb.FlushPrefixCacheResponse(freed_page_count=freed)
 
@@ -117,8 +120,3 @@ def _grace_s(request: pb.DrainServerRequest) -> float:
             "GRACE_OUT_OF_RANGE", "grace_duration", f"the grace is {grace_s:g} s; at least 0 s"
         )
     return grace_s
-
-
-async def _refuse(context: Context, message: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
-    raise AssertionError("abort raises")

@@ -54,7 +54,7 @@ async def test_speculation_is_reported_in_usage_and_metrics(
     assert answer.model_extra["metrics"]["speculative_decoding"] == {
         "mean_acceptance_length": pytest.approx(1 + 4 / 3),
         "draft_acceptance_rate": pytest.approx(0.4),
-        "acceptance_histogram": {"0": 1, "2": 2},
+        "acceptance_histogram": [1, 0, 2],
         "num_spec_steps": 3,
         "num_accepted_draft_tokens": 4,
         "num_draft_tokens": 10,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -27,15 +28,20 @@ async def _flush() -> int:
     return 7
 
 
-@pytest_asyncio.fixture
-async def maintenance() -> AsyncIterator[str]:
-    """The maintenance port of a target that frees seven pages."""
-    hooks = AdminHooks(drain=_drain, flush_prefix_cache=_flush)
-    server = await maintenance_server(ProcessInfo("target", "0", 1.0, {}), Lifecycle([]), hooks)
+@asynccontextmanager
+async def _maintenance(hooks: AdminHooks) -> AsyncIterator[str]:
+    server = await maintenance_server(ProcessInfo("process", "0", 1.0, {}), Lifecycle([]), hooks)
     port = bind(server, "127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
     await server.stop(None)
+
+
+@pytest_asyncio.fixture
+async def maintenance() -> AsyncIterator[str]:
+    """The maintenance port of a target that frees seven pages."""
+    async with _maintenance(AdminHooks(drain=_drain, flush_prefix_cache=_flush)) as address:
+        yield address
 
 
 async def test_the_model_is_described_without_paths(client: httpx.AsyncClient, sha256: str) -> None:
@@ -85,12 +91,16 @@ async def test_flushing_without_a_maintenance_port_names_the_setting(
     assert "target_maintenance" in message
 
 
-async def test_flushing_a_port_that_is_no_target_fails(
+async def test_flushing_a_port_that_is_no_targets_names_it(
     gateway: Gateway, target: FakeTarget
 ) -> None:
-    wrong = dataclasses.replace(gateway, target_maintenance=(target.address,))
-    async with http_client(wrong) as client:
-        assert (await client.post("/flush_cache")).status_code == 500
+    async with _maintenance(AdminHooks(drain=_drain)) as drafts:
+        for address, reason in ((target.address, "unimplemented"), (drafts, "prefix_cache_absent")):
+            wrong = dataclasses.replace(gateway, target_maintenance=(address,))
+            async with http_client(wrong) as client:
+                status, _, code, message = await error_of(await client.post("/flush_cache"))
+            assert (status, code) == (501, reason)
+            assert message.startswith(f"{address} is not the maintenance port of a target")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

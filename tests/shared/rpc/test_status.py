@@ -19,6 +19,7 @@ CLASSES = (
     errors.NotFound,
     errors.Cancelled,
     errors.DeadlineExceeded,
+    errors.Unimplemented,
     errors.EngineFailed,
 )
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=100)
