@@ -10,44 +10,37 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
-    CandidatesReady,
     Event,
     FeatureRows,
     LinkClosed,
     LinkOpened,
     LinkTerms,
-    Opening,
     Output,
     ProbeDone,
-    SequencesOpened,
 )
 from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.inbox import Inbox
+from services.draft.probe import probe_opening, probe_terms, resolve_probe
 from services.draft.recorder import DraftRecorder
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds
-from services.draft.worker import MAX_TREE_NODES
-from shared.errors import EngineFailed, QueueFull
+from shared.errors import OutriderError
 from shared.tokens import SamplingParams, TreeShape
 
-T = TypeVar("T")
 Deliver = Callable[[Output], None]
 
 MAX_WAITING_EVENTS = 4096
-
-_UNLIMITED_VOCAB = 2**31
 
 log = logging.getLogger(__name__)
 
 
 class DraftEngine:
-    """Owns the drafter, its thread, and the bounded queue into it."""
+    """Owns the drafter, its thread, and the bounded inbox of that thread."""
 
     def __init__(
         self,
@@ -77,14 +70,9 @@ class DraftEngine:
         )
         if fan_out.budget and drafter.foresight is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
-        self._max_waiting_events = max_waiting_events
-        self._wakeup = threading.Condition()
-        self._events: deque[Event] = deque()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._inbox = Inbox(max_waiting_events)
         self._outlets: dict[int, Deliver] = {}
-        self._futures: set[Future[Any]] = set()
         self._link_numbers = itertools.count(1)
-        self._is_stopping = False
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -110,9 +98,7 @@ class DraftEngine:
 
     def stop(self) -> None:
         """Ends the thread after the step in progress; waits for it."""
-        with self._wakeup:
-            self._is_stopping = True
-            self._wakeup.notify()
+        self._inbox.close()
         self._thread.join()
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
@@ -133,9 +119,7 @@ class DraftEngine:
     def close_link(self, link: int) -> None:
         """Ends a link with its sequences; nothing is delivered from then on. Never refused."""
         if self._outlets.pop(link, None) is not None:
-            with self._wakeup:
-                self._events.append(LinkClosed(link))
-                self._wakeup.notify()
+            self._inbox.put_regardless(LinkClosed(link))
 
     def submit(self, event: Event) -> None:
         """Queues an event.
@@ -143,14 +127,9 @@ class DraftEngine:
         Raises:
             QueueFull: the engine is too far behind; the link must be closed, because an event is
                 lost.
-            EngineFailed: the engine thread has died.
+            EngineFailed: the engine has died, or is stopping.
         """
-        with self._wakeup:
-            self._check_alive()
-            if len(self._events) >= self._max_waiting_events:
-                raise QueueFull.of(len(self._events), self._max_waiting_events)
-            self._events.append(event)
-            self._wakeup.notify()
+        self._inbox.put(event)
 
     def propose_once(
         self,
@@ -170,18 +149,14 @@ class DraftEngine:
         Raises:
             QueueFull, EngineFailed: see `submit`.
         """
-        future: Future[ProbeDone] = self._track(Future())
-        vocab_size = self._drafter.limits.vocab_size or _UNLIMITED_VOCAB
-        terms = LinkTerms(vocab_size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
-        link = self.open_link(terms, lambda output: _resolve_probe(future, output))
-        future.add_done_callback(lambda _: self.close_link(link))
-        opening = Opening(
-            0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
-        )
+        future: Future[ProbeDone] = self._inbox.promise()
+        terms = probe_terms(self._drafter.limits.vocab_size)
         try:
-            self.submit(SequencesOpened(link, (opening,)))
-        except QueueFull:
-            self.close_link(link)
+            link = self.open_link(terms, lambda output: resolve_probe(future, output))
+            future.add_done_callback(lambda _: self.close_link(link))
+            self.submit(probe_opening(link, token_ids, sampling, shape, features))
+        except OutriderError:
+            future.cancel()
             raise
         return future
 
@@ -197,7 +172,7 @@ class DraftEngine:
             for link in self._roster.links:
                 self._rounds.announce(link)
 
-        return self._call(replace)
+        return self._inbox.call(replace)
 
     @property
     def fan_out(self) -> FanOut:
@@ -206,38 +181,21 @@ class DraftEngine:
 
     def set_fan_out(self, fan_out: FanOut) -> Future[None]:
         """Replaces which verdicts are prepared for, between two forwards."""
-        return self._call(lambda: setattr(self._rounds, "fan_out", fan_out))
+        return self._inbox.call(lambda: setattr(self._rounds, "fan_out", fan_out))
 
     def flush_prefix_cache(self) -> Future[int]:
         """Drops unused cached state; resolves to the pages freed."""
-        return self._call(self._drafter.flush_prefix_cache)
+        return self._inbox.call(self._drafter.flush_prefix_cache)
 
     def gauges(self) -> Future[dict[str, float]]:
         """Resolves to live figures for operators."""
-        return self._call(
+        return self._inbox.call(
             lambda: {"sequence_count": float(len(self._roster)), **self._drafter.gauges()}
         )
 
     def check(self) -> Future[None]:
         """Asserts the drafter's invariants on the engine thread."""
-        return self._call(self._drafter.check)
-
-    def _call(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = self._track(Future())
-        with self._wakeup:
-            self._check_alive()
-            self._calls.append(lambda: _resolve(future, function))
-            self._wakeup.notify()
-        return future
-
-    def _track(self, future: Future[T]) -> Future[T]:
-        self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
-        return future
-
-    def _check_alive(self) -> None:
-        if self._has_failed or self._is_stopping:
-            raise EngineFailed.of()
+        return self._inbox.call(self._drafter.check)
 
     def _run(self) -> None:
         try:
@@ -248,54 +206,23 @@ class DraftEngine:
             # Losing the draft costs its targets speed, never a token; going on with state of
             # unknown soundness could cost more.
             log.exception("the draft engine failed")
-            with self._wakeup:
-                self._has_failed = True
+            self._has_failed = True
         finally:
-            for future in list(self._futures):
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineFailed.of())
+            self._inbox.close()
+            self._inbox.break_promises()
 
     def _take_in(self, *, wait: bool) -> bool:
         """Applies every queued event and call. False when the engine is to stop."""
-        with self._wakeup:
-            if wait:
-                self._wakeup.wait_for(self._is_woken)
-            events, self._events = self._events, deque()
-            calls, self._calls = self._calls, deque()
-        for event in events:
+        mail = self._inbox.take(wait=wait)
+        for event in mail.events:
             self._roster.apply(event)
             if isinstance(event, LinkOpened) and self._rounds.is_pinned:
                 self._rounds.announce(event.link)
-        for call in calls:
+        for call in mail.calls:
             call()
-        return not self._is_stopping
-
-    def _is_woken(self) -> bool:
-        return bool(self._events) or bool(self._calls) or self._is_stopping
+        return not self._inbox.is_closed
 
     def _deliver(self, output: Output) -> None:
         deliver = self._outlets.get(output.link)
         if deliver is not None:
             deliver(output)
-
-
-def _resolve(future: Future[T], function: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)
-
-
-def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:
-    """Candidates never come on a probe's link, announcements do; a refused probe comes back as
-    released."""
-    if isinstance(output, CandidatesReady):
-        return
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(output, ProbeDone):
-        future.set_result(output)
-    else:
-        future.set_result(ProbeDone(output.link, None, 0.0))

@@ -15,11 +15,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from services.draft.candidates import (
+    conditional_candidate,
+    current_candidate,
+    drop_unknown_tokens,
+    launched_candidate,
+)
 from services.draft.drafters.drafter import Drafter, Foresight, Proposal
 from services.draft.events import CandidatesReady, Output, ProbeDone
 from services.draft.fair_share import FairShare
 from services.draft.fan_out import SYNCHRONOUS, FanOut
-from services.draft.flight import Flight
 from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import EMPTY_TREE, Candidate, Condition, DraftReport, TokenTree, TreeShape
@@ -233,47 +238,9 @@ class Rounds:
         self, sequence: DraftSequence, tree: TokenTree, condition: Condition | None
     ) -> Candidate | None:
         """Returns the candidate; None when no verdict can make use of it."""
-        candidate = Candidate(
-            sequence_id=sequence.key.sequence_id,
-            round=sequence.round,
-            committed_token_count=sequence.num_tokens,
-            tree=tree,
-        )
         if condition is not None:
-            return self._conditional(candidate, sequence, condition)
+            return conditional_candidate(sequence, tree, condition)
         if not self._fan_out.budget or not tree.token_ids:
-            return candidate
-        candidate = replace(candidate, candidate_id=sequence.new_candidate_id())
-        assert candidate.candidate_id is not None
-        sequence.flight = Flight(candidate.candidate_id, tree)
+            return current_candidate(sequence, tree)
         self._roster.flying[sequence.key] = sequence
-        return candidate
-
-    def _conditional(
-        self, candidate: Candidate, sequence: DraftSequence, condition: Condition
-    ) -> Candidate | None:
-        is_known = condition.bonus_token_id < sequence.vocab_size
-        if sequence.flight is None or not is_known or not candidate.tree.token_ids:
-            return None
-        candidate_id = sequence.new_candidate_id()
-        named = sequence.flight.push(condition, candidate_id, candidate.tree)
-        return replace(candidate, condition=named, candidate_id=candidate_id)
-
-
-def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
-    """Returns the tree without tokens outside `[0, vocab_size)` and without their descendants.
-
-    A draft's vocabulary may be padded further than its target's.
-    """
-    if all(token < vocab_size for token in tree.token_ids):
-        return tree
-    kept: dict[int | None, int | None] = {None: None}
-    for node, parent in enumerate(tree.parent_indices):
-        if parent in kept and tree.token_ids[node] < vocab_size:
-            kept[node] = len(kept) - 1
-    nodes = [node for node in kept if node is not None]
-    return TokenTree(
-        tuple(tree.token_ids[node] for node in nodes),
-        tuple(kept[tree.parent_indices[node]] for node in nodes),
-        tuple(tree.log_probs[node] for node in nodes) if tree.log_probs else (),
-    )
+        return launched_candidate(sequence, tree)

@@ -10,15 +10,9 @@ from pathlib import Path
 
 from services.draft.algorithm import Algorithm
 from services.draft.fan_out import MAX_BUDGET, FanOut
+from services.draft.model_folders import DEMO_TARGET, default_model_folder
 from services.draft.settings_problems import settings_problems
-from services.draft.shapes import (
-    CHAIN_SHAPE,
-    NGRAM_DRAFT_TOKENS,
-    block_shape,
-    head_block_size,
-    head_shape,
-    mtp_shape,
-)
+from services.draft.shapes import MAX_TREE_DEPTH, model_shape, ngram_shape
 from shared.errors import SettingsError
 from shared.model_options import (
     AttentionBackend,
@@ -32,11 +26,6 @@ from shared.service_settings import DialingSettings
 from shared.settings import load_settings, setting
 from shared.tokens import TreeShape
 
-DEMO = Path(__file__).parents[2] / "shared" / "demo"
-DEMO_DRAFT = DEMO / "draft"
-DEMO_TARGET = DEMO / "target"
-DEMO_HEADS = DEMO / "heads"
-MAX_TREE_DEPTH = 32
 COMPILED_SEQUENCES = 32
 
 
@@ -184,14 +173,7 @@ class DraftSettings(DialingSettings):
         """Of a drafter that has a model."""
         if self.speculative_draft_model_path is not None:
             return self.speculative_draft_model_path
-        if (
-            self.algorithm is Algorithm.MTP
-            and self.target_folder.resolve() != DEMO_TARGET.resolve()
-        ):
-            # A model brings its own next-token layers.
-            return self.target_folder
-        is_head = self.algorithm.reads_features
-        return DEMO_HEADS / self.algorithm.value.lower() if is_head else DEMO_DRAFT
+        return default_model_folder(self.algorithm, self.target_folder)
 
     @property
     def target_folder(self) -> Path:
@@ -222,19 +204,17 @@ class DraftSettings(DialingSettings):
         steps, topk, tokens = self.given_shape
         if steps is not None and topk is not None and tokens is not None:
             return TreeShape(steps, topk, tokens)
-        if self.algorithm is Algorithm.DFLASH:
-            size = self.speculative_dflash_block_size or head_block_size(self.model_folder)
-            return block_shape(size)
-        if self.algorithm is Algorithm.MTP:
-            return mtp_shape(self.target_folder)
-        if self.algorithm.reads_features:
-            return head_shape(self.target_folder)
-        if self.algorithm is Algorithm.STANDALONE:
-            return CHAIN_SHAPE
-        return TreeShape(
-            num_steps=min(self.speculative_ngram_max_trie_depth - 1, MAX_TREE_DEPTH),
-            topk=self.speculative_ngram_max_bfs_breadth,
-            num_draft_tokens=tokens or NGRAM_DRAFT_TOKENS,
+        if self.algorithm is Algorithm.NGRAM:
+            return ngram_shape(
+                self.speculative_ngram_max_trie_depth,
+                self.speculative_ngram_max_bfs_breadth,
+                num_draft_tokens=tokens,
+            )
+        return model_shape(
+            self.algorithm,
+            self.model_folder,
+            self.target_folder,
+            block_size=self.speculative_dflash_block_size,
         )
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from services.draft.algorithm import Algorithm
 from shared.models.config_file import ConfigFile
 from shared.models.heads.block_size import read_block_size
 from shared.tokens import TreeShape
 
+MAX_TREE_DEPTH = 32
 CHAIN_SHAPE = TreeShape(num_steps=3, topk=1, num_draft_tokens=4)
 LLAMA_HEAD_SHAPE = TreeShape(num_steps=5, topk=4, num_draft_tokens=8)
 MIMO_SHAPE = TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
@@ -15,37 +17,52 @@ NGRAM_DRAFT_TOKENS = 12
 _WIDE_FAMILIES = ("Llama", "Grok")
 
 
-def head_shape(target_folder: Path) -> TreeShape:
-    """Returns the shape for a draft head of a target: a tree for Llama and Grok, else a chain.
+def ngram_shape(
+    max_trie_depth: int, max_breadth: int, *, num_draft_tokens: int | None
+) -> TreeShape:
+    """Returns the shape of n-gram trees, which are as deep and as wide as the trie allows."""
+    return TreeShape(
+        num_steps=min(max_trie_depth - 1, MAX_TREE_DEPTH),
+        topk=max_breadth,
+        num_draft_tokens=num_draft_tokens or NGRAM_DRAFT_TOKENS,
+    )
+
+
+def model_shape(
+    algorithm: Algorithm, model_folder: Path, target_folder: Path, *, block_size: int | None
+) -> TreeShape:
+    """Returns the shape of an algorithm that has a model.
+
+    Args:
+        block_size: of a DFLASH head; None takes the checkpoint's.
 
     Raises:
-        CheckpointError: the folder has no readable config.json.
+        CheckpointError: a head's shape depends on a config.json that is not readable.
     """
+    if algorithm is Algorithm.DFLASH:
+        return _block_shape(block_size or _head_block_size(model_folder))
+    if algorithm is Algorithm.MTP:
+        return _mtp_shape(target_folder)
+    return _head_shape(target_folder) if algorithm.reads_features else CHAIN_SHAPE
+
+
+def _head_shape(target_folder: Path) -> TreeShape:
+    """A tree for heads of Llama and Grok, else a chain."""
     is_wide = _is_of(target_folder, _WIDE_FAMILIES)
     return LLAMA_HEAD_SHAPE if is_wide else CHAIN_SHAPE
 
 
-def mtp_shape(target_folder: Path) -> TreeShape:
-    """Returns the shape for the next-token layers of a target: one step for MiMo, whose layer was
-    trained for one, else that of any head.
-
-    Raises:
-        CheckpointError: the folder has no readable config.json.
-    """
-    return MIMO_SHAPE if _is_of(target_folder, ("MiMo",)) else head_shape(target_folder)
+def _mtp_shape(target_folder: Path) -> TreeShape:
+    """One step for MiMo, whose layer was trained for one, else that of any head."""
+    return MIMO_SHAPE if _is_of(target_folder, ("MiMo",)) else _head_shape(target_folder)
 
 
-def block_shape(block_size: int) -> TreeShape:
-    """Returns the chain over a whole block."""
+def _block_shape(block_size: int) -> TreeShape:
+    """The chain over a whole block."""
     return TreeShape(num_steps=block_size - 1, topk=1, num_draft_tokens=block_size)
 
 
-def head_block_size(folder: Path) -> int:
-    """Returns the block size a DFlash head was trained with.
-
-    Raises:
-        CheckpointError: the folder has no readable config.json, or the size is out of range.
-    """
+def _head_block_size(folder: Path) -> int:
     return read_block_size(ConfigFile.read(folder / "config.json"))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.draft.settings import DEMO_DRAFT
+from services.draft.model_folders import DEMO_DRAFT
 from services.target.settings import DEMO_MODEL
 from shared.errors import OutriderError
 from shared.tokens import TreeShape

@@ -22,8 +22,9 @@ from pathlib import Path
 from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.engine import DraftEngine
+from services.draft.model_folders import DEMO, DEMO_TARGET
 from services.draft.sequence import DraftSequence
-from services.draft.settings import DEMO, DEMO_TARGET, DraftSettings
+from services.draft.settings import DraftSettings
 from services.draft.training.texts import TextReader
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from services.draft.settings import DEMO_TARGET
+from services.draft.model_folders import DEMO_TARGET
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
 from tests.helpers.served import Target, serving_target

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.events import (
@@ -24,7 +25,7 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.roster import Roster
-from services.draft.rounds import Rounds, drop_unknown_tokens
+from services.draft.rounds import Rounds
 from services.draft.sequence import SequenceKey
 from shared.ngram.index import NgramOptions
 from shared.tokens import (
