@@ -1,0 +1,195 @@
+"""Rejection of tokens that a draft drew, one by one, from laws it hands over.
+
+A *chain* has one row for its root and one for each node; row i predicts the token of node i, and
+the last row, the *leaf*, the token after the chain. The target's law of a row is that after the
+row's own path, and the draft's law of a row is the one that the next node's token was drawn from:
+truncated, penalised and rounded as it was when the token was drawn. With any other law the output
+is not the target's.
+
+Such a chain may be shortened by depth, and after a node for what the path down to that node says.
+Whether a node is verified must never depend on its own token: that would favour some tokens.
+
+Rows of several chains lie one after another: R rows, N nodes, S chains, V tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shared.speculation.noise import fresh_coins, fresh_seeds
+from shared.speculation.verify import AcceptedPath, coupled_draw
+from shared.tokens import TokenTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnChain(TokenTree):
+    """A chain whose tokens were drawn with randomness that nothing else has seen.
+
+    Attributes:
+        draft_log_probs: `[N, V]` float32, for each node the log of the law its token was drawn
+            from; -inf for tokens it could not be.
+    """
+
+    draft_log_probs: Tensor = field(compare=False)
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], draft_log_probs: Tensor) -> DrawnChain:
+        """Returns the chain of these tokens."""
+        assert len(draft_log_probs) == len(token_ids), "a node has one law"
+        parents = TokenTree.chain(token_ids).parent_indices
+        return cls(tuple(token_ids), parents, draft_log_probs=draft_log_probs)
+
+    def only(self, nodes: Sequence[int]) -> DrawnChain:
+        """Returns the first nodes; a drawn chain is cut by depth alone."""
+        count = len(nodes)
+        assert list(nodes) == list(range(count)), f"nodes {list(nodes)} are no depth of a chain"
+        return DrawnChain.of(self.token_ids[:count], self.draft_log_probs[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLaws:
+    """The laws of some chains.
+
+    Attributes:
+        target_probs: `[R, V]` float64, normalised.
+        draft_probs: `[R, V]` float64, normalised; a leaf's row is 0.
+        token_ids: `[N]` int64, of the nodes.
+        lengths: nodes of each chain.
+    """
+
+    target_probs: Tensor
+    draft_probs: Tensor
+    token_ids: Tensor
+    lengths: Sequence[int]
+
+    @classmethod
+    def of(cls, log_probs: Tensor, chains: Sequence[DrawnChain]) -> ChainLaws:
+        """Normalises the laws in float64: a token is drawn from its law whatever it sums to.
+
+        Args:
+            log_probs: `[R, V]` float32, the target's; on the device of the draft's.
+        """
+        lengths = [len(chain) for chain in chains]
+        token_ids = [token for chain in chains for token in chain.token_ids]
+        draft = torch.cat([chain.draft_log_probs for chain in chains]).to(torch.float64)
+        assert log_probs.shape == (len(draft) + len(chains), draft.shape[1]), (
+            f"{len(draft)} laws over {draft.shape[1]} tokens for rows {tuple(log_probs.shape)}"
+        )
+        target_probs = log_probs.to(torch.float64).softmax(-1)
+        above = torch.tensor(_rows_above_nodes(lengths), device=log_probs.device)
+        return cls(
+            target_probs,
+            torch.zeros_like(target_probs).index_copy_(0, above, draft.softmax(-1)),
+            torch.tensor(token_ids, device=log_probs.device),
+            lengths,
+        )
+
+    def rows_above_nodes(self) -> Tensor:
+        """Returns `[N]` int64, the row that predicts each node."""
+        return torch.tensor(_rows_above_nodes(self.lengths), device=self.target_probs.device)
+
+    def ratios(self) -> Tensor:
+        """Returns `[N]` float64, target over draft probability of each node's token; NaN where
+        the draft's law has no such token."""
+        rows = self.rows_above_nodes()
+        draft_probs = self.draft_probs[rows, self.token_ids]
+        ratios = self.target_probs[rows, self.token_ids] / draft_probs
+        return ratios.masked_fill(draft_probs == 0.0, torch.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRows:
+    """What a rule makes of the laws.
+
+    Attributes:
+        thresholds: `[N]` float64 in [0, 1]; a node passes when its coin is below.
+        residuals: `[R, V]` float64, the bonus token's law if the chain is left at that row. Not
+            normalised; never empty, and only of tokens that the target may draw there.
+    """
+
+    thresholds: Tensor
+    residuals: Tensor
+
+    @classmethod
+    def of(cls, laws: ChainLaws, thresholds: Tensor, residuals: Tensor) -> ChainRows:
+        """Fills rows that nothing is left of. There the two laws are equal, so that the chain is
+        not left there but for rounding."""
+        is_empty = residuals.sum(-1, keepdim=True) == 0.0
+        return cls(thresholds, torch.where(is_empty, laws.target_probs, residuals))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRule:
+    """A rule of verification.
+
+    Attributes:
+        rows: thresholds and residuals.
+        num_accepted: nodes that are accepted, by whether each one's coin passes.
+    """
+
+    rows: Callable[[ChainLaws], ChainRows]
+    num_accepted: Callable[[Sequence[bool]], int]
+
+
+def rejection_rows(laws: ChainLaws) -> ChainRows:
+    """Accepts a token with the ratio of its probabilities; else draws from what the draft's law
+    lacks of the target's.
+
+    Source: Leviathan, Kalman, Matias, arXiv 2211.17192, algorithm 1; Chen et al.,
+    arXiv 2302.01318, algorithm 2.
+    """
+    residuals = (laws.target_probs - laws.draft_probs).clamp_min_(0.0)
+    return ChainRows.of(laws, laws.ratios().clamp_max(1.0), residuals)
+
+
+def num_before_first_refusal(passes: Sequence[bool]) -> int:
+    """Returns how many pass before one does not."""
+    return len(list(itertools.takewhile(bool, passes)))
+
+
+REJECTION = ChainRule(rejection_rows, num_before_first_refusal)
+
+
+def accept_chains(
+    log_probs: Tensor,
+    chains: Sequence[DrawnChain],
+    rule: ChainRule,
+    generator: torch.Generator,
+) -> list[AcceptedPath]:
+    """Decides chains, none of them empty. Waits for the device once, for its results.
+
+    A coin is never 0 or 1 and a residual holds tokens of the target alone, so that no rounding
+    commits a token that the target forbids.
+
+    Args:
+        log_probs: `[R, V]` float32, the target's, see `distributions.target_log_probs`.
+        generator: of the host; the source of fresh randomness. Not that of the draft.
+    """
+    rows = rule.rows(ChainLaws.of(log_probs, chains))
+    seeds = fresh_seeds(len(log_probs), generator).to(log_probs.device)
+    residual_log_probs = rows.residuals.log().to(torch.float32)
+    drawn = coupled_draw(residual_log_probs, seeds, torch.zeros_like(seeds))
+    # One transfer instead of two: token ids are exact in float64.
+    packed = torch.cat((rows.thresholds, drawn.to(torch.float64))).tolist()
+    num_nodes = len(rows.thresholds)
+    thresholds, bonuses = packed[:num_nodes], packed[num_nodes:]
+    assert all(each == each for each in thresholds), "a token that its law cannot have drawn"
+    coins = fresh_coins(num_nodes, generator)
+    passes = [coin < bar for coin, bar in zip(coins, thresholds, strict=True)]
+    paths: list[AcceptedPath] = []
+    node = row = 0
+    for chain in chains:
+        count = rule.num_accepted(passes[node : node + len(chain)])
+        paths.append(AcceptedPath(tuple(range(count)), int(bonuses[row + count])))
+        node, row = node + len(chain), row + len(chain) + 1
+    return paths
+
+
+def _rows_above_nodes(lengths: Sequence[int]) -> list[int]:
+    starts = itertools.accumulate((length + 1 for length in lengths), initial=0)
+    return [start + place for start, n in zip(starts, lengths, strict=False) for place in range(n)]
