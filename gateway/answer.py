@@ -10,12 +10,13 @@ from typing import Self
 
 from gateway.choice import Choice
 from gateway.field_names import client_names
+from gateway.flight import Flight
 from gateway.generation import Delta, Event, Failed, Finished, PromptScored, Started
 from gateway.inbox import Aborted, ClientGone, Inbox
 from gateway.limits import RequestLimits
 from gateway.open_answers import OpenAnswers
 from gateway.plan import Plan
-from gateway.pool import Flight, TargetPool
+from gateway.pool import TargetPool
 from gateway.quota import current_quota
 from gateway.request_record import RequestRecord
 from shared.text.tokenizer import Tokenizer

@@ -1,5 +1,6 @@
-"""The gateway's routes. One request walks: here → `plan.py` → `answer.py` → `pool.py` →
-`targets.py`, and back through `choice.py` into `chunks.py` (streams) or `bodies.py` (whole)."""
+"""The gateway's routes. One request walks: here → `planner.py` → `answer.py` → `pool.py` →
+`target_session.py`, and back through `inbox.py` and `choice.py` into `chunks.py` (streams) or
+`bodies.py` (whole)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages and tools of a chat, as chat templates read them."""
+"""The prompt of a chat: its messages and tools as chat templates read them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.limits import RequestLimits
 from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
 from gateway.refusals import refuse_unimplemented_message
 from gateway.schema import ChatCompletionRequest, ChatMessage, NamedTool, ToolCall
+from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 
 
@@ -40,14 +42,47 @@ def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
     return toolbox
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def chat_text(
+    body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, limits: RequestLimits
+) -> str:
+    """Returns the prompt of a chat, as the model's template writes it.
+
+    Raises:
+        InvalidArgument: there is no template, or it refuses the messages.
+    """
+    if not body.messages:
+        raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
+    if text.template is None:
+        message = "the model has no chat template; use /v1/completions"
+        raise InvalidArgument.of("CHAT_TEMPLATE_MISSING", "messages", message)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    template = text.template
+    if body.chat_template is not None:
+        limits.check_template(body.chat_template)
+        template = template.replaced(body.chat_template)
+    messages = _template_messages(body.messages)
+    if toolbox is not None:
+        text.style.check_tools()
+        variables["tools"] = [tool.definition for tool in toolbox.tools]
+        if not template.reads_tools:
+            messages = _with_tools_prompt(messages, toolbox)
+    return template.render(
+        messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=variables,
+    )
+
+
+def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Raises:
     InvalidArgument: a message needs media, or has calls without JSON arguments.
     """
     return [_template_message(index, message) for index, message in enumerate(messages)]
 
 
-def with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:
+def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:
     """Returns the messages with the tools told in the system message."""
     prompt = tools_prompt(toolbox.tools)
     if messages and messages[0]["role"] == "system":

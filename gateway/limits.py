@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shared.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +34,49 @@ class RequestLimits:
     max_stop_characters: int = 1024
     max_unread_tokens: int = 8192
     request_timeout_s: float | None = None
+
+    def check_prompts(self, num_prompts: int) -> None:
+        """Raises:
+        InvalidArgument: a completion has none, or too many.
+        """
+        if not 1 <= num_prompts <= self.max_prompts:
+            message = f"prompt holds {num_prompts} prompts; it must hold [1, {self.max_prompts}]"
+            raise InvalidArgument.of("PROMPTS_OUT_OF_RANGE", "prompt", message)
+
+    def check_choices(self, num_choices: int, num_prompts: int) -> None:
+        """Raises:
+        InvalidArgument: more is asked for than one request may.
+        """
+        if not 1 <= num_choices <= self.max_choices:
+            raise InvalidArgument.out_of_range("n", num_choices, f"[1, {self.max_choices}]")
+        if num_choices * num_prompts > self.max_generations:
+            message = (
+                f"the request asks for {num_choices} choices of {num_prompts} prompts; "
+                f"n times prompts must be at most {self.max_generations}"
+            )
+            raise InvalidArgument.of("CHOICES_OUT_OF_RANGE", "n", message)
+
+    def check_stop_strings(self, stops: Sequence[str]) -> None:
+        """Raises:
+        InvalidArgument: there are too many, or one is empty or too long.
+        """
+        if len(stops) > self.max_stop_strings:
+            message = f"stop has {len(stops)}; at most {self.max_stop_strings} strings"
+            raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
+        for stop in stops:
+            if not 1 <= len(stop) <= self.max_stop_characters:
+                limit = f"[1, {self.max_stop_characters}]"
+                message = f"a stop string has {len(stop)} characters; it must have {limit}"
+                raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
+
+    def check_template(self, source: str) -> None:
+        """Raises:
+        InvalidArgument: requests may bring no template, or none so long.
+        """
+        limit = self.max_template_characters
+        if limit == 0:
+            message = "chat_template is refused: this gateway takes no templates from requests"
+            raise InvalidArgument.of("REQUEST_TEMPLATES_OFF", "chat_template", message)
+        if len(source) > limit:
+            message = f"chat_template has {len(source):,} characters; it may have {limit:,}"
+            raise InvalidArgument.of("CHAT_TEMPLATE_TOO_LARGE", "chat_template", message)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.generation import (
-    Delta,
-    Event,
-    Failed,
-    Generation,
-    PromptScored,
-    Started,
-    TargetModel,
-    TargetState,
-)
-from gateway.targets import LinkTiming, TargetLink
+from gateway.flight import Deliver, Flight
+from gateway.generation import Failed, Generation, TargetModel, TargetState
+from gateway.target_link import LinkTiming, TargetLink
+from gateway.waiting_room import WaitingRoom
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 from shared.tls import ClientTls
-
-Deliver = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,70 +32,12 @@ class PoolSettings:
     tls: ClientTls | None = None
 
 
-class Flight:
-    """One generation on its way: on a target, waiting for one, or over.
-
-    Until the first event arrives it may move to another target; after that its tokens may have
-    been sent on, and a failure is final.
-
-    Attributes:
-        tried: targets that refused or lost it, each with its `epoch` at that time.
-        wait_until_s: event loop time at which waiting ends; None before it first waited.
-    """
-
-    def __init__(
-        self, pool: TargetPool, generation: Generation, name: str, deliver: Deliver
-    ) -> None:
-        self.generation = generation
-        self.name = name
-        self.tried: set[tuple[str, int]] = set()
-        self.wait_until_s: float | None = None
-        self._pool = pool
-        self._deliver = deliver
-        self._placed: tuple[TargetLink, int] | None = None
-        self._has_started = False
-        self._is_over = False
-
-    def place(self, link: TargetLink) -> None:
-        """Raises:
-        OutriderError: the link does not take it.
-        """
-        self.tried.add((link.address, link.epoch))
-        self._placed = (link, link.submit(self.generation, self.receive))
-
-    def receive(self, event: Event) -> None:
-        """Takes an event from the link, or from the pool that gave up."""
-        if isinstance(event, Failed) and event.may_retry and not self._has_started:
-            self._placed = None
-            self._pool.place_again(self, event.error)
-            return
-        self._has_started = True
-        self._is_over = not isinstance(event, (Delta, Started, PromptScored))
-        self._deliver(event)
-
-    def cancel(self) -> None:
-        """Ends interest in the generation; does nothing when it is over."""
-        if self._is_over:
-            return
-        self._is_over = True
-        if self._placed is not None:
-            link, request_id = self._placed
-            link.cancel(request_id)
-        self._pool.forget(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    error: OutriderError
-    timer: asyncio.TimerHandle
-
-
 class TargetPool:
     """Picks the target with the fewest reserved tokens; keeps those that wait for one."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._waiting: dict[Flight, _Waiting] = {}
+        self._waiting = WaitingRoom(settings.retry_window_s, self._give_up)
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(
@@ -198,21 +131,11 @@ class TargetPool:
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
             flight.receive(Failed(error))
             return
-        self._wait(flight, error)
+        self._waiting.enter(flight, error)
 
     def forget(self, flight: Flight) -> None:
         """Drops a flight that was cancelled."""
-        waiting = self._waiting.pop(flight, None)
-        if waiting is not None:
-            waiting.timer.cancel()
-
-    def _wait(self, flight: Flight, error: OutriderError) -> None:
-        """Keeps the flight until a target appears; the window counts from its first wait."""
-        loop = asyncio.get_running_loop()
-        if flight.wait_until_s is None:
-            flight.wait_until_s = loop.time() + self._settings.retry_window_s
-        timer = loop.call_at(flight.wait_until_s, self._give_up, flight)
-        self._waiting[flight] = _Waiting(error, timer)
+        self._waiting.leave(flight)
 
     def _pick(self, flight: Flight) -> TargetLink | None:
         usable = (link for link in self.links if self._takes(link, flight))
@@ -232,13 +155,11 @@ class TargetPool:
     def _on_change(self) -> None:
         if not any(link.state is TargetState.SERVING for link in self.links):
             return
-        waiting, self._waiting = self._waiting, {}
-        for flight, each in waiting.items():
-            each.timer.cancel()
-            self.place_again(flight, each.error)
+        for flight, error in self._waiting.empty():
+            self.place_again(flight, error)
 
-    def _give_up(self, flight: Flight) -> None:
-        flight.receive(Failed(self._waiting.pop(flight).error))
+    def _give_up(self, flight: Flight, error: OutriderError) -> None:
+        flight.receive(Failed(error))
 
     def _no_target(self) -> Unavailable:
         reasons = "; ".join(f"{link.address} is {link.state.value}" for link in self.links)

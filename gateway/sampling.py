@@ -15,6 +15,7 @@ T = TypeVar("T")
 _SEED_LIMIT = 2**63
 _MAX_TREE_STEPS = 32
 _MAX_ALGORITHM_CHARACTERS = 64
+_PRIORITY_LIMIT = 2**31
 
 
 def sampling_params(
@@ -96,18 +97,6 @@ def check_algorithm(speculation: Speculation) -> str | None:
     return name.upper()
 
 
-def _check_token_ids(
-    field: str, token_ids: list[int] | dict[int, float], model: TargetModel
-) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < model.vocab_size:
-            raise InvalidArgument.out_of_range(field, token_id, f"[0, {model.vocab_size})")
-
-
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
 def check_num_steps(speculation: Speculation) -> int | None:
     """Returns the depth of draft trees that a request sets.
 
@@ -119,3 +108,27 @@ def check_num_steps(speculation: Speculation) -> int | None:
         limits = f"[1, {_MAX_TREE_STEPS}]"
         raise InvalidArgument.out_of_range("speculation.num_steps", num_steps, limits)
     return num_steps
+
+
+def check_priority(priority: int | None) -> int:
+    """Returns whose turn it is; 0 where nothing is said.
+
+    Raises:
+        InvalidArgument: it does not fit the wire.
+    """
+    priority = priority or 0
+    if not -_PRIORITY_LIMIT <= priority < _PRIORITY_LIMIT:
+        raise InvalidArgument.out_of_range("priority", priority, "[-2^31, 2^31)")
+    return priority
+
+
+def _check_token_ids(
+    field: str, token_ids: list[int] | dict[int, float], model: TargetModel
+) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < model.vocab_size:
+            raise InvalidArgument.out_of_range(field, token_id, f"[0, {model.vocab_size})")
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -10,7 +10,8 @@ from gateway.answer import Answer, Setting
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
-from gateway.plan import Plan, Planner
+from gateway.plan import Plan
+from gateway.planner import Planner
 from gateway.pool import TargetPool
 from gateway.quota import Quotas
 from gateway.request_record import RequestRecord

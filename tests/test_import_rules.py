@@ -53,7 +53,7 @@ TORCH = ("torch", "triton", "transformers")
 # Files that may see protobuf and grpc: the rest deals in dataclasses.
 WIRE = ("grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "shared.pb")
 WIRE_PREFIXES = ("shared.rpc", "shared.pb")
-WIRE_NAMES = ("attach_client", "targets", "probe", "process", "__main__")
+WIRE_NAMES = ("attach_client", "target_link", "target_session", "probe", "process", "__main__")
 WIRE_SUFFIXES = ("_service", "_messages", "_codec")
 
 Sources = Mapping[str, str]

@@ -12,7 +12,8 @@ from gateway.generation import TargetModel
 from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoice
 from gateway.messages.turns import chat_messages
 from gateway.output.style import OutputStyle, ReasoningParser
-from gateway.plan import Plan, Planner
+from gateway.plan import Plan
+from gateway.planner import Planner
 from gateway.refusals import (
     KnownFields,
     refuse_rounds,

@@ -10,7 +10,8 @@ from typing import TypeVar
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
 from gateway.native.schema import GenerateRequest, NativeSampling
-from gateway.plan import Plan, Planner
+from gateway.plan import Plan
+from gateway.planner import Planner
 from gateway.refusals import KnownFields, unimplemented
 from gateway.schema import CompletionRequest
 from shared.errors import InvalidArgument

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from gateway.native.schema import AbortRequest
 from gateway.serving import Gateway
-from gateway.targets import TargetLink
+from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.rpc.admin_client import flush_prefix_cache
 

@@ -9,7 +9,8 @@ from typing import Literal
 from gateway.constraints import json_schema_format
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
-from gateway.plan import Plan, Planner
+from gateway.plan import Plan
+from gateway.planner import Planner
 from gateway.refusals import KnownFields, refuse_rounds, unimplemented
 from gateway.responses.input import chat_messages
 from gateway.responses.schema import NamedFunction, ResponsesRequest

@@ -22,7 +22,7 @@ SHORT = {**CHAT, "max_tokens": 6, "ignore_eos": True}
 # Who may ask for the time of day, and what for: nobody waits or measures by it.
 WALL_CLOCK = {
     "gateway/__main__.py": "start time, shown",
-    "gateway/plan.py": "`created` of an answer",
+    "gateway/planner.py": "`created` of an answer",
     "gateway/responses/answer.py": "`created_at` of an answer",
     "gateway/text/chat_template.py": "`strftime_now` of templates",
     "services/certs.py": "validity of certificates",

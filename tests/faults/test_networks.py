@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.pool import PoolSettings, TargetPool
-from gateway.targets import LinkTiming
+from gateway.target_link import LinkTiming
 from shared.rpc import options
 from tests.gateway.driving import eventually
 from tests.helpers.fake_target import FakeTarget

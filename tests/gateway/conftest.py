@@ -21,12 +21,13 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
 from gateway.quota import Quotas
-from gateway.targets import LinkTiming
+from gateway.target_link import LinkTiming
 from gateway.text.model_text import ModelText
 from shared.rpc.lifecycle import Lifecycle
 from shared.text.tokenizer import Tokenizer
 from shared.tokenizer_files import tokenizer_sha256
 from tests.gateway.driving import MakeGateway, eventually, http_client
+from tests.gateway.thinking_model import thinking_model
 from tests.helpers.fake_target import FakeTarget
 
 CHAT_TEMPLATE = (
@@ -72,6 +73,11 @@ def sha256(model_folder: Path) -> str:
 @pytest.fixture(scope="session")
 def text(model_folder: Path) -> ModelText:
     return ModelText.read(model_folder)
+
+
+@pytest.fixture(scope="session")
+def thinking_text(text: ModelText) -> ModelText:
+    return thinking_model(text)
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,12 @@ def http_client(gateway: Gateway) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
+async def post(gateway: Gateway, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Sends one request, without a socket."""
+    async with http_client(gateway) as client:
+        return await client.post(path, json=body)
+
+
 async def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return await tokenizer.encode(text, add_special_tokens=False)
 

@@ -14,7 +14,7 @@ from gateway.app import Gateway, create_app
 from gateway.generation import TargetState
 from gateway.http_server import HttpServer
 from gateway.pool import PoolSettings, TargetPool
-from gateway.targets import LinkTiming
+from gateway.target_link import LinkTiming
 from services.certs import CertFolder
 from shared.tls import ClientTls, ServerTls
 from tests.gateway.driving import CHAT, eventually

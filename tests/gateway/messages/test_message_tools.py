@@ -9,41 +9,23 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
-from gateway.text.chat_template import ChatTemplate
+from gateway.output.style import OutputStyle, ToolCallParser
 from gateway.text.model_text import ModelText
 from shared.rpc.grammar import grammar_from_message
-from tests.gateway.driving import MESSAGES, MakeGateway, http_client, say
+from tests.gateway.driving import MESSAGES, MakeGateway, post, say
 from tests.gateway.messages.test_messages import anthropic_error, named_events
+from tests.gateway.thinking_model import OUTPUT, SCHEMA
 from tests.helpers.fake_target import FakeTarget
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"name": "weather", "input_schema": SCHEMA}, {"name": "now"}]
 BODY = {"model": "fake", "max_tokens": 400, "messages": MESSAGES, "tools": TOOLS}
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern \\"{"}}</tool_call>'
-OUTPUT = f'<think>the fox</think>I ask.{CALL}<tool_call>{{"name": "now"}}</tool_call>'
-TEMPLATE = (
-    "{{ enable_thinking }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.reasoning_content %}#{{ m.reasoning_content }}{% endif %}"
-    "{% for c in m.tool_calls %}({{ c.id }} {{ c.function.name }} {{ c.function.arguments.city }})"
-    "{% endfor %}{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
-    "{{ tools | length if tools else 0 }}"
-)
 THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-
-
-@pytest.fixture
-def tool_text(text: ModelText) -> ModelText:
-    style = OutputStyle(ToolCallParser.HERMES, ReasoningParser.QWEN3)
-    return replace(text, style=style, template=ChatTemplate(TEMPLATE, {}))
 
 
 async def _post(
     make_gateway: MakeGateway, target: FakeTarget, text: ModelText, body: dict[str, Any]
 ) -> httpx.Response:
-    gateway = await make_gateway(target, text=text)
-    async with http_client(gateway) as client:
-        return await client.post("/v1/messages", json=body)
+    return await post(await make_gateway(target, text=text), "/v1/messages", body)
 
 
 def _blocks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,35 +59,35 @@ def _shapes(blocks: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("per_step", [1, 4])
 async def test_blocks_are_the_same_whole_and_streamed(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText, per_step: int
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText, per_step: int
 ) -> None:
-    await say(target, tool_text.tokenizer, OUTPUT, per_step=per_step)
+    await say(target, thinking_text.tokenizer, OUTPUT, per_step=per_step)
     body = {**BODY, **THINKING}
-    whole = (await _post(make_gateway, target, tool_text, body)).json()
+    whole = (await _post(make_gateway, target, thinking_text, body)).json()
     assert [block["type"] for block in whole["content"]] == [
         "thinking", "text", "tool_use", "tool_use",
     ]  # fmt: skip
     assert _shapes(whole["content"]) == ["the fox", "I ask.", {"city": 'Bern "{'}, {}]
     assert [block.get("name") for block in whole["content"][2:]] == ["weather", "now"]
     assert whole["stop_reason"] == "tool_use"
-    response = await _post(make_gateway, target, tool_text, {**body, "stream": True})
+    response = await _post(make_gateway, target, thinking_text, {**body, "stream": True})
     events = named_events(response.content)
     assert _shapes(_blocks(events)) == _shapes(whole["content"])
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
 async def test_thoughts_are_not_shown_unless_asked_for(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
-    await say(target, tool_text.tokenizer, OUTPUT)
-    whole = (await _post(make_gateway, target, tool_text, BODY)).json()
+    await say(target, thinking_text.tokenizer, OUTPUT)
+    whole = (await _post(make_gateway, target, thinking_text, BODY)).json()
     assert whole["content"][0]["type"] == "text"
     prompt = list(target.submits[-1].request.prompt_token_ids)
-    assert tool_text.tokenizer.decode(prompt).startswith("False")
+    assert thinking_text.tokenizer.decode(prompt).startswith("False")
 
 
 async def test_calls_results_and_thoughts_reach_the_template(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
     messages = [
         {"role": "user", "content": "a"},
@@ -125,9 +107,11 @@ async def test_calls_results_and_thoughts_reach_the_template(
             ],
         },
     ]
-    await _post(make_gateway, target, tool_text, {**BODY, "messages": messages, "max_tokens": 1})
+    await _post(
+        make_gateway, target, thinking_text, {**BODY, "messages": messages, "max_tokens": 1}
+    )
     prompt = list(target.submits[-1].request.prompt_token_ids)
-    assert tool_text.tokenizer.decode(prompt, skip_special_tokens=False) == (
+    assert thinking_text.tokenizer.decode(prompt, skip_special_tokens=False) == (
         "False<|user|>a<|assistant|>b#hm(t1 weather Bern)<|tool|>rain=t1<|user|>and?2"
     )
 
@@ -143,12 +127,12 @@ async def test_calls_results_and_thoughts_reach_the_template(
 async def test_choice_becomes_a_grammar(
     make_gateway: MakeGateway,
     target: FakeTarget,
-    tool_text: ModelText,
+    thinking_text: ModelText,
     choice: dict[str, Any],
     num_tags: int,
     is_single: bool,
 ) -> None:
-    text = replace(tool_text, style=OutputStyle(ToolCallParser.HERMES))
+    text = replace(thinking_text, style=OutputStyle(ToolCallParser.HERMES))
     await _post(make_gateway, target, text, {**BODY, "tool_choice": choice, "max_tokens": 1})
     grammar = grammar_from_message(target.submits[-1].request.grammar)
     tag = json.loads(grammar.text)["format"]

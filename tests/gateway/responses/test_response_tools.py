@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
-from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
-from tests.gateway.driving import MakeGateway, error_of, http_client, say
+from tests.gateway.driving import MakeGateway, error_of, post, say
 from tests.gateway.responses.test_responses import typed_events
+from tests.gateway.thinking_model import ARGUMENTS, OUTPUT, SCHEMA
 from tests.helpers.fake_target import FakeTarget
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False},
     {"type": "function", "name": "now", "description": "the time"},
 ]
 BODY = {"model": "fake", "input": "then", "tools": TOOLS}
-ARGUMENTS = '{"city": "Bern \\"{"}'
-OUTPUT = (
-    f'<think>the fox</think>I ask.<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}'
-    '</tool_call><tool_call>{"name": "now"}</tool_call>'
-)
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.reasoning_content %}#{{ m.reasoning_content }}{% endif %}"
-    "{% for c in m.tool_calls %}({{ c.id }} {{ c.function.name }} {{ c.function.arguments.city }})"
-    "{% endfor %}{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
-    "{{ tools | length if tools else 0 }}"
-)
-
-
-@pytest.fixture
-def tool_text(text: ModelText) -> ModelText:
-    style = OutputStyle(ToolCallParser.HERMES, ReasoningParser.QWEN3)
-    return replace(text, style=style, template=ChatTemplate(TEMPLATE, {}))
 
 
 async def _post(
     make_gateway: MakeGateway, target: FakeTarget, text: ModelText, body: dict[str, Any]
 ) -> httpx.Response:
-    gateway = await make_gateway(target, text=text)
-    async with http_client(gateway) as client:
-        return await client.post("/v1/responses", json=body)
+    return await post(await make_gateway(target, text=text), "/v1/responses", body)
 
 
 def _shapes(items: list[Any]) -> list[Any]:
@@ -58,10 +35,10 @@ def _shapes(items: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("per_step", [1, 4])
 async def test_items_are_the_same_whole_and_streamed(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText, per_step: int
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText, per_step: int
 ) -> None:
-    await say(target, tool_text.tokenizer, OUTPUT, per_step=per_step)
-    whole = (await _post(make_gateway, target, tool_text, BODY)).json()
+    await say(target, thinking_text.tokenizer, OUTPUT, per_step=per_step)
+    whole = (await _post(make_gateway, target, thinking_text, BODY)).json()
     kinds = ["reasoning", "message", "function_call", "function_call"]
     assert [item["type"] for item in whole["output"]] == kinds
     assert _shapes(whole["output"]) == ["the fox", "I ask.", ARGUMENTS, "{}"]
@@ -69,7 +46,7 @@ async def test_items_are_the_same_whole_and_streamed(
     assert {item["status"] for item in whole["output"]} == {"completed"}
     assert [tool["name"] for tool in whole["tools"]] == ["weather", "now"]
     assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-    response = await _post(make_gateway, target, tool_text, {**BODY, "stream": True})
+    response = await _post(make_gateway, target, thinking_text, {**BODY, "stream": True})
     events = typed_events(response.content)
     done = [each.item for each in events if each.type == "response.output_item.done"]
     assert [item.type for item in done] == kinds
@@ -91,7 +68,7 @@ async def test_items_are_the_same_whole_and_streamed(
 
 
 async def test_calls_outputs_and_reasoning_reach_the_template(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
     items = [
         {"role": "user", "content": "a"},
@@ -102,19 +79,19 @@ async def test_calls_outputs_and_reasoning_reach_the_template(
         {"type": "function_call_output", "call_id": "c2", "output": "noon"},
     ]
     body = {**BODY, "input": items, "max_output_tokens": 1}
-    await _post(make_gateway, target, tool_text, body)
+    await _post(make_gateway, target, thinking_text, body)
     prompt = list(target.submits[-1].request.prompt_token_ids)
-    assert tool_text.tokenizer.decode(prompt, skip_special_tokens=False) == (
+    assert thinking_text.tokenizer.decode(prompt, skip_special_tokens=False) == (
         '<|user|>a<|assistant|>#hm(c1 weather Bern "{)(c2 now )<|tool|>rain=c1<|tool|>noon=c22'
     )
 
 
 async def test_cut_answer_leaves_its_last_item_incomplete(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
-    await say(target, tool_text.tokenizer, OUTPUT)
+    await say(target, thinking_text.tokenizer, OUTPUT)
     body = {**BODY, "max_output_tokens": 30}
-    answer = (await _post(make_gateway, target, tool_text, body)).json()
+    answer = (await _post(make_gateway, target, thinking_text, body)).json()
     assert answer["status"] == "incomplete"
     *whole, last = answer["output"]
     assert last["status"] == "incomplete"
@@ -122,18 +99,18 @@ async def test_cut_answer_leaves_its_last_item_incomplete(
 
 
 async def test_choice_is_repeated_and_held_to(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
     choice = {"type": "function", "name": "now"}
     body = {**BODY, "tool_choice": choice, "max_output_tokens": 1}
-    answer = (await _post(make_gateway, target, tool_text, body)).json()
+    answer = (await _post(make_gateway, target, thinking_text, body)).json()
     assert answer["tool_choice"] == choice
     assert target.submits[-1].request.HasField("grammar")
 
 
 async def test_hosted_tools_are_refused(
-    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
     body = {**BODY, "tools": [{"type": "web_search"}]}
-    response = await _post(make_gateway, target, tool_text, body)
+    response = await _post(make_gateway, target, thinking_text, body)
     assert (await error_of(response))[:3] == (400, "tools[0].type", "not_implemented")

@@ -1,10 +1,8 @@
-"""The gateway's side of `TargetService.Session`: one stream carries all requests of a target."""
+"""The connection to one target: found, greeted, watched, and made again when it breaks."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -13,32 +11,15 @@ from dataclasses import dataclass
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.generation import (
-    Delta,
-    Event,
-    Failed,
-    Generation,
-    PromptScored,
-    Started,
-    TargetModel,
-    TargetState,
-)
-from gateway.target_codec import (
-    cancel_message,
-    event_from_message,
-    model_from_message,
-    submit_message,
-)
-from shared.errors import FailedPrecondition, QueueFull, Unavailable
+from gateway.generation import Generation, TargetModel, TargetState
+from gateway.target_codec import model_from_message
+from gateway.target_session import Receive, SessionEnded, TargetSession
+from shared.errors import FailedPrecondition, Unavailable
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.tls import ClientTls
 
-Receive = Callable[[Event], None]
-Session = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
-
-_MAX_UNSENT_MESSAGES = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -67,16 +48,6 @@ class LinkTiming:
         return random.uniform(bound_s / 2, bound_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Live:
-    receive: Receive
-    num_reserved_tokens: int
-
-
-class _StreamEnded(Exception):
-    """The target closed the session without an error."""
-
-
 class TargetLink:
     """Connection to one target: kept up for ever, its requests failed when it breaks.
 
@@ -85,8 +56,6 @@ class TargetLink:
         detail: why it does not serve; empty when it does.
         model: what the target serves; None until it said so.
         epoch: times it began to serve; what failed in one epoch may work in the next.
-        num_reserved_tokens: most tokens the live requests can grow to.
-        num_tokens: tokens received since the start.
     """
 
     def __init__(
@@ -102,20 +71,26 @@ class TargetLink:
         self.detail = "not connected yet"
         self.model: TargetModel | None = None
         self.epoch = 0
-        self.num_reserved_tokens = 0
-        self.num_tokens = 0
         self._tokenizer_sha256 = tokenizer_sha256
         self._on_change = on_change
         self._timing = timing
         self._tls = tls
-        self._request_ids = itertools.count(1)
-        self._live: dict[int, _Live] = {}
-        self._unsent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._session = TargetSession()
 
     @property
     def num_live(self) -> int:
         """Requests submitted and not ended."""
-        return len(self._live)
+        return self._session.num_live
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Most tokens the live requests can grow to."""
+        return self._session.num_reserved_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received since the start."""
+        return self._session.num_tokens
 
     def submit(self, generation: Generation, receive: Receive) -> int:
         """Sends a generation; its events go to `receive`, the last one is Finished or Failed.
@@ -130,19 +105,11 @@ class TargetLink:
         if self.state is not TargetState.SERVING:
             message = f"target {self.address} is {self.state.value}: {self.detail}"
             raise Unavailable(message, reason="TARGET_UNAVAILABLE", retry_after_s=1.0)
-        if self._unsent.qsize() >= _MAX_UNSENT_MESSAGES:
-            raise QueueFull.of(self._unsent.qsize(), _MAX_UNSENT_MESSAGES)
-        request_id = next(self._request_ids)
-        live = _Live(receive, generation.num_reserved_tokens)
-        self._live[request_id] = live
-        self.num_reserved_tokens += live.num_reserved_tokens
-        self._unsent.put_nowait(submit_message(request_id, generation))
-        return request_id
+        return self._session.submit(generation, receive)
 
     def cancel(self, request_id: int) -> None:
         """Ends interest in a request; does nothing when it has ended."""
-        if self._end(request_id) is not None:
-            self._unsent.put_nowait(cancel_message(request_id))
+        self._session.cancel(request_id)
 
     async def ask_model(self) -> TargetModel | None:
         """Returns what the target says of its model at this moment; None when it does not say."""
@@ -180,7 +147,7 @@ class TargetLink:
             return TargetState.CONNECTING, f"{error.code().name}: {error.details()}"
         except FailedPrecondition as error:
             return TargetState.MISMATCHED, error.message
-        except _StreamEnded:
+        except SessionEnded:
             return TargetState.CONNECTING, "the target closed the session"
         raise AssertionError("a session ends by raising only")
 
@@ -202,12 +169,10 @@ class TargetLink:
 
     async def _carry(self, channel: aio.Channel) -> None:
         """Runs the session and the health watch; ends by raising, when either ends."""
-        self._unsent = asyncio.Queue()
-        # The stubs of grpc do not know that a stream may be written to by hand.
-        call: Session = pb_grpc.TargetServiceStub(channel).Session()  # type: ignore[call-arg]
+        call = self._session.open(channel)
         tasks = [
-            asyncio.create_task(self._read(call)),
-            asyncio.create_task(self._write(call)),
+            asyncio.create_task(self._session.read(call)),
+            asyncio.create_task(self._session.write(call)),
             asyncio.create_task(self._watch_health(channel)),
         ]
         try:
@@ -218,37 +183,6 @@ class TargetLink:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read(self, call: Session) -> None:
-        async for response in call:
-            for event in response.events:
-                self._dispatch(event)
-        raise _StreamEnded
-
-    async def _write(self, call: Session) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):
-            while True:
-                await call.write(await self._unsent.get())
-        await asyncio.Event().wait()  # the call is over, and the reader tells why
-
-    def _dispatch(self, message: pb.SessionEvent) -> None:
-        live = self._live.get(message.request_id)
-        if live is None:  # cancelled while the event travelled
-            return
-        event = event_from_message(message)
-        if event is None:
-            return
-        if isinstance(event, Delta):
-            self.num_tokens += len(event.token_ids)
-        elif not isinstance(event, Started | PromptScored):
-            self._end(message.request_id)
-        live.receive(event)
-
-    def _end(self, request_id: int) -> _Live | None:
-        live = self._live.pop(request_id, None)
-        if live is not None:
-            self.num_reserved_tokens -= live.num_reserved_tokens
-        return live
 
     async def _watch_health(self, channel: aio.Channel) -> None:
         """Follows the target's own word on whether it serves."""
@@ -266,16 +200,13 @@ class TargetLink:
                 raise
             self._enter(TargetState.SERVING, "")
             await asyncio.Event().wait()  # the session tells when the target is gone
-        raise _StreamEnded
+        raise SessionEnded
 
     def _lose(self, state: TargetState, detail: str) -> None:
         """Leaves the state of service and fails what is live."""
         self._enter(state, detail)
-        lost, self._live, self.num_reserved_tokens = self._live, {}, 0
         message = f"target {self.address} was lost: {detail}"
-        for live in lost.values():
-            error = Unavailable(message, reason="TARGET_LOST", retry_after_s=1.0)
-            live.receive(Failed(error, may_retry=True))
+        self._session.fail(Unavailable(message, reason="TARGET_LOST", retry_after_s=1.0))
 
     def _enter(self, state: TargetState, detail: str) -> None:
         if (state, detail) == (self.state, self.detail):

@@ -1,0 +1,51 @@
+"""The prompts of a completion: strings or token ids, one or many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.generation import TargetModel
+from gateway.schema import CompletionRequest
+from shared.errors import InvalidArgument
+from shared.text.tokenizer import Tokenizer
+
+
+def given_prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
+    """Returns the prompts as they were sent: a list of numbers is one prompt, not many."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+async def prompt_tokens(
+    prompt: str | list[int], body: CompletionRequest, model: TargetModel, tokenizer: Tokenizer
+) -> list[int]:
+    """Returns the token ids of one prompt.
+
+    Raises:
+        InvalidArgument: the text is too long, or an id is not in the vocabulary.
+    """
+    if isinstance(prompt, str):
+        add_special_tokens = body.add_special_tokens is not False
+        return await tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    for token_id in (min(prompt, default=0), max(prompt, default=0)):
+        if not 0 <= token_id < model.vocab_size:
+            message = f"prompt holds token {token_id}; ids must be in [0, {model.vocab_size})"
+            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "prompt", message)
+    return prompt
+
+
+def echoed_texts(
+    body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> tuple[str, ...]:
+    """Returns what `echo` puts before the outputs: strings as they were sent, and for token ids
+    the text they stand for. Empty without `echo`."""
+    if not body.echo:
+        return ()
+    return tuple(
+        prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
+        for prompt, token_ids in zip(given_prompts(body), prompts, strict=True)
+    )

@@ -1,0 +1,147 @@
+"""Turns request bodies into plans: checked, tokenized, multiplied by prompts and choices."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.chat_prompt import chat_text, toolbox_of
+from gateway.completion_prompts import echoed_texts, given_prompts, prompt_tokens
+from gateway.constraints import constraint_of
+from gateway.generation import PromptScoring, TargetModel
+from gateway.limits import RequestLimits
+from gateway.plan import Plan
+from gateway.refusals import refuse_unimplemented
+from gateway.sampling import check_top_logprobs
+from gateway.schema import ChatCompletionRequest, CompletionRequest
+from gateway.text.model_text import ModelText
+from gateway.wanted_output import WantedOutput
+from shared.errors import InvalidArgument
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans what a body asks for.
+
+    Raises (every method):
+        InvalidArgument: the request can never be served; names the field, value and limit.
+    """
+
+    text: ModelText
+    limits: RequestLimits
+
+    async def chat(
+        self, body: ChatCompletionRequest, name: str, model: TargetModel, trace_id: str
+    ) -> Plan:
+        refuse_unimplemented(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            message = "top_logprobs is set; it needs logprobs to be true"
+            raise InvalidArgument.of("LOGPROBS_OFF", "top_logprobs", message)
+        top_logprobs = (
+            check_top_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+        )
+        toolbox = toolbox_of(body)
+        text = chat_text(body, toolbox, self.text, self.limits)
+        max_tokens = body.max_tokens
+        if body.max_completion_tokens is not None:
+            max_tokens = body.max_completion_tokens
+        output = self.text.style.output(text, toolbox)
+        wanted = WantedOutput(body, model, trace_id, top_logprobs, max_tokens, output)
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        return self._plan(wanted, request_id, name, [await self._encode(text)])
+
+    async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
+        """Returns the token ids of a chat."""
+        return await self._encode(chat_text(body, toolbox_of(body), self.text, self.limits))
+
+    async def _encode(self, text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return await self.text.tokenizer.encode(text, add_special_tokens=False)
+
+    async def completion(
+        self, body: CompletionRequest, name: str, model: TargetModel, trace_id: str
+    ) -> Plan:
+        refuse_unimplemented(body)
+        num_drawn = self._num_drawn(body)
+        top_logprobs = None
+        if body.logprobs is not None:
+            top_logprobs = check_top_logprobs("logprobs", body.logprobs)
+        scoring = _echo_scoring(body, top_logprobs)
+        if num_drawn is not None:  # the best are found by them
+            top_logprobs = top_logprobs or 0
+        tokenizer = self.text.tokenizer
+        given = given_prompts(body)
+        self.limits.check_prompts(len(given))
+        prompts = [await prompt_tokens(prompt, body, model, tokenizer) for prompt in given]
+        max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        wanted = WantedOutput(
+            body, model, trace_id, top_logprobs, max_tokens, None, scoring, num_drawn
+        )
+        plan = self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
+        return replace(
+            plan,
+            echoed_texts=echoed_texts(body, prompts, tokenizer),
+            echoes_scores=body.echo and body.logprobs is not None,
+            shows_logprobs=body.logprobs is not None,
+        )
+
+    def _num_drawn(self, body: CompletionRequest) -> int | None:
+        """Returns `best_of`; None where it is `n`."""
+        num_shown = 1 if body.n is None else body.n
+        if body.best_of is None or body.best_of == num_shown:
+            return None
+        if not num_shown < body.best_of <= self.limits.max_choices:
+            limit = f"[n={num_shown}, {self.limits.max_choices}]"
+            raise InvalidArgument.out_of_range("best_of", body.best_of, limit)
+        if body.stream:
+            message = "best_of is above n; the best are known at the end, so stream must be false"
+            raise InvalidArgument.of("STREAM_ON", "best_of", message)
+        return body.best_of
+
+    def _plan(
+        self, wanted: WantedOutput, request_id: str, name: str, prompts: Sequence[list[int]]
+    ) -> Plan:
+        body, options = wanted.body, wanted.body.stream_options
+        if body.prompt_logprobs is not None and body.stream:
+            message = "prompt_logprobs is set; it needs stream to be false"
+            raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
+        self.limits.check_choices(wanted.num_choices, len(prompts))
+        self.limits.check_stop_strings(body.stop_strings)
+        if options is not None and not body.stream:
+            message = "stream_options is set; it needs stream to be true"
+            raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
+        constraint = constraint_of(body)
+        grammar = None if constraint is None else constraint.grammar
+        if wanted.output is not None:
+            grammar = wanted.output.grammar(grammar)
+        generations = [
+            generation
+            for prompt in prompts
+            for generation in wanted.generations(prompt, grammar, self.text.defaults)
+        ]
+        return Plan(
+            request_id=request_id,
+            created=int(time.time()),
+            model=name,
+            generations=tuple(generations),
+            num_choices=wanted.num_choices,
+            text=wanted.text_options(generations[0].stop),
+            is_stream=body.stream,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            return_token_ids=body.return_token_ids,
+            num_shown=wanted.num_shown,
+            shows_prompt_logprobs=body.prompt_logprobs is not None,
+            grammar_field="tools" if constraint is None else constraint.field,
+        )
+
+
+def _echo_scoring(body: CompletionRequest, top_logprobs: int | None) -> PromptScoring | None:
+    """Returns what prompt tokens get: an echo with log probabilities holds the prompt's, too."""
+    if body.prompt_logprob_start is not None:
+        return PromptScoring(body.prompt_logprob_start, top_logprobs or 0)
+    return PromptScoring(0, top_logprobs) if body.echo and top_logprobs is not None else None

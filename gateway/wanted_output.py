@@ -1,0 +1,134 @@
+"""What a body wants of its output, whichever interface it came by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gateway.generation import Generation, PromptScoring, TargetModel
+from gateway.output.style import ChatOutput
+from gateway.plan import TextOptions
+from gateway.sampling import (
+    check_algorithm,
+    check_num_steps,
+    check_priority,
+    check_top_logprobs,
+    sampling_params,
+    stop_params,
+)
+from gateway.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    Speculation,
+)
+from shared.errors import InvalidArgument
+from shared.grammar import Grammar
+from shared.sampling_defaults import SamplingDefaults
+from shared.seeds import choice_seed
+from shared.tokens import StopParams
+
+
+@dataclass(frozen=True, slots=True)
+class WantedOutput:
+    """The two kinds of body reduced to what they share, before prompts and choices multiply it.
+
+    Attributes:
+        top_logprobs: None wants no log probabilities.
+        max_tokens: None is all that the context leaves.
+        output: how calls and reasoning are told from text; None when all of it is text.
+        echo_scoring: which prompt tokens an echo needs log probabilities of.
+        num_drawn: `best_of`; None where it is `n`.
+    """
+
+    body: GenerationBody
+    model: TargetModel
+    trace_id: str
+    top_logprobs: int | None
+    max_tokens: int | None
+    output: ChatOutput | None = None
+    echo_scoring: PromptScoring | None = None
+    num_drawn: int | None = None
+
+    @property
+    def num_shown(self) -> int:
+        """Choices of the answer, for each prompt."""
+        return 1 if self.body.n is None else self.body.n
+
+    @property
+    def num_choices(self) -> int:
+        """Choices drawn for each prompt."""
+        return self.num_shown if self.num_drawn is None else self.num_drawn
+
+    @property
+    def prompt_scoring(self) -> PromptScoring | None:
+        """What `prompt_logprobs` asks for, or an echo with log probabilities."""
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return self.echo_scoring
+        return PromptScoring(0, check_top_logprobs("prompt_logprobs", num_top))
+
+    @property
+    def hides_output(self) -> bool:
+        """Whether no output is asked for, but what the target says of the prompt."""
+        is_echo = isinstance(self.body, CompletionRequest) and self.body.echo
+        return self.max_tokens == 0 and (is_echo or self.prompt_scoring is not None)
+
+    @property
+    def num_asked(self) -> int | None:
+        """Tokens asked of the target, which draws one at least."""
+        return 1 if self.hides_output else self.max_tokens
+
+    @property
+    def include_reasoning(self) -> bool:
+        return not isinstance(self.body, ChatCompletionRequest) or (
+            self.body.include_reasoning is not False
+        )
+
+    def generations(
+        self, prompt: list[int], grammar: Grammar | None, defaults: SamplingDefaults
+    ) -> list[Generation]:
+        """Returns the choices of one prompt.
+
+        Raises:
+            InvalidArgument: a value is out of its range; names the field.
+        """
+        body, speculation = self.body, self.body.speculation or Speculation()
+        sampling = sampling_params(body, defaults, self.model)
+        generation = Generation(
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            stop=stop_params(body, self.num_asked, len(prompt), self.model),
+            has_seed=body.seed is not None,
+            top_logprobs=self.top_logprobs,
+            is_speculation_disabled=speculation.disable,
+            draft_algorithm=check_algorithm(speculation),
+            num_draft_steps=check_num_steps(speculation),
+            wants_rounds=speculation.trace,
+            grammar=grammar,
+            priority=check_priority(body.priority),
+            prompt_scoring=self.prompt_scoring,
+            trace_id=self.trace_id,
+        )
+        scoring = generation.prompt_scoring
+        if scoring is not None and not 0 <= scoring.start < len(prompt):
+            raise InvalidArgument.out_of_range(
+                "prompt_logprob_start", scoring.start, f"[0, {len(prompt) - 1}]"
+            )
+        seeds = (choice_seed(sampling.seed, choice) for choice in range(self.num_choices))
+        return [replace(generation, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
+    def text_options(self, stop: StopParams) -> TextOptions:
+        body = self.body
+        eos = frozenset() if body.ignore_eos else self.model.eos_token_ids
+        hidden = frozenset() if body.include_stop_str_in_output else stop.stop_token_ids | eos
+        return TextOptions(
+            stop_strings=body.stop_strings,
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            hidden_token_ids=hidden,
+            with_logprobs=self.top_logprobs is not None,
+            with_rounds=body.speculation is not None and body.speculation.trace,
+            output=self.output,
+            include_reasoning=self.include_reasoning,
+            hides_output=self.hides_output,
+        )
