@@ -117,7 +117,7 @@ class TargetLink:
             return None
         try:
             # A channel of its own: that of the session may close under the call at any time.
-            async with open_channel(self.address) as channel:
+            async with open_channel(self.address, self._tls) as channel:
                 return await self._ask(channel)
         except aio.AioRpcError:
             return None

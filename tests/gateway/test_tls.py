@@ -74,6 +74,8 @@ async def test_a_target_is_reached_over_mutual_tls_only(
     async with FakeTarget(sha256, tls=certs.server_tls()) as target:
         async with _pool(target, certs.client_tls()) as pool:
             await eventually(lambda: pool.is_serving)
+            [link] = pool.links
+            assert await link.ask_model() == link.model, "asked over a channel of its own"
         for wrong in (ClientTls(certs.ca), other_certs.client_tls(), None):
             async with _pool(target, wrong) as pool:
                 [link] = pool.links
