@@ -11,15 +11,16 @@ from typing import Protocol
 
 from grpc import aio
 
+from services.target.admin_messages import attachment_message, gauge_values
 from services.target.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
-from services.target.event_stream import EventStream
 from services.target.generate_service import ServedModel, TargetServicer
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.request import Failed, Finished, GenerationRequest
 from services.target.request_record import RequestRecorder
+from services.target.request_service import RequestService
 from services.target.settings import TargetSettings
 from services.target.speculation_service import SpeculationServicer
+from services.target.warm_up import warm_up
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import (
@@ -35,7 +36,6 @@ from shared.settings import shown_settings
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
-from shared.tokens import SamplingParams, StopParams
 
 logger = logging.getLogger(__name__)
 _TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]
@@ -103,7 +103,8 @@ class TargetProcess:
             settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
         )
         self._grammars = grammar_compiler(engine, settings)
-        self._target = TargetServicer(engine, model, self._grammars, self._lifecycle, recorder)
+        self._requests = RequestService(engine, self._grammars, self._lifecycle, recorder)
+        self._target = TargetServicer(engine, model, self._requests)
         self._speculation = SpeculationServicer(
             engine,
             model,
@@ -142,7 +143,7 @@ class TargetProcess:
         self._engine.start()
         if self._embedded is not None:
             self._embedded.attach(self._tokenizer_sha256)
-        await self._warm_up()
+        await warm_up(self._engine)
         await self._lifecycle.activate()
 
     async def run_until(self, stop: asyncio.Event) -> None:
@@ -170,27 +171,9 @@ class TargetProcess:
 
     async def _drain(self, grace_s: float) -> int:
         """Waits for running requests, then asks drafts to leave; returns requests left over."""
-        num_left = await self._target.open_requests.wait_idle(grace_s)
+        num_left = await self._requests.open_requests.wait_idle(grace_s)
         self._speculation.drain(grace_s=1.0)
         return num_left
-
-    async def _warm_up(self) -> None:
-        """Generates two tokens, so that the first client does not pay for lazy set-up."""
-        stream = EventStream(asyncio.get_running_loop())
-        request = GenerationRequest(
-            request_id="warm-up",
-            prompt_token_ids=(0,),
-            sampling=SamplingParams(temperature=1.0),
-            stop=StopParams(2, ignore_eos=True),
-            arrival_s=time.monotonic(),
-        )
-        self._engine.submit(request, stream, 0)
-        while True:
-            for _, event in await stream.next_batch():
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Finished):
-                    return
 
     def _register(self, server: aio.Server) -> None:
         target_service_pb2_grpc.add_TargetServiceServicer_to_server(self._target, server)
@@ -216,50 +199,11 @@ class TargetProcess:
         )
 
     async def _gauges(self) -> Mapping[str, float]:
-        gauges = await asyncio.wrap_future(self._engine.gauges())
-        return {
-            "waiting_request_count": gauges.num_waiting,
-            "running_request_count": gauges.num_running,
-            "page_count": gauges.num_pages,
-            "free_page_count": gauges.num_free_pages,
-            "cached_page_count": gauges.num_cached_pages,
-            "held_page_count": gauges.num_held_pages,
-            "drafted_for_sequence_count": gauges.num_drafted_for,
-            "paused_sequence_count": gauges.num_paused,
-            "probe_seconds": gauges.probe_s,
-            **{f"step_ms_of_{rows}_rows": 1e3 * each for rows, each in gauges.step_s.items()},
-        }
+        return gauge_values(await asyncio.wrap_future(self._engine.gauges()))
 
     async def _attachments(self) -> Sequence[admin_service_pb2.Attachment]:
-        attachments = await asyncio.wrap_future(self._engine.attachments())
-        messages: list[admin_service_pb2.Attachment] = []
-        for status in attachments:
-            attachment = status.attachment
-            identity, counters = attachment.identity, attachment.counters
-            message = admin_service_pb2.Attachment(
-                attachment_id=identity.attachment_id,
-                worker_id=identity.worker_id,
-                model_id=identity.model_id,
-                algorithm=identity.algorithm,
-                sequence_count=len(attachment.sequence_ids),
-                verified_round_count=counters.num_verified_rounds,
-                accepted_token_count=counters.num_accepted,
-                missed_round_count=counters.num_missed_rounds,
-                stale_candidate_count=counters.num_stale_candidates,
-                paused_sequence_count=status.num_paused,
-                wanted_step_count=0 if status.shape is None else status.shape.num_steps,
-                level_acceptances=status.level_rates,
-            )
-            turnarounds = attachment.turnarounds
-            message.turnaround_duration.FromNanoseconds(_ns(turnarounds.turnaround_s.value))
-            message.draft_duration.FromNanoseconds(_ns(turnarounds.draft_s.value))
-            message.attach_time.FromNanoseconds(round(identity.attach_time_s * 1e9))
-            messages.append(message)
-        return messages
+        statuses = await asyncio.wrap_future(self._engine.attachments())
+        return [attachment_message(each) for each in statuses]
 
     async def _flush(self) -> int:
         return await asyncio.wrap_future(self._engine.flush_prefix_cache())
-
-
-def _ns(duration_s: float) -> int:
-    return round(duration_s * 1e9)

@@ -1,0 +1,54 @@
+"""What the maintenance port tells of the engine and of its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from services.target.attachment import AttachmentStatus
+from services.target.step_report import EngineGauges
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+
+
+def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
+    """Returns the live figures by their names on the wire."""
+    return {
+        "waiting_request_count": gauges.num_waiting,
+        "running_request_count": gauges.num_running,
+        "page_count": gauges.num_pages,
+        "free_page_count": gauges.num_free_pages,
+        "cached_page_count": gauges.num_cached_pages,
+        "held_page_count": gauges.num_held_pages,
+        "drafted_for_sequence_count": gauges.num_drafted_for,
+        "paused_sequence_count": gauges.num_paused,
+        "probe_seconds": gauges.probe_s,
+        **{f"step_ms_of_{rows}_rows": 1e3 * each for rows, each in gauges.step_s.items()},
+    }
+
+
+def attachment_message(status: AttachmentStatus) -> pb.Attachment:
+    """Returns what is told of one draft."""
+    attachment = status.attachment
+    identity, counters = attachment.identity, attachment.counters
+    message = pb.Attachment(
+        attachment_id=identity.attachment_id,
+        worker_id=identity.worker_id,
+        model_id=identity.model_id,
+        algorithm=identity.algorithm,
+        sequence_count=len(attachment.sequence_ids),
+        verified_round_count=counters.num_verified_rounds,
+        accepted_token_count=counters.num_accepted,
+        missed_round_count=counters.num_missed_rounds,
+        stale_candidate_count=counters.num_stale_candidates,
+        paused_sequence_count=status.num_paused,
+        wanted_step_count=0 if status.shape is None else status.shape.num_steps,
+        level_acceptances=status.level_rates,
+    )
+    turnarounds = attachment.turnarounds
+    message.turnaround_duration.FromNanoseconds(_ns(turnarounds.turnaround_s.value))
+    message.draft_duration.FromNanoseconds(_ns(turnarounds.draft_s.value))
+    message.attach_time.FromNanoseconds(_ns(identity.attach_time_s))
+    return message
+
+
+def _ns(duration_s: float) -> int:
+    return round(duration_s * 1e9)
