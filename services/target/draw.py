@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.target.scheduler import ScheduledSequence
+from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import RowMasks
 from shared.runtime.host_copy import HostCopy
 from shared.speculation.distributions import target_log_probs

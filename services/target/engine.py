@@ -94,7 +94,7 @@ class Engine:
         """
         self._check_alive()
         self.limits.check(request)
-        self._inbox.post(lambda: self._loop.admit(request, sink, key))
+        self._inbox.post(lambda: self._loop.admissions.admit(request, sink, key))
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request; its pages are free once no step in flight uses them. Unknown
@@ -125,7 +125,7 @@ class Engine:
 
     def detach(self, attachment_id: str) -> None:
         """Forgets a draft; its sequences go on without."""
-        self._inbox.post(lambda: self._loop.detach(attachment_id))
+        self._inbox.post(lambda: self._loop.drafts.detach(attachment_id))
 
     def offer(
         self,
@@ -135,12 +135,12 @@ class Engine:
     ) -> None:
         """Takes candidates that a draft pushed, with what it says of itself; a step in progress
         still sees them."""
-        self._loop.offers.append(Offer(attachment_id, candidates, report, self._clock()))
-        self._inbox.post(self._loop.take_offers)
+        self._loop.drafts.offers.append(Offer(attachment_id, candidates, report, self._clock()))
+        self._inbox.post(self._loop.drafts.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
         """A draft hands sequences back."""
-        self._inbox.post(lambda: self._loop.release(attachment_id, sequence_ids))
+        self._inbox.post(lambda: self._loop.drafts.release(attachment_id, sequence_ids))
 
     # From any thread: operators.
 

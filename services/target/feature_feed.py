@@ -11,7 +11,7 @@ from services.target.attachment import Attachment
 from services.target.feature_needs import FeatureNeed, FeatureNeeds
 from services.target.feature_rows import FeatureRows
 from services.target.feature_store import FeatureSpec, FeatureStore, FeatureStores
-from services.target.scheduler import StepPlan
+from services.target.step_plan import StepPlan
 from shared.runtime.runner import RunnerOutput
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from services.target.draw import Decision, Draw
 from services.target.prompt_scores import PromptScores
-from services.target.scheduler import ScheduledSequence, StepPlan
 from services.target.sequence import Sequence
+from services.target.step_plan import ScheduledSequence, StepPlan
 
 
 @dataclass(slots=True, eq=False)

@@ -13,8 +13,8 @@ from services.target.draw import Decision, Draw
 from services.target.feature_feed import FeatureFeed
 from services.target.launched_step import LaunchedStep
 from services.target.prompt_scores import SplitLogits
-from services.target.scheduler import ScheduledSequence, StepPlan
 from services.target.step import UNREAD, kv_moves, sequence_rows
+from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
 from shared.kv.batch import ForwardBatch, build_batch
 from shared.kv.decode_batch import DecodeBatches

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from services.target.request import PromptScored
-from services.target.scheduler import ScheduledSequence
 from services.target.sequence import Sequence as TargetSequence
+from services.target.step_plan import ScheduledSequence
 from shared.runtime.host_copy import HostCopy
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 

@@ -19,6 +19,7 @@ class RoundSteps:
     """Takes the loop's step where it can be a round. Owned by the engine thread.
 
     Args:
+        make_rounds: returns rounds with the head that a draft lends; None where it lends none.
         forget: lets go of a sequence that has ended.
         runs_ahead: whether a round is launched before the last one is read.
     """
@@ -31,6 +32,7 @@ class RoundSteps:
         committer: Committer,
         clock: Clock,
         on_step: Callable[[StepReport], None],
+        make_rounds: Callable[[Attachment], DeviceRounds | None],
         forget: Callable[[Sequence], None],
         runs_ahead: bool,
     ) -> None:
@@ -39,15 +41,18 @@ class RoundSteps:
         self._committer = committer
         self._clock = clock
         self._on_step = on_step
+        self._make_rounds = make_rounds
         self._forget = forget
         self._max_unread = int(runs_ahead)
         self._rounds: DeviceRounds | None = None
         self._attachment: Attachment | None = None
         self._committed_s = 0.0
 
-    def open(self, attachment: Attachment, rounds: DeviceRounds) -> None:
-        """A draft lends its head; rounds take over when they can."""
-        self._attachment, self._rounds = attachment, rounds
+    def open(self, attachment: Attachment) -> None:
+        """A draft attached; if it lends its head, rounds take over when they can."""
+        rounds = self._make_rounds(attachment)
+        if rounds is not None:
+            self._attachment, self._rounds = attachment, rounds
 
     def close(self, attachment: Attachment | None) -> None:
         """A draft has left, perhaps the one whose head the rounds have."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.target.scheduler import ScheduledSequence
+from services.target.step_plan import ScheduledSequence
 from shared.speculation.penalties import TokenCounts, histogram
 from shared.speculation.tree import row_paths
 

@@ -11,6 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from services.target.sequence import Sequence
+from services.target.step_plan import (
+    PlanInProgress,
+    ScheduledSequence,
+    StepPlan,
+    pruned,
+    scored_rows,
+)
 from shared.errors import QueueFull
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.tokens import EMPTY_TREE, TokenTree
@@ -18,10 +25,6 @@ from shared.tokens import EMPTY_TREE, TokenTree
 MAX_COMMITTED_ROWS_BESIDE_TREE = 64
 """A tree rides along with at most this many uncomputed committed tokens, so that a long prompt
 chunk never needs an explicit mask."""
-
-
-MAX_SCORED_ROWS = 256
-"""Rows of a step that score prompt tokens: their logits are kept over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,53 +40,6 @@ class SchedulerLimits:
     max_running: int
     max_waiting: int
     max_step_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's part of a step: `num_rows` tokens, then the nodes of `tree`.
-
-    Attributes:
-        start: logical KV index of the first row.
-        num_rows: committed tokens, and the pending one if there is one.
-        node_indices: index of each node in the tree as it was drafted; they differ from 0 … N-1
-            when nodes beyond the output's end were cut.
-        is_complete: whether the step computes the last token, so that the next one is drawn.
-        scored: the rows, counted from 0, whose next token is of the prompt and gets a log
-            probability.
-    """
-
-    sequence: Sequence
-    start: int
-    num_rows: int
-    tree: TokenTree
-    node_indices: tuple[int, ...]
-    is_complete: bool
-    scored: range = range(0)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one row that draws: plain decode."""
-        return self.num_rows == 1 and self.is_complete and not self.node_indices
-
-    def slots(self, page_size: int) -> list[int]:
-        """Returns the KV slot of each row, committed tokens first. While it has its lease only."""
-        lease = self.sequence.open_lease
-        return lease.slots(self.start, self.start + self.num_rows + len(self.tree), page_size)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes, and which sequences lost their pages for it."""
-
-    scheduled: tuple[ScheduledSequence, ...]
-    admitted: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
-
-    @property
-    def drawn(self) -> tuple[ScheduledSequence, ...]:
-        """The scheduled sequences that draw."""
-        return tuple(entry for entry in self.scheduled if entry.is_complete)
 
 
 class Scheduler:
@@ -157,7 +113,7 @@ class Scheduler:
             is_ready: False leaves a running sequence out of this step: its candidates are awaited.
             candidate: the tree for a sequence's current round, perhaps empty.
         """
-        step = _Step(self._limits.max_step_rows)
+        step = PlanInProgress(self._limits.max_step_rows)
         for sequence in tuple(self._running):
             if sequence in step.preempted or not is_ready(sequence):
                 continue
@@ -166,20 +122,14 @@ class Scheduler:
             self._admit(candidate, step)
         return step.as_plan()
 
-    def _schedule(self, sequence: Sequence, tree: TokenTree, step: _Step) -> None:
-        num_remaining, num_uncomputed = sequence.num_remaining, sequence.num_uncomputed
+    def _schedule(self, sequence: Sequence, tree: TokenTree, step: PlanInProgress) -> None:
+        num_remaining = sequence.num_remaining
         if num_remaining == 0:
             return  # its last token is drawn, and not read yet
-        num_rows = num_uncomputed
-        if num_rows > 1:
-            num_rows = min(num_rows, step.num_prompt_rows_left)
-            if sequence.is_scoring:
-                num_rows = min(num_rows, step.num_scored_rows_left)
-                step.num_scored_rows_left -= num_rows
-            step.num_prompt_rows_left -= num_rows
+        num_rows = step.take_rows(sequence)
         if num_rows == 0:
             return
-        is_complete = num_rows == num_uncomputed
+        is_complete = num_rows == sequence.num_uncomputed
         # A tree was drafted for the committed tokens; it cannot hang off one that nobody has read.
         is_read = sequence.num_pending == 0
         if not (is_read and is_complete) or num_rows > MAX_COMMITTED_ROWS_BESIDE_TREE:
@@ -189,7 +139,7 @@ class Scheduler:
             tree, node_indices = EMPTY_TREE, ()
         if self._make_room(sequence, num_rows + len(tree), step):
             start = sequence.num_computed
-            scored = _scored_rows(sequence, start, num_rows)
+            scored = scored_rows(sequence, start, num_rows)
             step.scheduled.append(
                 ScheduledSequence(
                     sequence, start, num_rows, tree, node_indices, is_complete, scored
@@ -204,7 +154,7 @@ class Scheduler:
             return False
         return True
 
-    def _make_room(self, sequence: Sequence, num_rows: int, step: _Step) -> bool:
+    def _make_room(self, sequence: Sequence, num_rows: int, step: PlanInProgress) -> bool:
         """Grows the lease, preempting the youngest sequences, itself at last, if need be."""
         while not self._fits(sequence, num_rows):
             victim = self._victim(step)
@@ -213,19 +163,19 @@ class Scheduler:
                 return False
         return True
 
-    def _victim(self, step: _Step) -> Sequence:
+    def _victim(self, step: PlanInProgress) -> Sequence:
         """The youngest of the least urgent running sequences not part of the step already."""
         scheduled = {id(entry.sequence) for entry in step.scheduled}
         return next(s for s in reversed(self._running) if id(s) not in scheduled)
 
-    def _preempt(self, sequence: Sequence, step: _Step) -> None:
+    def _preempt(self, sequence: Sequence, step: PlanInProgress) -> None:
         self._running.remove(sequence)
         self._close_lease(sequence)
         # Before those of its own priority, which are younger.
         self._waiting.insert(_num_up_to(self._waiting, _priority(sequence) - 1), sequence)
         step.preempted.append(sequence)
 
-    def _admit(self, candidate: Callable[[Sequence], TokenTree], step: _Step) -> None:
+    def _admit(self, candidate: Callable[[Sequence], TokenTree], step: PlanInProgress) -> None:
         while (
             self._waiting
             and len(self._running) < self._limits.max_running
@@ -257,20 +207,6 @@ class Scheduler:
         sequence.num_computed = 0
 
 
-class _Step:
-    """A plan in the making."""
-
-    def __init__(self, max_prompt_rows: int) -> None:
-        self.num_prompt_rows_left = max_prompt_rows
-        self.num_scored_rows_left = MAX_SCORED_ROWS
-        self.scheduled: list[ScheduledSequence] = []
-        self.admitted: list[Sequence] = []
-        self.preempted: list[Sequence] = []
-
-    def as_plan(self) -> StepPlan:
-        return StepPlan(tuple(self.scheduled), tuple(self.admitted), tuple(self.preempted))
-
-
 def _priority(sequence: Sequence) -> int:
     return sequence.request.priority
 
@@ -278,26 +214,3 @@ def _priority(sequence: Sequence) -> int:
 def _num_up_to(sequences: Iterable[Sequence], priority: int) -> int:
     """Returns how many have their turn no later than `priority` says."""
     return sum(_priority(each) <= priority for each in sequences)
-
-
-def _scored_rows(sequence: Sequence, start: int, num_rows: int) -> range:
-    """Returns the rows whose next token is the next of the prompt to be scored, or after it."""
-    if not sequence.is_scoring:
-        return range(0)
-    end = min(start + num_rows, sequence.num_prompt_tokens - 1)
-    return range(max(sequence.next_scored - 1 - start, 0), max(end - start, 0))
-
-
-def pruned(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
-    """Cuts nodes deeper than `max_depth`: the output or the context ends before them.
-
-    Returns:
-        The tree that is left and, for each of its nodes, the index in the tree as drafted.
-    """
-    if not tree.token_ids:
-        return tree, ()
-    depths = tree.depths
-    kept = tuple(node for node, depth in enumerate(depths) if depth <= max_depth)
-    if len(kept) == len(depths):
-        return tree, kept
-    return tree.only(kept), kept

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.target.scheduler import ScheduledSequence
+from services.target.step_plan import ScheduledSequence
 from shared.kv.batch import SequenceRows
 from shared.kv.upload import Array
 

@@ -9,15 +9,13 @@ loop reads each step before it launches the next.
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
-from services.target.attachment import Attachment, Offer
+from services.target.admissions import Admissions
+from services.target.attachment import Attachment
 from services.target.attachments import Attachments
 from services.target.committer import Committer
-from services.target.device_rounds import DeviceRounds
+from services.target.draft_exchange import DraftExchange
 from services.target.fallback import NgramFallback
 from services.target.feature_feed import FeatureFeed
 from services.target.feature_store import FeatureStores
@@ -25,21 +23,22 @@ from services.target.host_gap import HostGap
 from services.target.launched_step import LaunchedStep
 from services.target.launcher import Launcher
 from services.target.miss_ladder import MissLadder
-from services.target.request import EventSink, GenerationRequest, ModelLimits, Started
+from services.target.request import EventSink, ModelLimits
+from services.target.round_factory import RoundFactory
 from services.target.round_steps import RoundSteps
-from services.target.scheduler import Scheduler, StepPlan
+from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_controller import SpeculationController
+from services.target.step_commits import StepCommits
 from services.target.step_report import EngineGauges, StepReport
 from services.target.subscriptions import Subscriptions
-from services.target.verifier import VerificationMode, Verifier
-from shared.errors import InvalidArgument, OutriderError, QueueFull
+from services.target.verifier import Verifier
+from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
 
 Clock = Callable[[], float]
-logger = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -59,7 +58,6 @@ class StepLoop:
         fallback: NgramFallback | None,
         speculation: SpeculationController,
     ) -> None:
-        self._limits = limits
         self._leases = leases
         self._scheduler = scheduler
         self._clock = clock
@@ -74,34 +72,41 @@ class StepLoop:
         )
         self._ladder = MissLadder(fallback)
         self.attachments = Attachments(self._ladder, speculation)
-        # Appended to by other threads.
-        self.offers: deque[Offer] = deque()
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()
-        self._runner, self._verifier = runner, verifier
+        self.admissions = Admissions(
+            limits, scheduler, self._subscriptions, self.attachments.drafts
+        )
         self._launcher = Launcher(runner, verifier, self._features)
-        self._committer = Committer(leases, self._subscriptions, self.attachments, self._ladder)
+        committer = Committer(leases, self._subscriptions, self.attachments, self._ladder)
         self._rounds = RoundSteps(
             scheduler=scheduler,
             attachments=self.attachments,
-            committer=self._committer,
+            committer=committer,
             clock=clock,
             on_step=on_step,
+            make_rounds=RoundFactory(runner, verifier, leases, self._features).rounds_of,
             forget=self._forget,
             runs_ahead=overlaps,
         )
-        self._ids = itertools.count(1)
+        self.drafts = DraftExchange(self.attachments, self._features, self._rounds, clock)
+        self._commits = StepCommits(
+            committer=committer,
+            attachments=self.attachments,
+            ladder=self._ladder,
+            clock=clock,
+            forget=self._forget,
+            release=scheduler.release,
+        )
         self._in_flight: LaunchedStep | None = None
         self._host_gap = HostGap()
-        self._committed_s = 0.0
-        self._reports: list[StepReport] = []
 
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
         ahead. Returns whether there was anything to do."""
         if self._rounds.step(self._settle):
             self._tell()
-            self._report()
+            self._report(self._commits.take_reports())
             return True
         now_s = self._clock()
         if not self._runs_ahead():  # a draft has attached since the launch
@@ -111,7 +116,7 @@ class StepLoop:
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
         )
-        self._announce(plan, now_s)
+        self._rounds.assign(self.admissions.announce(plan.admitted, now_s), now_s)
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
@@ -142,17 +147,6 @@ class StepLoop:
         deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self._clock(), 0.0)
 
-    def admit(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
-        """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
-        sequence = TargetSequence.of(next(self._ids), request, self._limits)
-        try:
-            self.attachments.drafts.check_algorithm(request.draft_algorithm)
-            self._scheduler.submit(sequence)
-        except (InvalidArgument, QueueFull) as error:
-            self._subscriptions.refuse(sink, key, error)
-            return
-        self._subscriptions.add(sequence, sink, key)
-
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""
         sequence = self._subscriptions.find(sink, key)
@@ -162,25 +156,8 @@ class StepLoop:
 
     def attach(self, attachment: Attachment) -> None:
         """Adds a draft and hands it the sequences that have left the queue."""
-        if attachment.feature_spec is not None:
-            self._features.open(attachment.feature_spec)
         started = [sequence for sequence in self._subscriptions.sequences if sequence.started]
-        self.attachments.attach(attachment, started, self._clock())
-        self._open_rounds(attachment)
-
-    def detach(self, attachment_id: str) -> None:
-        """Forgets a draft."""
-        self._rounds.close(self.attachments.detach(attachment_id, self._clock()))
-
-    def take_offers(self) -> None:
-        """Takes candidates that drafts pushed. Called before a step, and once more before its
-        verdicts, so that what arrived during the forward is selected from."""
-        while self.offers:
-            self.attachments.intake.offer(self.offers.popleft())
-
-    def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
-        """Takes sequences back from a draft."""
-        self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
+        self.drafts.attach(attachment, started)
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
@@ -205,32 +182,7 @@ class StepLoop:
     def fail_all(self, error: OutriderError) -> None:
         """Fails every open request and ends every draft's stream."""
         self._subscriptions.fail_all(error)
-        for attachment in self.attachments.drafts.live:
-            attachment.port.close()
-
-    def _announce(self, plan: StepPlan, now_s: float) -> None:
-        """Announces sequences that leave the queue for the first time."""
-        admitted = [sequence for sequence in plan.admitted if not sequence.started]
-        for sequence in admitted:
-            sequence.started = True
-            sequence.decided_s = now_s
-            sequence.num_cached_tokens = sequence.num_computed
-            queue_s = now_s - sequence.request.arrival_s
-            self._subscriptions.emit(sequence, Started(sequence.num_cached_tokens, queue_s))
-        self._rounds.assign(admitted, now_s)
-
-    def _open_rounds(self, attachment: Attachment) -> None:
-        """Runs rounds on the device with the head of a draft that lends it."""
-        source, spec = attachment.rounds, attachment.feature_spec
-        is_coupled = self._verifier.mode is VerificationMode.COUPLED
-        is_whole = self._runner.decoder.group is None
-        if source is None or spec is None or not (is_coupled and is_whole):
-            return
-        store = self._features.kept(spec)
-        assert store is not None
-        algorithm = attachment.identity.algorithm
-        rounds = DeviceRounds(source, self._runner, self._leases, store, algorithm)
-        self._rounds.open(attachment, rounds)
+        self.drafts.close()
 
     def _runs_ahead(self) -> bool:
         """Whether the step in flight may be left unread while the next one is launched."""
@@ -257,42 +209,17 @@ class StepLoop:
             self._host_gap.read(self._clock())
         live = [each for each in decided if each[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
-        self.take_offers()
-        now_s = self._clock()
-        start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
-        num_committed = 0
-        self._ladder.stepped(now_s - start_s)
-        for entry, decision in live:
-            num_committed += self._committer.commit(entry, decision, start_s, now_s)
-            if entry.sequence.finish_reason is not None:
-                self._forget(entry.sequence)
-        for sequence in step.retired:
-            self._scheduler.release(sequence)
-        self._reports.append(
-            StepReport(
-                duration_s=now_s - start_s,
-                host_gap_s=step.host_gap_s,
-                num_rows=step.num_rows,
-                num_prompt_rows=step.num_prompt_rows,
-                num_rounds=len(live),
-                num_committed=num_committed,
-                num_drafted=sum(len(entry.tree) for entry, _ in live),
-                num_accepted=sum(len(decision.accepted_nodes) for _, decision in live),
-                num_preempted=len(step.plan.preempted),
-                outcomes=self.attachments.outcomes.take(),
-                speculation=self.attachments.controller.take_counts(),
-                num_discarded=len(step.retired),
-            )
-        )
+        self.drafts.take_offers()
+        self._commits.commit(step, live)
 
     def _end_step(self, start_s: float, *, is_timed: bool) -> None:
         """Accounts for what was committed since `start_s`; the time says how long it took only if
         `is_timed`."""
-        self.attachments.end_step(self._reports, start_s, self._clock(), is_timed=is_timed)
-        self._report()
+        reports = self._commits.take_reports()
+        self.attachments.end_step(reports, start_s, self._clock(), is_timed=is_timed)
+        self._report(reports)
 
-    def _report(self) -> None:
-        reports, self._reports = self._reports, []
+    def _report(self, reports: Iterable[StepReport]) -> None:
         for report in reports:
             self._on_step(report)
 
@@ -305,12 +232,7 @@ class StepLoop:
 
     def _tell(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
-        self._features.send()
-        for attachment, message in self.attachments.drafts.take_messages():
-            if not attachment.port.send(message):
-                logger.warning("draft %s does not keep up", attachment.identity.worker_id)
-                attachment.port.close()
-                self.detach(attachment.identity.attachment_id)
+        self.drafts.tell()
         self._subscriptions.deliver()
 
     def _forget(self, sequence: TargetSequence) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.target.grammars.matcher import GrammarMatcher, Mask
-from services.target.scheduler import ScheduledSequence
+from services.target.step_plan import ScheduledSequence
 from shared.speculation.token_masks import num_mask_words
 from shared.speculation.verify import AcceptedPath
 from shared.tokens import TokenTree

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.target.draw import CoupledDraw, Draw, PointMassDraw, RowLaws
 from services.target.running_counts import RunningCounts
-from services.target.scheduler import ScheduledSequence
+from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import TokenMasks
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.speculation.tree import row_depths

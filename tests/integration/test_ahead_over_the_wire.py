@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from services.target.draft_exchange import DraftExchange
 from services.target.outcome_tally import OutcomeTally
-from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.relay import relayed
@@ -41,23 +41,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def long_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every verification of a tree as long as a draft needs to prepare for its verdicts, as
     it is where the target is much larger than its draft."""
-    take_offers = StepLoop.take_offers
+    take_offers = DraftExchange.take_offers
 
-    def wait_and_take(loop: StepLoop) -> None:
+    def wait_and_take(exchange: DraftExchange) -> None:
         until_s = time.monotonic() + 5.0
-        while not _is_prepared(loop) and time.monotonic() < until_s:
-            take_offers(loop)
+        while not _is_prepared(exchange) and time.monotonic() < until_s:
+            take_offers(exchange)
             time.sleep(1e-4)
-        take_offers(loop)
+        take_offers(exchange)
 
-    monkeypatch.setattr(StepLoop, "take_offers", wait_and_take)
+    monkeypatch.setattr(DraftExchange, "take_offers", wait_and_take)
 
 
-def _is_prepared(loop: StepLoop) -> bool:
+def _is_prepared(exchange: DraftExchange) -> bool:
     """Whether the draft has prepared for every verdict that the step under way is to bring."""
     return all(
         each.has_pushed
-        for each in loop.attachments.assignments
+        for each in exchange.attachments.assignments
         if each.is_stepping and each.tree.token_ids
     )
 

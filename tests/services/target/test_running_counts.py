@@ -9,8 +9,8 @@ import torch
 
 from services.target.request import GenerationRequest, ModelLimits
 from services.target.running_counts import RunningCounts
-from services.target.scheduler import ScheduledSequence
 from services.target.sequence import Sequence
+from services.target.step_plan import ScheduledSequence
 from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
 from shared.speculation.tree import row_paths
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.target.request import GenerationRequest, ModelLimits, PromptScoring
-from services.target.scheduler import MAX_SCORED_ROWS, Scheduler, SchedulerLimits, StepPlan, pruned
+from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.sequence import Sequence
+from services.target.step_plan import MAX_SCORED_ROWS, StepPlan, pruned
 from shared.errors import QueueFull
 from shared.kv.leases import KvLeases
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree

@@ -1,0 +1,71 @@
+"""What drafts and the step loop say to each other."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from services.target.attachment import Attachment, Offer
+from services.target.attachments import Attachments
+from services.target.feature_feed import FeatureFeed
+from services.target.round_steps import RoundSteps
+from services.target.sequence import Sequence as TargetSequence
+
+logger = logging.getLogger(__name__)
+
+
+class DraftExchange:
+    """Takes what drafts want and push, and sends what they are told. Owned by the engine thread.
+
+    Attributes:
+        offers: what drafts pushed and nobody took yet. Other threads append to it.
+    """
+
+    def __init__(
+        self,
+        attachments: Attachments,
+        features: FeatureFeed,
+        rounds: RoundSteps,
+        clock: Callable[[], float],
+    ) -> None:
+        self.offers: deque[Offer] = deque()
+        self.attachments = attachments
+        self._features = features
+        self._rounds = rounds
+        self._clock = clock
+
+    def attach(self, attachment: Attachment, started: Iterable[TargetSequence]) -> None:
+        """Adds a draft and hands it the sequences that have left the queue and have none."""
+        if attachment.feature_spec is not None:
+            self._features.open(attachment.feature_spec)
+        self.attachments.attach(attachment, started, self._clock())
+        self._rounds.open(attachment)
+
+    def detach(self, attachment_id: str) -> None:
+        """Forgets a draft."""
+        self._rounds.close(self.attachments.detach(attachment_id, self._clock()))
+
+    def take_offers(self) -> None:
+        """Takes candidates that drafts pushed. Called before a step, and once more before its
+        verdicts, so that what arrived during the forward is selected from."""
+        while self.offers:
+            self.attachments.intake.offer(self.offers.popleft())
+
+    def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
+        """Takes sequences back from a draft."""
+        self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
+
+    def tell(self) -> None:
+        """Sends each draft what it does not know yet, in one message."""
+        self._features.send()
+        for attachment, message in self.attachments.drafts.take_messages():
+            if not attachment.port.send(message):
+                logger.warning("draft %s does not keep up", attachment.identity.worker_id)
+                attachment.port.close()
+                self.detach(attachment.identity.attachment_id)
+
+    def close(self) -> None:
+        """Ends every draft's stream."""
+        for attachment in self.attachments.drafts.live:
+            attachment.port.close()

@@ -1,0 +1,111 @@
+"""What one step computes: plain data, between the scheduler and the device. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.target.sequence import Sequence
+from shared.tokens import TokenTree
+
+MAX_SCORED_ROWS = 256
+"""Rows of a step that score prompt tokens: their logits are kept over the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step: `num_rows` tokens, then the nodes of `tree`.
+
+    Attributes:
+        start: logical KV index of the first row.
+        num_rows: committed tokens, and the pending one if there is one.
+        node_indices: index of each node in the tree as it was drafted; they differ from 0 … N-1
+            when nodes beyond the output's end were cut.
+        is_complete: whether the step computes the last token, so that the next one is drawn.
+        scored: the rows, counted from 0, whose next token is of the prompt and gets a log
+            probability.
+    """
+
+    sequence: Sequence
+    start: int
+    num_rows: int
+    tree: TokenTree
+    node_indices: tuple[int, ...]
+    is_complete: bool
+    scored: range = range(0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one row that draws: plain decode."""
+        return self.num_rows == 1 and self.is_complete and not self.node_indices
+
+    def slots(self, page_size: int) -> list[int]:
+        """Returns the KV slot of each row, committed tokens first. While it has its lease only."""
+        lease = self.sequence.open_lease
+        return lease.slots(self.start, self.start + self.num_rows + len(self.tree), page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes, and which sequences lost their pages for it."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    admitted: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+
+    @property
+    def drawn(self) -> tuple[ScheduledSequence, ...]:
+        """The scheduled sequences that draw."""
+        return tuple(entry for entry in self.scheduled if entry.is_complete)
+
+
+class PlanInProgress:
+    """A plan in the making, and the rows that it may still compute.
+
+    Attributes:
+        num_prompt_rows_left: rows of prompt chunks that the step still has room for.
+    """
+
+    def __init__(self, max_prompt_rows: int) -> None:
+        self.num_prompt_rows_left = max_prompt_rows
+        self._num_scored_rows_left = MAX_SCORED_ROWS
+        self.scheduled: list[ScheduledSequence] = []
+        self.admitted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+
+    def take_rows(self, sequence: Sequence) -> int:
+        """Returns how many of its uncomputed tokens a sequence may compute; more than one is a
+        prompt chunk, and leaves less room for others."""
+        num_rows = sequence.num_uncomputed
+        if num_rows > 1:
+            num_rows = min(num_rows, self.num_prompt_rows_left)
+            if sequence.is_scoring:
+                num_rows = min(num_rows, self._num_scored_rows_left)
+                self._num_scored_rows_left -= num_rows
+            self.num_prompt_rows_left -= num_rows
+        return num_rows
+
+    def as_plan(self) -> StepPlan:
+        return StepPlan(tuple(self.scheduled), tuple(self.admitted), tuple(self.preempted))
+
+
+def scored_rows(sequence: Sequence, start: int, num_rows: int) -> range:
+    """Returns the rows whose next token is the next of the prompt to be scored, or after it."""
+    if not sequence.is_scoring:
+        return range(0)
+    end = min(start + num_rows, sequence.num_prompt_tokens - 1)
+    return range(max(sequence.next_scored - 1 - start, 0), max(end - start, 0))
+
+
+def pruned(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
+    """Cuts nodes deeper than `max_depth`: the output or the context ends before them.
+
+    Returns:
+        The tree that is left and, for each of its nodes, the index in the tree as drafted.
+    """
+    if not tree.token_ids:
+        return tree, ()
+    depths = tree.depths
+    kept = tuple(node for node, depth in enumerate(depths) if depth <= max_depth)
+    if len(kept) == len(depths):
+        return tree, kept
+    return tree.only(kept), kept
