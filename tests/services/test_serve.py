@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.serve import draft_spec, parse
+from services.serve_settings import parse
+from services.serve_specs import draft_spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +75,27 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
     assert ("--target-model-path" in arguments) == (str(model) in arguments) == is_head
     demo = draft_spec(parse(["--algorithm", algorithm]), algorithm).arguments
     assert "--target-model-path" not in demo
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--algorithm=NGRAM,FOO", "FOO is no algorithm; there are STANDALONE, NGRAM,"),
+        ("--algorithm=,", "nothing is no algorithm"),
+        ("--target-port=65535", "65535 is outside [1, 65534]"),
+        ("--target-port=-1", "'-1' is no port number"),
+        ("--gateway-port=0", "0 is outside [1, 65534]"),
+        ("--gateway-port=50052", "ports wanted twice: 50052; each service takes two in a row"),
+        ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    flags: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(flags.split())
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
