@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys_from_texts
 from gateway.limits import RequestLimits
-from gateway.output.style import ReasoningParser, ToolCallParser
+from gateway.output.families import ReasoningParser, ToolCallParser
 from shared.errors import SettingsError
 from shared.service_settings import DialingSettings, tls_problems
 from shared.settings import setting

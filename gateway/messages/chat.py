@@ -11,7 +11,8 @@ from gateway.field_names import client_names
 from gateway.generation import TargetModel
 from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoice
 from gateway.messages.turns import chat_messages
-from gateway.output.style import OutputStyle, ReasoningParser
+from gateway.output.families import ReasoningParser
+from gateway.output.style import OutputStyle
 from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.refusals import (

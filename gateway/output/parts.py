@@ -87,12 +87,16 @@ class Parts:
             self._is_set_apart = True
             self._add(Reasoning(text))
 
-    def begin_call(self, name: str) -> Callable[[str], None]:
-        """Adds a call; returns what takes its arguments."""
+    def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
+        """Adds a call; returns what takes its arguments.
+
+        Args:
+            call_id: that the model wrote itself.
+        """
         index = self._num_calls
         self._num_calls += 1
         self._is_margin, self._is_set_apart, self._space = True, True, ""
-        self._found.append(CallBegun(index, self._new_call_id(), name))
+        self._found.append(CallBegun(index, call_id or self._new_call_id(), name))
 
         return lambda text: self._add(CallArguments(index, text))
 

@@ -85,6 +85,22 @@ class Reader:
                 return space
             yield
 
+    def take_to(self, end: re.Pattern[str]) -> Waiting[str]:
+        """Returns the text before the first match of a pattern of one character, which stays."""
+        text = ""
+        while True:
+            match = end.search(self._text)
+            length = len(self._text) if match is None else match.start()
+            text += self._text[:length]
+            self._text = self._text[length:]
+            if match is not None or self._has_ended:
+                return text
+            yield
+
+    def unread(self, text: str) -> None:
+        """Puts text back, to be read again."""
+        self._text = text + self._text
+
     def peek(self) -> Waiting[str]:
         """Returns the next character without reading it; empty at the end."""
         while not self._text and not self._has_ended:

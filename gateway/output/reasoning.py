@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from gateway.output.parts import Format, Parts, Steps
 from gateway.output.reader import Reader
 
-THINK, THINK_END = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """What stands around reasoning."""
+
+    begin: str
+    end: str
 
 
-def thinking(answer: Format, *, starts_inside: bool) -> Format:
+THINK = ThinkTags("<think>", "</think>")
+KIMI_THINK = ThinkTags("◁think▷", "◁/think▷")
+MISTRAL_THINK = ThinkTags("[THINK]", "[/THINK]")
+SEED_THINK = ThinkTags("<seed:think>", "</seed:think>")
+
+
+def thinking(
+    answer: Format,
+    *,
+    starts_inside: bool,
+    tags: ThinkTags = THINK,
+    call_marks: Sequence[str] = (),
+) -> Format:
     """`<think>…</think>`, then the answer: DeepSeek R1, Qwen 3 and others.
 
     Args:
         answer: the format of what follows.
         starts_inside: the prompt, or the model by habit, has opened the reasoning already.
+        call_marks: special tokens that begin a call. They end the reasoning as well: models
+            forget to close it.
     """
 
     def read(reader: Reader, parts: Parts) -> Steps:
         space = yield from reader.take_space()
-        if (yield from reader.take(THINK)) or starts_inside:
+        if (yield from reader.take(tags.begin)) or starts_inside:
             yield from reader.take_space()
             parts.is_reasoning = True
-            if (yield from reader.copy_until((THINK_END,), parts.reasoning)) is None:
+            marker = yield from reader.copy_until((tags.end, *call_marks), parts.reasoning)
+            if marker is None:
                 return
+            if marker != tags.end:
+                reader.unread(marker)
             parts.is_reasoning = False
             yield from reader.take_space()
         elif space:

@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import enum
 import secrets
 import string
 from dataclasses import dataclass
 
 from gateway.output import forced
 from gateway.output import tool_formats as marks
-from gateway.output.harmony import CHANNEL, MESSAGE, START, harmony
+from gateway.output.families import (
+    CALLS_THAT_END_REASONING,
+    HARMONY_MARKS,
+    MARKS,
+    ReasoningParser,
+    ToolCallParser,
+    reasoning_of,
+    tools_of,
+)
+from gateway.output.harmony import harmony
 from gateway.output.parts import Format
-from gateway.output.reasoning import THINK, THINK_END, text_only, thinking
+from gateway.output.reasoning import text_only, thinking
 from gateway.output.tools import Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
-_HARMONY_MARKS = (START, CHANNEL, MESSAGE, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
-_DEEPSEEK_MARKS = (
-    *(marks.DEEPSEEK_CALLS, marks.DEEPSEEK_CALLS_END, marks.DEEPSEEK_SEP),
-    *(marks.DEEPSEEK_CALL, marks.DEEPSEEK_CALL_END),
-)
-_MARKS = {
-    "hermes": (marks.HERMES_BEGIN, marks.HERMES_END),
-    "llama3": (marks.PYTHON_TAG,),
-    "mistral": (marks.MISTRAL_BEGIN, marks.MISTRAL_ARGS, marks.MISTRAL_ID),
-    "deepseek": _DEEPSEEK_MARKS,
-    "deepseek-v3.1": _DEEPSEEK_MARKS,
-    "harmony": _HARMONY_MARKS,
-}
-
-
-class ToolCallParser(enum.Enum):
-    """Families of tool calls."""
-
-    AUTO = "auto"
-    NONE = "none"
-    HERMES = "hermes"
-    LLAMA3 = "llama3"
-    MISTRAL = "mistral"
-    DEEPSEEK = "deepseek"
-    DEEPSEEK_V3_1 = "deepseek-v3.1"
-    HARMONY = "harmony"
-
-
-class ReasoningParser(enum.Enum):
-    """Ways to tell reasoning from the answer."""
-
-    AUTO = "auto"
-    NONE = "none"
-    QWEN3 = "qwen3"
-    DEEPSEEK_R1 = "deepseek-r1"
-    HARMONY = "harmony"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +41,9 @@ class OutputStyle:
         """Resolves `AUTO` by the marks that the chat template writes itself."""
         source = template or ""
         if tools is ToolCallParser.AUTO:
-            tools = _tools_of(source) if template is not None else ToolCallParser.NONE
+            tools = tools_of(source) if template is not None else ToolCallParser.NONE
         if reasoning is ReasoningParser.AUTO:
-            reasoning = _reasoning_of(source)
+            reasoning = reasoning_of(source)
         return cls(tools, reasoning)
 
     def check_tools(self) -> None:
@@ -87,10 +59,9 @@ class OutputStyle:
         is_harmony = self.reasoning is ReasoningParser.HARMONY
         if toolbox is None and self.reasoning is ReasoningParser.NONE:
             return None
-        is_inside = self.reasoning is ReasoningParser.DEEPSEEK_R1 or (
-            self.reasoning is ReasoningParser.QWEN3 and prompt.rstrip().endswith(THINK)
-        )
-        if prompt.rstrip().endswith(THINK_END):
+        tags, before = self.reasoning.tags, prompt.rstrip()
+        is_inside = self.reasoning is ReasoningParser.DEEPSEEK_R1 or before.endswith(tags.begin)
+        if self.reasoning is ReasoningParser.NONE or before.endswith(tags.end):
             is_inside = False
         return ChatOutput(self, toolbox, is_inside and not is_harmony)
 
@@ -116,10 +87,11 @@ class ChatOutput:
         """Special tokens that the format is made of, and that must not be left out of the text."""
         kept: tuple[str, ...] = ()
         if self.toolbox is not None:
-            kept += _MARKS.get(self.style.tools.value, ())
+            kept += MARKS.get(self.style.tools.value, ())
         if self.style.reasoning is ReasoningParser.HARMONY:
-            kept += _HARMONY_MARKS
-        return kept + ((THINK, THINK_END) if self.has_reasoning else ())
+            kept += HARMONY_MARKS
+        tags = self.style.reasoning.tags
+        return kept + ((tags.begin, tags.end) if self.has_reasoning else ())
 
     def format(self) -> Format:
         """Returns the format, for one choice."""
@@ -129,10 +101,19 @@ class ChatOutput:
             return harmony
         answer: Format = text_only
         if self.toolbox is not None:
-            answer = marks.tool_format(self.style.tools.value, self.toolbox.names)
+            schemas = {tool.name: tool.schema for tool in self.toolbox.tools}
+            answer = marks.tool_format(self.style.tools.value, schemas)
         if not self.has_reasoning:
             return answer
-        return thinking(answer, starts_inside=self.starts_inside)
+        call_marks: tuple[str, ...] = ()
+        if self.toolbox is not None:
+            call_marks = CALLS_THAT_END_REASONING.get(self.style.tools.value, ())
+        return thinking(
+            answer,
+            starts_inside=self.starts_inside,
+            tags=self.style.reasoning.tags,
+            call_marks=call_marks,
+        )
 
     def grammar(self, asked: Grammar | None) -> Grammar | None:
         """Returns what all of the output must match: reasoning is free, what follows is not.
@@ -159,7 +140,8 @@ class ChatOutput:
         if self.style.reasoning is ReasoningParser.HARMONY or family == "harmony":
             content = forced.after_analysis(content, is_call=tools is not None)
         elif self.has_reasoning:
-            content = forced.after_thinking(content, starts_inside=self.starts_inside)
+            tags = self.style.reasoning.tags
+            content = forced.after_thinking(content, tags, starts_inside=self.starts_inside)
         return forced.structural_tag(content)
 
     def new_call_id(self) -> str:
@@ -167,22 +149,3 @@ class ChatOutput:
         characters = "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(24))
         is_short = self.style.tools is ToolCallParser.MISTRAL
         return characters[:9] if is_short else f"call_{characters}"
-
-
-def _tools_of(source: str) -> ToolCallParser:
-    if CHANNEL in source:
-        return ToolCallParser.HARMONY
-    if marks.MISTRAL_BEGIN in source:
-        return ToolCallParser.MISTRAL
-    if marks.DEEPSEEK_CALLS in source:
-        is_fenced = "```json" in source
-        return ToolCallParser.DEEPSEEK if is_fenced else ToolCallParser.DEEPSEEK_V3_1
-    if "<|start_header_id|>" in source and marks.HERMES_BEGIN not in source:
-        return ToolCallParser.LLAMA3
-    return ToolCallParser.HERMES
-
-
-def _reasoning_of(source: str) -> ReasoningParser:
-    if CHANNEL in source:
-        return ReasoningParser.HARMONY
-    return ReasoningParser.QWEN3 if THINK_END in source else ReasoningParser.NONE

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 
+from gateway.output.argument_types import Schema
 from gateway.output.call_object import read_call
 from gateway.output.parts import Format, Parts, Steps
+from gateway.output.pythonic_calls import PYTHON_TAG, pythonic
 from gateway.output.reader import Reader, Waiting
+from gateway.output.tagged_calls import FAMILIES, tagged
 
 Names = Collection[str]
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
 MISTRAL_BEGIN, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_SEP = "<｜tool▁sep｜>"
+KIMI_CALLS, KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_ARGS = "<|tool_call_argument_begin|>"
+_KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+?)(?::\d+)?")
 
 
 def hermes(reader: Reader, parts: Parts) -> Steps:
@@ -26,7 +33,11 @@ def hermes(reader: Reader, parts: Parts) -> Steps:
         if no_call is not None:
             parts.content(HERMES_BEGIN + space + no_call)
             continue
-        yield from reader.take_until((HERMES_END,))
+        rest, marker = yield from reader.take_until((HERMES_END, HERMES_BEGIN))
+        if marker == HERMES_BEGIN:  # the end was forgotten
+            reader.unread(HERMES_BEGIN)
+        if marker != HERMES_END and rest.strip(" \t\r\n}"):
+            parts.content(rest)
 
 
 def llama(names: Names) -> Format:
@@ -104,7 +115,9 @@ def deepseek(reader: Reader, parts: Parts) -> Steps:
     while (yield from reader.copy_until((DEEPSEEK_CALLS,), parts.content)):
         marker: str | None = DEEPSEEK_CALL
         while marker == DEEPSEEK_CALL:
-            _, marker = yield from reader.take_until((DEEPSEEK_CALL, DEEPSEEK_CALLS_END))
+            between, marker = yield from reader.take_until((DEEPSEEK_CALL, DEEPSEEK_CALLS_END))
+            if between.strip():
+                parts.content(between)
             if marker == DEEPSEEK_CALL:
                 yield from _deepseek_call(reader, parts)
 
@@ -112,6 +125,7 @@ def deepseek(reader: Reader, parts: Parts) -> Steps:
 def _deepseek_call(reader: Reader, parts: Parts) -> Waiting[None]:
     name, marker = yield from reader.take_until((DEEPSEEK_SEP, DEEPSEEK_CALL_END))
     if marker != DEEPSEEK_SEP:
+        parts.content(DEEPSEEK_CALL + name + (marker or ""))
         return
     if name.strip() == "function" and (yield from reader.peek()) not in ("{", ""):
         name, _ = yield from reader.take_until(("\n",))
@@ -122,17 +136,55 @@ def _deepseek_call(reader: Reader, parts: Parts) -> Waiting[None]:
     yield from reader.take_until((DEEPSEEK_CALL_END,))
 
 
-def tool_format(family: str, names: Names) -> Format:
+def kimi(reader: Reader, parts: Parts) -> Steps:
+    """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a
+    section: Kimi K2. What stands before the arguments is the call's id, which the template wants
+    back as it is.
+    """
+    while (yield from reader.copy_until((KIMI_CALLS,), parts.content)):
+        marker: str | None = KIMI_CALL
+        while marker == KIMI_CALL:
+            between, marker = yield from reader.take_until((KIMI_CALL, KIMI_CALLS_END))
+            if between.strip():
+                parts.content(between)
+            if marker == KIMI_CALL:
+                yield from _kimi_call(reader, parts)
+
+
+def _kimi_call(reader: Reader, parts: Parts) -> Waiting[None]:
+    head, marker = yield from reader.take_until((KIMI_ARGS, KIMI_CALL_END))
+    written_id = head.strip()
+    found = _KIMI_ID.fullmatch(written_id)
+    if marker != KIMI_ARGS or found is None:
+        parts.content(KIMI_CALL + head + (marker or ""))
+        return
+    arguments = parts.begin_call(found[1], written_id)
+    yield from reader.take_space()
+    if (yield from reader.take(KIMI_CALL_END)):
+        arguments("{}")
+        return
+    yield from reader.copy_json(arguments)
+    rest, _ = yield from reader.take_until((KIMI_CALL_END,))
+    if rest.strip():
+        parts.content(rest)
+
+
+def tool_format(family: str, schemas: Mapping[str, Schema]) -> Format:
     """Returns the format of a family.
 
     Args:
-        names: of the tools. An answer that only looks like a call calls none of them.
+        schemas: of the tools' arguments, by name. An answer that only looks like a call calls
+            none of them.
     """
+    if family in FAMILIES:
+        return tagged(FAMILIES[family], schemas)
     formats: dict[str, Format] = {
         "hermes": hermes,
-        "llama3": llama(names),
+        "llama3": llama(schemas),
+        "pythonic": pythonic(schemas),
         "mistral": mistral,
         "deepseek": deepseek,
         "deepseek-v3.1": deepseek,
+        "kimi-k2": kimi,
     }
     return formats[family]

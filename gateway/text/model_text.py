@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
+from gateway.output.families import ReasoningParser, ToolCallParser
+from gateway.output.style import OutputStyle
 from gateway.text.chat_template import ChatTemplate
 from shared.sampling_defaults import SamplingDefaults
 from shared.text.tokenizer import MAX_PROMPT_CHARACTERS, Tokenizer

@@ -15,7 +15,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
-from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
+from gateway.output.families import ReasoningParser, ToolCallParser
+from gateway.output.style import OutputStyle
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
 from shared.grammar import GrammarKind
@@ -32,6 +33,7 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
+CITY = 'Zürich 🌦 "{\\'
 ARGUMENTS = '{"city": "Zürich 🌦 \\"{\\\\"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 NOW = '<tool_call>{"name": "now"}</tool_call>'
@@ -330,6 +332,32 @@ MARKED = {
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
         ("<|channel|>", "<|constrain|>", "<|message|>"),
     ),
+    ToolCallParser.KIMI_K2: (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+        (
+            *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+            *("<|tool_call_argument_begin|>", "<|tool_calls_section_end|>"),
+        ),
+    ),
+    ToolCallParser.GLM45: (
+        f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n</tool_call>",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    ToolCallParser.QWEN3_CODER: (
+        f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        ("<tool_call>", "</tool_call>"),
+    ),
+    ToolCallParser.MINIMAX_M2: (
+        f'<minimax:tool_call><invoke name="weather"><parameter name="city">{CITY}</parameter>'
+        "</invoke></minimax:tool_call>",
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    ToolCallParser.PYTHONIC: (
+        f"<|python_start|>[weather(city={CITY!r})]<|python_end|>",
+        ("<|python_start|>", "<|python_end|>"),
+    ),
 }  # fmt: skip
 
 
@@ -352,7 +380,10 @@ async def test_special_tokens_that_a_format_is_made_of_are_read_and_others_are_n
     [call] = choice["message"]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", ARGUMENTS)
     assert choice["message"]["content"] is None
-    assert len(call["id"]) == (9 if family is ToolCallParser.MISTRAL else 29)
+    if family is ToolCallParser.KIMI_K2:  # its template wants the id back that the model wrote
+        assert call["id"] == "functions.weather:0"
+    else:
+        assert len(call["id"]) == (9 if family is ToolCallParser.MISTRAL else 29)
 
 
 TEMPLATES = {
@@ -362,6 +393,20 @@ TEMPLATES = {
     "<｜tool▁calls▁begin｜>": (ToolCallParser.DEEPSEEK_V3_1, ReasoningParser.NONE),
     "<|start_header_id|>": (ToolCallParser.LLAMA3, ReasoningParser.NONE),
     "<tool_call> <think></think>": (ToolCallParser.HERMES, ReasoningParser.QWEN3),
+    "<tool_call> <function=f> <parameter=k>": (ToolCallParser.QWEN3_CODER, ReasoningParser.NONE),
+    "<tool_call> <arg_key> <think></think>": (ToolCallParser.GLM45, ReasoningParser.QWEN3),
+    "<minimax:tool_call> <parameter=k> </think>": (
+        ToolCallParser.MINIMAX_M2,
+        ReasoningParser.QWEN3,
+    ),
+    "<seed:tool_call> <parameter=k> <seed:think></seed:think>": (
+        ToolCallParser.SEED_OSS,
+        ReasoningParser.SEED_OSS,
+    ),
+    "<|tool_calls_section_begin|> ◁/think▷": (ToolCallParser.KIMI_K2, ReasoningParser.KIMI),
+    "[TOOL_CALLS] [THINK][/THINK]": (ToolCallParser.MISTRAL, ReasoningParser.MISTRAL),
+    "<|header_start|> [func_name1(": (ToolCallParser.PYTHONIC, ReasoningParser.NONE),
+    "<|header_start|>": (ToolCallParser.LLAMA3, ReasoningParser.NONE),
     "anything": (ToolCallParser.HERMES, ReasoningParser.NONE),
 }
 
@@ -380,6 +425,9 @@ def test_style_is_read_off_the_template(source: str) -> None:
         (ReasoningParser.QWEN3, "<|assistant|>", False),
         (ReasoningParser.QWEN3, "<|assistant|><think>\n", True),
         (ReasoningParser.QWEN3, "<|assistant|><think>\n\n</think>\n\n", False),
+        (ReasoningParser.KIMI, "<|assistant|>◁think▷", True),
+        (ReasoningParser.KIMI, "<|assistant|><think>", False),
+        (ReasoningParser.MISTRAL, "[THINK][/THINK]", False),
         (ReasoningParser.DEEPSEEK_R1, "<|assistant|>", True),
         (ReasoningParser.DEEPSEEK_R1, "<|assistant|></think>", False),
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
+from gateway.output.families import ReasoningParser, ToolCallParser
+from gateway.output.style import OutputStyle
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
 

@@ -8,9 +8,11 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from gateway.output import forced
+from gateway.output.families import ReasoningParser, ToolCallParser
 from gateway.output.parser import OutputParser
 from gateway.output.parts import CallArguments, CallBegun
-from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
+from gateway.output.style import ChatOutput, OutputStyle
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from services.target.grammars.source import grammar_source
 from services.target.grammars.special_tokens import SpecialTokens
@@ -46,6 +48,36 @@ WORDS = {
     ToolCallParser.HARMONY: (
         f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ADD}"
     ),
+    ToolCallParser.QWEN3_CODER: (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
+    ),
+    ToolCallParser.SEED_OSS: (
+        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n"
+        "</seed:tool_call>\n<seed:tool_call>\n<function=ping>\n</function>\n</seed:tool_call>"
+    ),
+    ToolCallParser.GLM45: (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+        "<tool_call>ping\n</tool_call>"
+    ),
+    ToolCallParser.MINIMAX_M2: (
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+        '<invoke name="ping">\n</invoke>\n</minimax:tool_call>'
+    ),
+    ToolCallParser.KIMI_K2: (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+        f"<|tool_call_argument_begin|>{ADD}<|tool_call_end|><|tool_call_begin|>functions.ping:1"
+        f"<|tool_call_argument_begin|>{PING}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    ToolCallParser.PYTHONIC: "[add(a=1), ping()]",
+}
+# The one integer in a word, and what it must not be.
+NUMBERS = {
+    ToolCallParser.QWEN3_CODER: ("\n1\n", "\nx\n"),
+    ToolCallParser.SEED_OSS: (">1<", ">x<"),
+    ToolCallParser.GLM45: (">1<", ">x<"),
+    ToolCallParser.MINIMAX_M2: (">1<", ">x<"),
+    ToolCallParser.PYTHONIC: ("=1", "=x"),
 }
 
 
@@ -88,7 +120,8 @@ def test_required_calls_are_what_the_family_writes_and_nothing_else(
     assert _matches(grammar, word, tokenizer)
     expected = [("add", ADD), ("ping", PING)]
     assert _calls(output, word) == expected[: 1 if family is ToolCallParser.HARMONY else 2]
-    for wrong in ("text", word + "!", word.replace('"a": 1', '"a": "x"'), word.replace("add", "x")):
+    other = word.replace(*NUMBERS.get(family, ('"a": 1', '"a": "x"')))
+    for wrong in ("text", word + "!", other, word.replace("add", "x")):
         assert not _matches(grammar, wrong, tokenizer), wrong
 
 
@@ -115,26 +148,22 @@ def test_reasoning_may_come_before_a_required_call(
         assert _matches(grammar, WORDS[family], tokenizer) is not starts_inside
 
 
-def test_strict_tools_leave_text_free_and_hold_calls(tokenizer: LLTokenizer) -> None:
-    toolbox = Toolbox((Tool("add", None, SCHEMA, is_strict=True),))
-    for family in (ToolCallParser.HERMES, ToolCallParser.DEEPSEEK_V3_1):
-        output = OutputStyle(family).output("", toolbox)
-        assert output is not None
-        grammar = output.grammar(None)
-        assert grammar is not None
-        begin, end = {
-            ToolCallParser.HERMES: (
-                '<tool_call>\n{"name": "add", "arguments": ',
-                "}\n</tool_call>",
-            ),
-            ToolCallParser.DEEPSEEK_V3_1: (
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>",
-                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            ),
-        }[family]
-        for word in ("free text", f"So {begin}{ADD}{end} done"):
-            assert _matches(grammar, word, tokenizer), word
-        assert not _matches(grammar, f'So {begin}{{"a": "x"}}{end}', tokenizer)
+@pytest.mark.parametrize(
+    "family", [family for family in WORDS if family.value in forced.FAMILIES_WITH_TRIGGERS]
+)
+def test_strict_tools_leave_text_free_and_hold_calls(
+    tokenizer: LLTokenizer, family: ToolCallParser
+) -> None:
+    toolbox = Toolbox((Tool("add", None, SCHEMA, is_strict=True), TOOLS[1]))
+    output = OutputStyle(family).output("", toolbox)
+    assert output is not None
+    grammar = output.grammar(None)
+    assert grammar is not None
+    word = WORDS[family]
+    for text in ("free text", f"So {word} done"):
+        assert _matches(grammar, text, tokenizer), text
+    other = word.replace(*NUMBERS.get(family, ('"a": 1', '"a": "x"')))
+    assert not _matches(grammar, f"So {other}", tokenizer)
 
 
 @pytest.mark.parametrize(

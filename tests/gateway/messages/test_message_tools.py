@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.output.style import OutputStyle, ToolCallParser
+from gateway.output.families import ToolCallParser
+from gateway.output.style import OutputStyle
 from gateway.text.model_text import ModelText
 from shared.rpc.grammar import grammar_from_message
 from tests.gateway.driving import MESSAGES, MakeGateway, post, say

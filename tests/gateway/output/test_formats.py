@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,15 +12,21 @@ from hypothesis import strategies as st
 
 from gateway.output.harmony import harmony
 from gateway.output.parser import OutputParser
-from gateway.output.parts import CallArguments, CallBegun, Content, Format, Part, Reasoning
-from gateway.output.reasoning import text_only, thinking
+from gateway.output.parts import CallArguments, CallBegun, Content, Format
+from gateway.output.reasoning import (
+    KIMI_THINK,
+    MISTRAL_THINK,
+    SEED_THINK,
+    text_only,
+    thinking,
+)
 from gateway.output.tool_formats import tool_format
+from tests.gateway.output.parsing import JSON, Calls, check_every_cut, cut_anywhere, parse, whole
 
-NAMES = ("get_weather", "add")
+SCHEMAS: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}}
 WEATHER = '{"city": "Paris \\"}{\\\\", "n": [1, {"a": "b"}]}'
 ADD = '{"a":1,"b":-2.5e3}'
 W, A = ("get_weather", WEATHER), ("add", ADD)
-Calls = list[tuple[str, str]]
 
 # family, output, content, calls, reasoning
 CASES: list[tuple[str, str, str, Calls, str]] = [
@@ -48,6 +53,12 @@ CASES: list[tuple[str, str, str, Calls, str]] = [
     ("hermes", "<tool_call>nonsense</tool_call> on", "<tool_call>nonsense</tool_call> on", [], ""),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a"', "", [("add", '{"a"')], ""),
     ("hermes", '<tool_call>{"nam', '<tool_call>{"nam', [], ""),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "add", "arguments": {ADD}}} <tool_call>'
+        f'{{"name": "get_weather", "arguments": {WEATHER}}}\nDone.',
+        "Done.", [A, W], "",
+    ),
     (
         "hermes",
         '<tool_call>{"id": {"x": [1]}, "name": "add", "arguments": {}}</tool_call>',
@@ -94,6 +105,31 @@ CASES: list[tuple[str, str, str, Calls, str]] = [
         "", [A, W], "",
     ),
     (
+        "kimi-k2",
+        "Well. <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+        f"<|tool_call_argument_begin|>{ADD}<|tool_call_end|><|tool_call_begin|>"
+        f"functions.get_weather:1 <|tool_call_argument_begin|> {WEATHER} <|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "Well. ", [A, W], "",
+    ),
+    (
+        "kimi-k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        "<|tool_call_end|><|tool_call_begin|>?<|tool_call_end|> on<|tool_calls_section_end|>!",
+        "<|tool_call_begin|>?<|tool_call_end|> on!", [("add", "{}")], "",
+    ),
+    (
+        "kimi-k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1',
+        "", [("add", '{"a": 1')], "",
+    ),
+    (
+        "kimi-k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.ad",
+        "<|tool_call_begin|>functions.ad", [], "",
+    ),
+    (
         "harmony",
         "<|channel|>analysis<|message|>They want…<|end|><|start|>assistant<|channel|>commentary"
         f"<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
@@ -120,47 +156,38 @@ CASES: list[tuple[str, str, str, Calls, str]] = [
     ("inside", "<think>Hm.</think>Yes.", "Yes.", [], "Hm."),
     ("inside", "never ends", "", [], "never ends"),
     (
+        "kimi, kimi-k2",
+        "I add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+        f"<|tool_call_argument_begin|>{ADD}<|tool_call_end|><|tool_calls_section_end|>",
+        "", [A], "I add.",
+    ),
+    ("◁think▷", "◁think▷Hm.◁/think▷Yes.", "Yes.", [], "Hm."),
+    ("[THINK]", "[THINK]Hm.[/THINK] Yes.", "Yes.", [], "Hm."),
+    ("<seed:think>", "<seed:think>Hm.</think></seed:think>Yes.", "Yes.", [], "Hm.</think>"),
+    (
         "think, hermes",
         f'<think>I add.</think>\n\n<tool_call>{{"name": "add", "arguments": {ADD}}}</tool_call>',
         "", [A], "I add.",
     ),
 ]  # fmt: skip
+THINK_TAGS = {tags.begin: tags for tags in (KIMI_THINK, MISTRAL_THINK, SEED_THINK)}
 IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
 
 
 def _format(family: str) -> Format:
     if family == "harmony":
         return harmony
+    if family in THINK_TAGS:
+        return thinking(text_only, starts_inside=False, tags=THINK_TAGS[family])
+    if family == "kimi, kimi-k2":
+        calls = tool_format("kimi-k2", SCHEMAS)
+        return thinking(calls, starts_inside=True, call_marks=("<|tool_calls_section_begin|>",))
     if family == "inside":
         return thinking(text_only, starts_inside=True)
     if family.startswith("think"):
-        answer = tool_format("hermes", NAMES) if "hermes" in family else text_only
+        answer = tool_format("hermes", SCHEMAS) if "hermes" in family else text_only
         return thinking(answer, starts_inside=False)
-    return tool_format(family, NAMES)
-
-
-def _parse(family: str, pieces: Sequence[str]) -> list[Part]:
-    numbers = itertools.count()
-    parser = OutputParser(_format(family), lambda: f"call_{next(numbers)}")
-    found = [part for piece in pieces for part in parser.push(piece)]
-    found += parser.flush()
-    assert parser.has_calls is any(isinstance(part, CallBegun) for part in found)
-    return found
-
-
-def _whole(parts: Sequence[Part]) -> tuple[str, Calls, str]:
-    """Joins the parts, and checks that a call begins before its arguments, in order."""
-    calls: list[list[str]] = []
-    for part in parts:
-        if isinstance(part, CallBegun):
-            assert (part.index, part.call_id) == (len(calls), f"call_{part.index}")
-            calls.append([part.name, ""])
-        elif isinstance(part, CallArguments):
-            assert part.index == len(calls) - 1
-            calls[part.index][1] += part.text
-    content = "".join(part.text for part in parts if isinstance(part, Content))
-    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    return content, [(name, arguments) for name, arguments in calls], reasoning
+    return tool_format(family, SCHEMAS)
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls", "reasoning"), CASES, ids=IDS)
@@ -168,34 +195,23 @@ def test_parts_are_the_same_for_every_cut(
     family: str, text: str, content: str, calls: Calls, reasoning: str
 ) -> None:
     expected = (content, calls, reasoning)
-    assert _whole(_parse(family, [text])) == expected
-    assert _whole(_parse(family, list(text))) == expected
-    for cut in range(1, len(text)):
-        assert _whole(_parse(family, [text[:cut], text[cut:]])) == expected, text[:cut]
+    check_every_cut(_format(family), text, expected)
     for first, second in itertools.combinations(range(1, min(len(text), 60)), 2):
         pieces = [text[:first], text[first:second], text[second:]]
-        assert _whole(_parse(family, pieces)) == expected, pieces
+        assert whole(parse(_format(family), pieces)) == expected, pieces
 
 
 @settings(max_examples=300, deadline=None)
 @given(case=st.sampled_from(CASES), data=st.data())
 def test_parts_are_the_same_for_any_cuts(case: Any, data: st.DataObject) -> None:
     family, text, *expected = case
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(text)), max_size=8)))
-    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-    assert _whole(_parse(family, pieces)) == tuple(expected)
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=8,
-)
+    pieces = cut_anywhere(text, data)
+    assert whole(parse(_format(family), pieces)) == tuple(expected)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    arguments=st.dictionaries(st.text(max_size=6), _JSON, max_size=4),
+    arguments=st.dictionaries(st.text(max_size=6), JSON, max_size=4),
     family=st.sampled_from(["hermes", "llama3", "mistral", "deepseek"]),
     indent=st.sampled_from([None, 1]),
     data=st.data(),
@@ -211,13 +227,12 @@ def test_any_arguments_arrive_as_written(
         "deepseek": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{written}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     }[family]
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(text)), max_size=6)))
-    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-    assert _whole(_parse(family, pieces)) == ("", [("add", written)], "")
+    pieces = cut_anywhere(text, data)
+    assert whole(parse(_format(family), pieces)) == ("", [("add", written)], "")
 
 
 def test_arguments_stream_before_they_are_whole() -> None:
-    parser = OutputParser(tool_format("hermes", NAMES), lambda: "c")
+    parser = OutputParser(tool_format("hermes", SCHEMAS), lambda: "c")
     assert parser.push('<tool_call>{"name": "add", "argum') == [CallBegun(0, "c", "add")]
     assert parser.push('ents": {"a": "long te') == [CallArguments(0, '{"a": "long te')]
     assert parser.push("xt \\") == [CallArguments(0, "xt ")]
@@ -225,6 +240,6 @@ def test_arguments_stream_before_they_are_whole() -> None:
 
 
 def test_text_streams_but_for_what_may_become_a_marker() -> None:
-    parser = OutputParser(tool_format("hermes", NAMES), lambda: "c")
+    parser = OutputParser(tool_format("hermes", SCHEMAS), lambda: "c")
     assert parser.push("text <to") == [Content("text ")]
     assert parser.push("p>") == [Content("<top>")]

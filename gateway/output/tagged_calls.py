@@ -1,0 +1,229 @@
+"""Calls in which every argument stands between tags of its own, strings without quotes.
+
+Families differ in the tags alone. Their grammar is one:
+
+    section = begin call* end
+    call = before_name NAME after_name (key NAME after_key before_value VALUE value_end)* call_end
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.output.argument_types import Schema, argument_json, property_schema, types_of
+from gateway.output.argument_writer import ArgumentWriter
+from gateway.output.parts import Format, Parts, Steps
+from gateway.output.reader import Reader, Waiting
+
+_AFTER_NAME = re.compile(r"[^\w.-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags of a family.
+
+    Attributes:
+        call_end: empty where the section holds one call and its end is the call's.
+        before_value: between the end of a key and a value, after white space; may be empty.
+        is_padded: a line break after the opening and before the closing tag of a value is layout.
+    """
+
+    begin: str
+    end: str
+    before_name: str
+    after_name: str
+    call_end: str
+    key: str
+    after_key: str
+    before_value: str
+    value_end: str
+    is_padded: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The tags that may be special tokens."""
+        found = (self.begin, self.end, self.key, self.after_key, self.before_value, self.value_end)
+        return tuple(tag for tag in found if tag.startswith("<") and tag.endswith(">"))
+
+
+QWEN3_CODER = Tags(
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    ">",
+    "</function>",
+    "<parameter=",
+    ">",
+    "",
+    "</parameter>",
+    is_padded=True,
+)
+SEED_OSS = Tags(
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    "<function=",
+    ">",
+    "</function>",
+    "<parameter=",
+    ">",
+    "",
+    "</parameter>",
+)
+GLM = Tags(
+    "<tool_call>",
+    "</tool_call>",
+    "",
+    "",
+    "",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
+MINIMAX = Tags(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    '<invoke name="',
+    '">',
+    "</invoke>",
+    '<parameter name="',
+    '">',
+    "",
+    "</parameter>",
+)
+FAMILIES: Mapping[str, Tags] = {
+    "qwen3-coder": QWEN3_CODER,
+    "seed-oss": SEED_OSS,
+    "glm45": GLM,
+    "minimax-m2": MINIMAX,
+}
+
+
+def tagged(tags: Tags, schemas: Mapping[str, Schema]) -> Format:
+    """Returns the format of a family.
+
+    A call begins once its name and the tag after it have come; what is no call until then is text.
+    After that, what does not belong leaves the arguments unclosed and is text again.
+
+    Args:
+        schemas: of the tools' arguments, by name. They say what is a string.
+    """
+
+    # Models forget the first tag; a name that is a tool's makes up for it.
+    beginnings = (tags.begin, tags.before_name) if tags.before_name else (tags.begin,)
+
+    def read(reader: Reader, parts: Parts) -> Steps:
+        while (seen := (yield from reader.copy_until(beginnings, parts.content))) is not None:
+            while (yield from _Call(reader, parts, tags, schemas, seen).read()):
+                if not tags.call_end:
+                    break
+                seen = yield from reader.take_space()
+                if (yield from reader.take(tags.end)):
+                    break
+
+    return read
+
+
+class _Call:
+    """One call as it is read.
+
+    Args:
+        seen: the text before it that is no content, unless this turns out to be no call.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        parts: Parts,
+        tags: Tags,
+        schemas: Mapping[str, Schema],
+        seen: str,
+    ) -> None:
+        self._reader = reader
+        self._parts = parts
+        self._tags = tags
+        self._schemas = schemas
+        self._seen = seen
+        self._schema: Schema = {}
+        self._writer: ArgumentWriter | None = None
+
+    def read(self) -> Waiting[bool]:
+        """Returns whether the call came to its end; what was read in vain is content then."""
+        is_whole = yield from self._call()
+        if not is_whole:
+            self._parts.content(self._seen)
+        return is_whole
+
+    def _call(self) -> Waiting[bool]:
+        tags = self._tags
+        is_bare = bool(tags.before_name) and self._seen == tags.before_name
+        if not is_bare:
+            yield from self._space()
+            if not (yield from self._take(tags.before_name)):
+                return False
+        name = yield from self._reader.take_to(_AFTER_NAME)
+        self._seen += name
+        if not name or (is_bare and name not in self._schemas):
+            return False
+        if not (yield from self._take(tags.after_name)):
+            return False
+        while True:
+            yield from self._space()
+            if (yield from self._take(tags.key)):
+                if not (yield from self._argument(name)):
+                    return False
+            elif (yield from self._take(tags.call_end or tags.end)):
+                self._begin(name).end()
+                return True
+            else:
+                return False
+
+    def _argument(self, name: str) -> Waiting[bool]:
+        tags = self._tags
+        key, marker = yield from self._reader.take_until((tags.after_key,))
+        self._seen += key + (marker or "")
+        if marker is None:
+            return False
+        if tags.before_value:
+            yield from self._space()
+            if not (yield from self._take(tags.before_value)):
+                return False
+        writer = self._begin(name)
+        writer.key(key)
+        self._seen = ""
+        return (yield from self._value(writer, key))
+
+    def _value(self, writer: ArgumentWriter, key: str) -> Waiting[bool]:
+        """Writes a value: a string as it comes, all else when it is whole."""
+        end = self._tags.value_end
+        ends: tuple[str, ...] = (end,)
+        if self._tags.is_padded:
+            ends = (f"\n{end}", end)
+            yield from self._reader.take("\n")
+        types = types_of(property_schema(self._schema, key), self._schema)
+        if types == {"string"}:
+            writer.value('"')
+            if (yield from self._reader.copy_until(ends, writer.text)) is None:
+                return False
+            writer.value('"')
+            return True
+        text, marker = yield from self._reader.take_until(ends)
+        writer.value(text if marker is None else argument_json(text, types))
+        return marker is not None
+
+    def _begin(self, name: str) -> ArgumentWriter:
+        if self._writer is None:
+            self._schema = self._schemas.get(name, {})
+            self._writer = ArgumentWriter(self._parts.begin_call(name))
+        return self._writer
+
+    def _space(self) -> Waiting[None]:
+        self._seen += yield from self._reader.take_space()
+
+    def _take(self, text: str) -> Waiting[bool]:
+        if not (yield from self._reader.take(text)):
+            return False
+        self._seen += text
+        return True
