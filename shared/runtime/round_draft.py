@@ -12,7 +12,7 @@ from shared.models.heads.head import DraftHead
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.speculation.growth import Children, TreeGrowth, choose_children
+from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.speculation.tree_rows import tree_rows
 
 
@@ -56,16 +56,3 @@ class RoundDraft:
         scores = sampling.confidence(logits, state, depth)
         topk = self.batches.shape.tree.topk
         return choose_children(scores.view(state.num_slots, -1, logits.shape[1]), topk)
-
-
-def parent_states(states: Tensor, parents: Tensor) -> Tensor:
-    """Returns `[S * K, H]`, the states that the rows of the next beam read.
-
-    Args:
-        states: `[S * N, H]` of the last level's rows.
-        parents: `[S, K]`, place in the last level of each row's parent.
-    """
-    num_sequences, hidden_size = parents.shape[0], states.shape[1]
-    levels = states.view(num_sequences, -1, hidden_size)
-    index = parents.unsqueeze(2).expand(-1, -1, hidden_size)
-    return levels.gather(1, index).flatten(0, 1)

@@ -115,6 +115,19 @@ def choose_children(scores: Tensor, topk: int) -> Children:
     return Children(token_ids=token_ids, log_probs=log_probs)
 
 
+def parent_states(states: Tensor, parents: Tensor) -> Tensor:
+    """Returns `[S * K, H]`, the states that the rows of the next beam read.
+
+    Args:
+        states: `[S * N, H]` of the last level's rows.
+        parents: `[S, K]`, place in the last level of each row's parent.
+    """
+    num_sequences, hidden_size = parents.shape[0], states.shape[1]
+    levels = states.view(num_sequences, -1, hidden_size)
+    index = parents.unsqueeze(2).expand(-1, -1, hidden_size)
+    return levels.gather(1, index).flatten(0, 1)
+
+
 class TreeGrowth:
     """B trees of one shape while they grow.
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
+import torch
+
 from shared.tokens import SamplingParams, TreeShape
-from tests.helpers.device_rounds import Pair
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import Pair, load_pair
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
 
@@ -49,6 +53,16 @@ SAMPLINGS = {
     "cut": [SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, seed=5)],
     "mixed": [GREEDY, SamplingParams(temperature=0.7, top_k=2, seed=2**63 + 9), GREEDY],
 }
+
+
+def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
+    """Returns one small target with each of `HEADS`, by its name."""
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    folder = write_checkpoint(factory.mktemp("target"), shape=shape)
+    return {
+        name: load_pair(folder, factory.mktemp("head"), head, device)
+        for name, head in HEADS.items()
+    }
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpc import aio
 
-from services.draft.drafter_factory import build_drafter
+from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
@@ -117,11 +117,24 @@ async def serving_draft(
         ],
         env={},
     )
+    identity = WorkerIdentity("worker", "draft", algorithm, tokenizer_sha256(folder), 8, None)
+    async with running_draft(settings, identity) as process:
+        yield process
+
+
+@asynccontextmanager
+async def running_draft(
+    settings: DraftSettings, identity: WorkerIdentity | None = None
+) -> AsyncIterator[DraftProcess]:
+    """Args:
+    identity: as what it attaches; None is what settings and drafter make of it.
+    """
     process = DraftProcess(settings)
     await process.listen()
     try:
         drafter = await asyncio.to_thread(build_drafter, settings)
-        identity = WorkerIdentity("worker", "draft", algorithm, tokenizer_sha256(folder), 8, None)
+        if identity is None:
+            identity = worker_identity(settings, drafter.limits, worker_id="worker")
         await process.serve(drafter, identity)
         yield process
     finally:

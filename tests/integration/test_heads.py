@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafter_factory import build_drafter, worker_identity
-from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
@@ -29,6 +27,7 @@ from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
+from tests.helpers.served import running_draft
 
 VOCAB_SIZE = 300
 AHEAD = ", ahead"
@@ -110,15 +109,8 @@ async def _remote(folders: dict[str, Path], kind: str, port: int) -> AsyncIterat
         ],
         env={},
     )
-    process = DraftProcess(settings)
-    await process.listen()
-    try:
-        drafter = await asyncio.to_thread(build_drafter, settings)
-        identity = worker_identity(settings, drafter.limits, worker_id="worker")
-        await process.serve(drafter, identity)
+    async with running_draft(settings):
         yield
-    finally:
-        await process.stop()
 
 
 async def _outputs(

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from grpc import aio
 
 from services.certs import CertFolder
 from shared.rpc.channel import open_channel
 
+Run = Callable[[argparse.Namespace], Coroutine[Any, Any, str]]
+
 
 def add_connection_flags(parser: argparse.ArgumentParser, *, address: str) -> None:
     parser.add_argument("--address", default=address, help="host:port")
     parser.add_argument("--certs", type=Path, help="folder of `make certs`, for mutual TLS")
+
+
+def run_program(name: str, flags: argparse.Namespace, run: Run) -> int:
+    """Prints what a program returns, or why its server does not answer; returns the exit code."""
+    try:
+        print(asyncio.run(run(flags)))
+    except aio.AioRpcError as failure:
+        print(f"{name}: {flags.address}: {failure.details()}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def connect(flags: argparse.Namespace) -> aio.Channel:

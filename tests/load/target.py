@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
 
@@ -12,7 +11,7 @@ from grpc import aio
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from tests.load.connections import add_connection_flags, connect
+from tests.load.connections import add_connection_flags, connect, run_program
 from tests.load.sweep import Elapsed, add_sweep_flags, report, sweep, sweep_settings
 from tests.load.timings import Timing
 
@@ -76,13 +75,7 @@ async def run(flags: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
-    try:
-        print(asyncio.run(run(flags)))
-    except aio.AioRpcError as failure:
-        print(f"load-target: {flags.address}: {failure.details()}", file=sys.stderr)
-        return 1
-    return 0
+    return run_program("load-target", parse(sys.argv[1:]), run)
 
 
 if __name__ == "__main__":

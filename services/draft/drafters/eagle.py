@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
 from services.draft.drafters.head_contexts import HeadContexts
@@ -28,7 +26,7 @@ from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.runtime.head_runner import HeadOutput, HeadRunner
-from shared.speculation.growth import Children, TreeGrowth, choose_children
+from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
 CONTEXT_MARGIN = 33
@@ -191,16 +189,3 @@ class EagleDrafter:
             num_steps=min(shape.num_steps, shape.max_node_count),
             topk=min(shape.topk, self._runner.head.vocabulary.size),
         )
-
-
-def parent_states(states: Tensor, parents: Tensor) -> Tensor:
-    """Returns `[S * K, H]`, the states that the rows of the next beam read.
-
-    Args:
-        states: `[S * N, H]` of the last level's rows.
-        parents: `[S, K]`, place in the last level of each row's parent.
-    """
-    num_sequences, hidden_size = parents.shape[0], states.shape[1]
-    levels = states.view(num_sequences, -1, hidden_size)
-    index = parents.unsqueeze(2).expand(-1, -1, hidden_size)
-    return levels.gather(1, index).flatten(0, 1)

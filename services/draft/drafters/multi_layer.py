@@ -18,11 +18,11 @@ from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.eagle import EagleDrafter, parent_states
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows, build_batch
-from shared.speculation.growth import Beam, TreeGrowth, choose_children
+from shared.speculation.growth import Beam, TreeGrowth, choose_children, parent_states
 from shared.tokens import TreeShape
 
 

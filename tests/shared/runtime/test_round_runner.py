@@ -9,8 +9,7 @@ import torch
 
 from shared.runtime.round_runner import SequenceRound
 from shared.tokens import TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair, token_tree
+from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
 from tests.helpers.host_rounds import HostRound
 from tests.helpers.round_cases import (
     GREEDY,
@@ -20,8 +19,8 @@ from tests.helpers.round_cases import (
     SAMPLINGS,
     SHAPES,
     TREE,
-    VOCAB_SIZE,
     host_rounds,
+    load_pairs,
     prompts,
 )
 
@@ -30,12 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
-    folder = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape)
-    return {
-        name: load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
-        for name, head in HEADS.items()
-    }
+    return load_pairs(tmp_path_factory, CPU)
 
 
 def _assert_same(found: SequenceRound, expected: HostRound) -> None:

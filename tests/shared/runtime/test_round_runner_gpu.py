@@ -9,18 +9,16 @@ import torch
 
 from shared.runtime.round_sampling import RoundSampling
 from shared.tokens import TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair
+from tests.helpers.device_rounds import DeviceRounds, Pair
 from tests.helpers.round_cases import (
     GREEDY,
-    HEADS,
     NUM_ROUNDS,
     PAGE_SIZE,
     SAMPLINGS,
     SHAPES,
     TREE,
-    VOCAB_SIZE,
     host_rounds,
+    load_pairs,
     prompts,
 )
 
@@ -34,12 +32,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
-    folder = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape)
-    return {
-        name: load_pair(folder, tmp_path_factory.mktemp("head"), head, CUDA)
-        for name, head in HEADS.items()
-    }
+    return load_pairs(tmp_path_factory, CUDA)
 
 
 @pytest.mark.parametrize(("name", "shape", "sampling"), CASES, ids=str)
@@ -71,7 +64,6 @@ def test_rounds_equal_those_of_the_host(
 
 
 # torch says of the mode itself that it is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_launch_waits_for_nothing(pairs: dict[str, Pair]) -> None:
     rounds = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, is_recorded=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.events import FeatureRows
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead
 from shared.models.heads.dflash_loader import load_dflash
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.block_runner import BlockRunner
-from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import (
     DflashOracle,
@@ -26,9 +25,17 @@ from tests.helpers.dflash_heads import (
     best_block_paths,
     write_dflash,
 )
+from tests.helpers.drafting import (
+    GREEDY,
+    SAMPLED,
+    VOCAB_SIZE,
+    committed,
+    draft_sequence,
+    propose,
+    random_text,
+)
 from tests.helpers.head_oracle import Values, path_values
 
-VOCAB_SIZE = 64
 PAGE_SIZE = 4
 BLOCK_SIZE = 5
 CPU = torch.device("cpu")
@@ -36,8 +43,6 @@ TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
 CHAIN = TreeShape(BLOCK_SIZE - 1, 1, BLOCK_SIZE)
 TREE = TreeShape(BLOCK_SIZE - 1, 4, 24)
 SHAPES = [CHAIN, TREE, TreeShape(2, 1, 8), TreeShape(9, 1, 3), TreeShape(2, 3, 12)]
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.0, seed=1234)
 
 
 @dataclass(frozen=True)
@@ -89,38 +94,16 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     return Setup(head, oracle)
 
 
-def _text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
-def _sequence(
-    token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
-) -> DraftSequence:
-    return DraftSequence(
-        SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, 64, 256
-    )
-
-
 def _open(drafter: DflashDrafter, setup: Setup, sequence: DraftSequence) -> None:
     drafter.open(sequence)
     drafter.add_features(sequence, setup.sent(sequence, 0, sequence.num_tokens - 1))
-
-
-def _propose(
-    drafter: DflashDrafter, shape: TreeShape, *sequences: DraftSequence
-) -> list[TokenTree]:
-    assert all(drafter.reserve(sequence, shape) for sequence in sequences)
-    by_key = {each.sequence.key: each.tree for each in drafter.propose(sequences, shape)}
-    return [by_key[sequence.key] for sequence in sequences]
 
 
 def _commit(
     drafter: DflashDrafter, setup: Setup, sequence: DraftSequence, tokens: Sequence[int]
 ) -> None:
     start = sequence.num_tokens - 1
-    sequence.token_ids.extend(tokens)
-    verdict = Verdict(1, 0, Outcome.MISSED, (), tuple(tokens), sequence.num_tokens)
+    verdict = committed(sequence, tokens)
     drafter.commit(sequence, verdict, setup.sent(sequence, start, sequence.num_tokens - 1))
 
 
@@ -147,38 +130,38 @@ def _assert_same(actual: TokenTree, expected: Values) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tree_equals_the_oracle(setup: Setup, shape: TreeShape, sampling: SamplingParams) -> None:
-    sequence = _sequence(_text(0, 15), sampling)
+    sequence = draft_sequence(random_text(0, 15), sampling)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     _assert_same(tree, _oracle(setup, sequence, shape))
 
 
 def test_the_default_shape_drafts_a_chain_of_the_whole_block(setup: Setup) -> None:
-    sequence = _sequence(_text(0, 15))
+    sequence = draft_sequence(random_text(0, 15))
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, CHAIN, sequence)
+    (tree,) = propose(drafter, CHAIN, sequence)
     assert tree.parent_indices == (None, 0, 1, 2)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
 def test_verdicts_that_accept_any_number_keep_to_the_oracle(setup: Setup, shape: TreeShape) -> None:
-    sequence = _sequence(_text(1, 9), SAMPLED)
+    sequence = draft_sequence(random_text(1, 9), SAMPLED)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
     for num_accepted in (0, 4, 1, 2, 3, 0, 4):
-        (tree,) = _propose(drafter, shape, sequence)
+        (tree,) = propose(drafter, shape, sequence)
         _assert_same(tree, _oracle(setup, sequence, shape))
         deepest = max(range(len(tree)), key=lambda node: tree.depths[node])
         path = [tree.token_ids[node] for node in tree.path(deepest)][:num_accepted]
-        _commit(drafter, setup, sequence, [*path, *_text(num_accepted, 1)])
+        _commit(drafter, setup, sequence, [*path, *random_text(num_accepted, 1)])
         drafter.check()
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_catching_up_in_chunks_changes_nothing(setup: Setup, chunk: int) -> None:
-    sequence = _sequence(_text(2, 30))
+    sequence = draft_sequence(random_text(2, 30))
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
     assert drafter.backlog(sequence) == 29
@@ -186,111 +169,117 @@ def test_catching_up_in_chunks_changes_nothing(setup: Setup, chunk: int) -> None
     while taken := drafter.catch_up([sequence], chunk):
         assert taken <= chunk
     assert drafter.backlog(sequence) == 0
-    (tree,) = _propose(drafter, CHAIN, sequence)
+    (tree,) = propose(drafter, CHAIN, sequence)
     _assert_same(tree, _oracle(setup, sequence, CHAIN))
 
 
 def test_sequences_of_a_batch_do_not_disturb_each_other(setup: Setup) -> None:
     sequences = [
-        _sequence(_text(n, length), [GREEDY, SAMPLED][n % 2], number=n)
+        draft_sequence(random_text(n, length), [GREEDY, SAMPLED][n % 2], number=n)
         for n, length in enumerate((5, 17, 2, 9))
     ]
     drafter = setup.drafter()
     for sequence in sequences:
         _open(drafter, setup, sequence)
-    trees = _propose(drafter, TREE, *sequences)
+    trees = propose(drafter, TREE, *sequences)
     for sequence, tree in zip(sequences, trees, strict=True):
         _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 def test_a_block_of_another_size_has_as_many_masks(setup: Setup) -> None:
-    sequence = _sequence(_text(3, 12))
+    sequence = draft_sequence(random_text(3, 12))
     drafter = setup.drafter(block_size=8)
     _open(drafter, setup, sequence)
     shape = TreeShape(7, 1, 8)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     assert len(tree) == 7
     _assert_same(tree, _oracle(setup, sequence, shape, block_size=8))
 
 
 @pytest.mark.parametrize("window", [6, 8, 13])
 def test_a_block_sees_the_window_to_the_page_and_no_more(setup: Setup, window: int) -> None:
-    sequence = _sequence(_text(4, 5))
+    sequence = draft_sequence(random_text(4, 5))
     drafter = setup.drafter(window=window)
     _open(drafter, setup, sequence)
     starts = set()
     for number in range(10):
-        (tree,) = _propose(drafter, CHAIN, sequence)
+        (tree,) = propose(drafter, CHAIN, sequence)
         context = drafter._states[sequence.key].context
         num_seen = sequence.num_tokens - 1 - context.start
         assert num_seen == sequence.num_tokens - 1 or window <= num_seen < window + PAGE_SIZE
         starts.add(context.start)
         _assert_same(tree, _oracle(setup, sequence, CHAIN, start=context.start))
-        _commit(drafter, setup, sequence, _text(number, 3))
+        _commit(drafter, setup, sequence, random_text(number, 3))
         drafter.check()
     assert len(starts) > 2
 
 
 def test_a_long_prompt_needs_pages_for_the_window_alone(setup: Setup) -> None:
-    sequence = _sequence(_text(5, 90))
+    sequence = draft_sequence(random_text(5, 90))
     drafter = setup.drafter(window=12, num_pages=7)
     _open(drafter, setup, sequence)
     assert drafter.backlog(sequence) == 12
-    (tree,) = _propose(drafter, CHAIN, sequence)
+    (tree,) = propose(drafter, CHAIN, sequence)
     _assert_same(tree, _oracle(setup, sequence, CHAIN, start=77))
 
 
 def test_features_that_begin_in_the_middle_begin_the_context(setup: Setup) -> None:
-    sequence = _sequence(_text(6, 20))
+    sequence = draft_sequence(random_text(6, 20))
     drafter = setup.drafter()
     drafter.open(sequence)
     assert drafter.reserve(sequence, CHAIN)
     drafter.add_features(sequence, setup.sent(sequence, 7, 19))
-    (tree,) = _propose(drafter, CHAIN, sequence)
+    (tree,) = propose(drafter, CHAIN, sequence)
     _assert_same(tree, _oracle(setup, sequence, CHAIN, start=7))
 
 
 def test_a_sequence_without_its_features_gets_an_empty_tree(setup: Setup) -> None:
-    late, ready = _sequence(_text(7, 9), number=1), _sequence(_text(8, 9), number=2)
+    late, ready = (
+        draft_sequence(random_text(7, 9), number=1),
+        draft_sequence(random_text(8, 9), number=2),
+    )
     drafter = setup.drafter()
     drafter.open(late)
     drafter.add_features(late, setup.sent(late, 0, 7))
     _open(drafter, setup, ready)
-    trees = _propose(drafter, CHAIN, late, ready)
+    trees = propose(drafter, CHAIN, late, ready)
     assert trees[0] == EMPTY_TREE
     _assert_same(trees[1], _oracle(setup, ready, CHAIN))
     drafter.add_features(late, setup.sent(late, 7, 8))
-    (tree,) = _propose(drafter, CHAIN, late)
+    (tree,) = propose(drafter, CHAIN, late)
     _assert_same(tree, _oracle(setup, late, CHAIN))
 
 
 def test_what_does_not_fit_is_not_reserved_and_closing_frees_it_all(setup: Setup) -> None:
     drafter = setup.drafter(num_pages=8)
-    first, second = _sequence(_text(1, 12), number=1), _sequence(_text(2, 12), number=2)
+    first, second = (
+        draft_sequence(random_text(1, 12), number=1),
+        draft_sequence(random_text(2, 12), number=2),
+    )
     _open(drafter, setup, first)
     _open(drafter, setup, second)
     assert drafter.reserve(first, CHAIN)
     assert not drafter.reserve(second, CHAIN)
     drafter.check()
     drafter.close(first)
-    (tree,) = _propose(drafter, CHAIN, second)
+    (tree,) = propose(drafter, CHAIN, second)
     _assert_same(tree, _oracle(setup, second, CHAIN))
     drafter.close(second)
     assert drafter.gauges()["free_page_count"] == 7
 
 
 def test_penalties_and_bias_shape_every_position(setup: Setup) -> None:
-    tokens = _text(9, 15)
+    tokens = random_text(9, 15)
     features = setup.features(tokens)[:14]
     logits = setup.oracle.block_logits(tokens, features)
     plain = logits.argmax(1).tolist()
     sampling = SamplingParams(
         temperature=0.0, repetition_penalty=2.0, logit_bias={plain[2]: -100.0}
     )
-    sequence = _sequence(tokens, sampling)
+    sequence = draft_sequence(tokens, sampling)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, CHAIN, sequence)
+    (tree,) = propose(drafter, CHAIN, sequence)
     said = torch.tensor(sorted(set(tokens)))
     logits[:, said] = torch.where(logits[:, said] > 0, logits[:, said] / 2, logits[:, said] * 2)
     logits[:, plain[2]] -= 100.0

@@ -14,7 +14,7 @@ from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.fan_out import FanOut
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.config import HeadKind
@@ -25,9 +25,17 @@ from shared.runtime.head_runner import HeadRunner
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, head_tensors, write_head
+from tests.helpers.drafting import (
+    GREEDY,
+    SAMPLED,
+    VOCAB_SIZE,
+    committed,
+    draft_sequence,
+    propose,
+    random_text,
+)
 from tests.helpers.head_oracle import HeadOracle, Values, best_paths, path_values
 
-VOCAB_SIZE = 64
 PAGE_SIZE = 4
 TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
 TOKEN_MAP = sorted(random.Random(5).sample(range(VOCAB_SIZE), 12))
@@ -50,8 +58,6 @@ SHAPES = [
     TreeShape(3, 2, 30),
 ]
 TREE = TreeShape(3, 3, 9)
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.0, seed=1234)
 CPU = torch.device("cpu")
 
 
@@ -123,31 +129,11 @@ def setup(request: pytest.FixtureRequest, setups: dict[str, Setup]) -> Setup:
     return setups[request.param]
 
 
-def _text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
-def _sequence(
-    token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
-) -> DraftSequence:
-    return DraftSequence(
-        SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, 64, 256
-    )
-
-
 def _open(drafter: EagleDrafter, setup: Setup, sequence: DraftSequence) -> None:
     """Opens a sequence whose target sends every row it has."""
     drafter.open(sequence)
     if sequence.num_tokens > 1:
         drafter.add_features(sequence, setup.sent(sequence, 0, sequence.num_tokens - 1))
-
-
-def _propose(drafter: EagleDrafter, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
-    assert all(drafter.reserve(sequence, shape) for sequence in sequences)
-    by_key = {each.sequence.key: each.tree for each in drafter.propose(sequences, shape)}
-    assert len(by_key) == len(sequences)
-    return [by_key[sequence.key] for sequence in sequences]
 
 
 def _commit(
@@ -159,9 +145,7 @@ def _commit(
     with_features: bool = True,
 ) -> None:
     start = sequence.num_tokens - 1
-    sequence.token_ids.extend(tokens)
-    outcome = Outcome.VERIFIED if nodes else Outcome.MISSED
-    verdict = Verdict(1, 0, outcome, nodes, tuple(tokens), sequence.num_tokens)
+    verdict = committed(sequence, tokens, *nodes)
     rows = setup.sent(sequence, start, sequence.num_tokens - 1) if with_features else None
     drafter.commit(sequence, verdict, rows)
 
@@ -190,18 +174,18 @@ def test_tree_equals_the_naive_oracle(
     name: str, setups: dict[str, Setup], shape: TreeShape, sampling: SamplingParams
 ) -> None:
     setup = setups[name]
-    sequence = _sequence(_text(0, 15), sampling)
+    sequence = draft_sequence(random_text(0, 15), sampling)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     _assert_same(tree, _oracle(setup, sequence, shape))
 
 
 def test_trees_hold_only_tokens_of_the_map(setups: dict[str, Setup]) -> None:
-    sequence = _sequence(_text(0, 15), SAMPLED)
+    sequence = draft_sequence(random_text(0, 15), SAMPLED)
     drafter = setups["mapped"].drafter()
     _open(drafter, setups["mapped"], sequence)
-    (tree,) = _propose(drafter, TreeShape(3, 16, 60), sequence)
+    (tree,) = propose(drafter, TreeShape(3, 16, 60), sequence)
     assert set(tree.token_ids) <= set(TOKEN_MAP)
     assert len(tree) == 59
 
@@ -212,11 +196,11 @@ def test_accepted_rows_are_computed_from_the_targets_features(
     setup: Setup, shape: TreeShape, sampling: SamplingParams
 ) -> None:
     generator = random.Random(7)
-    sequence = _sequence(_text(1, 9), sampling)
+    sequence = draft_sequence(random_text(1, 9), sampling)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
     for _ in range(6):
-        (tree,) = _propose(drafter, shape, sequence)
+        (tree,) = propose(drafter, shape, sequence)
         _assert_same(tree, _oracle(setup, sequence, shape))
         node = generator.randrange(len(tree))
         path = tree.path(node)[: generator.randrange(len(tree.path(node)) + 1)]
@@ -227,63 +211,63 @@ def test_accepted_rows_are_computed_from_the_targets_features(
 
 
 def test_a_verdict_on_another_sources_tree_is_followed_by_its_tokens(setup: Setup) -> None:
-    sequence = _sequence(_text(3, 10))
+    sequence = draft_sequence(random_text(3, 10))
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    _propose(drafter, TREE, sequence)
+    propose(drafter, TREE, sequence)
     # Node indices of a tree this drafter never saw, and a round it did not draft for.
     _commit(drafter, setup, sequence, [1, 2, 3, 4, 5, 6, 7], 0, 3, 9, 11, 12, 14)
     _commit(drafter, setup, sequence, [8])
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 def test_without_features_there_is_nothing_to_offer(setup: Setup) -> None:
     drafter = setup.drafter()
-    single, waiting = _sequence([5], number=1), _sequence(_text(4, 9), number=2)
+    single, waiting = draft_sequence([5], number=1), draft_sequence(random_text(4, 9), number=2)
     for sequence in (single, waiting):
         drafter.open(sequence)
         assert drafter.backlog(sequence) == 0
-    assert [len(tree) for tree in _propose(drafter, TREE, single, waiting)] == [0, 0]
+    assert [len(tree) for tree in propose(drafter, TREE, single, waiting)] == [0, 0]
     drafter.add_features(waiting, setup.sent(waiting, 0, 7))
     assert drafter.backlog(waiting) == 7
-    assert [len(tree) for tree in _propose(drafter, TREE, single, waiting)] == [0, 0]
+    assert [len(tree) for tree in propose(drafter, TREE, single, waiting)] == [0, 0]
     _commit(drafter, setup, single, [6])
     drafter.add_features(waiting, setup.sent(waiting, 7, 8))
-    trees = _propose(drafter, TREE, single, waiting)
+    trees = propose(drafter, TREE, single, waiting)
     for tree, sequence in zip(trees, (single, waiting), strict=True):
         _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 def test_a_verdict_without_features_costs_rounds_until_they_come(setup: Setup) -> None:
     drafter = setup.drafter()
-    sequence = _sequence(_text(4, 9))
+    sequence = draft_sequence(random_text(4, 9))
     _open(drafter, setup, sequence)
-    _propose(drafter, TREE, sequence)
+    propose(drafter, TREE, sequence)
     _commit(drafter, setup, sequence, [1, 2], with_features=False)
-    assert len(_propose(drafter, TREE, sequence)[0]) == 0
+    assert len(propose(drafter, TREE, sequence)[0]) == 0
     drafter.add_features(sequence, setup.sent(sequence, 8, 10))
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 def test_rows_sent_twice_change_nothing(setup: Setup) -> None:
     drafter = setup.drafter()
-    sequence = _sequence(_text(5, 12))
+    sequence = draft_sequence(random_text(5, 12))
     drafter.open(sequence)
     for start, end in ((0, 5), (3, 8), (0, 2), (8, 11), (0, 11)):
         drafter.add_features(sequence, setup.sent(sequence, start, end))
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 @pytest.mark.parametrize("start", [1, 6, 13])
 def test_a_gap_at_the_front_starts_the_window_after_it(setup: Setup, start: int) -> None:
     drafter = setup.drafter()
-    sequence = _sequence(_text(6, 15))
+    sequence = draft_sequence(random_text(6, 15))
     drafter.open(sequence)
     drafter.add_features(sequence, setup.sent(sequence, start, 14))
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE, window=start))
     drafter.check()
 
@@ -292,31 +276,34 @@ def test_a_draft_that_attaches_to_a_target_without_old_rows_starts_with_the_next
     setup: Setup,
 ) -> None:
     drafter = setup.drafter()
-    sequence = _sequence(_text(6, 15))
+    sequence = draft_sequence(random_text(6, 15))
     drafter.open(sequence)
-    assert len(_propose(drafter, TREE, sequence)[0]) == 0
+    assert len(propose(drafter, TREE, sequence)[0]) == 0
     _commit(drafter, setup, sequence, [1, 2, 3])
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE, window=14))
 
 
 @pytest.mark.parametrize("shape", [TreeShape(3, 1, 4), TreeShape(3, 3, 10)], ids=str)
 def test_a_batch_proposes_what_each_sequence_alone_would(setup: Setup, shape: TreeShape) -> None:
-    texts = [_text(seed, length) for seed, length in ((5, 3), (6, 17), (7, 2), (8, 30))]
+    texts = [random_text(seed, length) for seed, length in ((5, 3), (6, 17), (7, 2), (8, 30))]
     samplings = [GREEDY, SAMPLED, SAMPLED, GREEDY]
-    batch = [_sequence(t, s, n) for n, (t, s) in enumerate(zip(texts, samplings, strict=True))]
+    batch = [draft_sequence(t, s, n) for n, (t, s) in enumerate(zip(texts, samplings, strict=True))]
     drafter = setup.drafter()
     for sequence in batch:
         _open(drafter, setup, sequence)
-    together = _propose(drafter, shape, *batch)
+    together = propose(drafter, shape, *batch)
     for text, sampling, tree in zip(texts, samplings, together, strict=True):
-        alone, other = _sequence(text, sampling), setup.drafter()
+        alone, other = draft_sequence(text, sampling), setup.drafter()
         _open(other, setup, alone)
-        _assert_same(_propose(other, shape, alone)[0], path_values(tree))
+        _assert_same(propose(other, shape, alone)[0], path_values(tree))
 
 
 def test_catching_up_in_chunks_changes_nothing(setup: Setup) -> None:
-    sequences = [_sequence(_text(9, 40), number=1), _sequence(_text(10, 23), number=2)]
+    sequences = [
+        draft_sequence(random_text(9, 40), number=1),
+        draft_sequence(random_text(10, 23), number=2),
+    ]
     drafter = setup.drafter()
     for sequence in sequences:
         _open(drafter, setup, sequence)
@@ -326,12 +313,12 @@ def test_catching_up_in_chunks_changes_nothing(setup: Setup) -> None:
         chunks.append(drafter.catch_up(sequences, 16))
     assert chunks == [16, 16, 16, 11]
     assert drafter.catch_up(sequences, 16) == 0
-    for tree, sequence in zip(_propose(drafter, TREE, *sequences), sequences, strict=True):
+    for tree, sequence in zip(propose(drafter, TREE, *sequences), sequences, strict=True):
         _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 def test_catching_up_follows_the_features(setup: Setup) -> None:
-    sequence = _sequence(_text(9, 40))
+    sequence = draft_sequence(random_text(9, 40))
     drafter = setup.drafter()
     drafter.open(sequence)
     assert drafter.reserve(sequence, TREE)
@@ -340,45 +327,48 @@ def test_catching_up_follows_the_features(setup: Setup) -> None:
         drafter.add_features(sequence, setup.sent(sequence, start, end))
         taken.append(drafter.catch_up([sequence], 64))
     assert taken == [0, 9, 1, 28]
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 def test_a_second_sequence_with_the_same_prompt_reuses_its_pages(setup: Setup) -> None:
     drafter = setup.drafter()
-    first, second = (_sequence(_text(11, 22), number=number) for number in (1, 2))
+    first, second = (draft_sequence(random_text(11, 22), number=number) for number in (1, 2))
     _open(drafter, setup, first)
-    (expected,) = _propose(drafter, TREE, first)
+    (expected,) = propose(drafter, TREE, first)
     drafter.open(second)
     # Its 20 cached rows need no features, so a target that sends the last one alone will do.
     drafter.add_features(second, setup.sent(second, 20, 21))
     assert drafter.backlog(second) == 1
-    (tree,) = _propose(drafter, TREE, second)
+    (tree,) = propose(drafter, TREE, second)
     _assert_same(tree, path_values(expected))
     drafter.check()
 
 
 def test_another_first_token_is_another_prefix(setup: Setup) -> None:
     drafter = setup.drafter()
-    text = _text(11, 22)
-    first = _sequence(text, number=1)
-    second = _sequence([(text[0] + 1) % VOCAB_SIZE, *text[1:]], number=2)
+    text = random_text(11, 22)
+    first = draft_sequence(text, number=1)
+    second = draft_sequence([(text[0] + 1) % VOCAB_SIZE, *text[1:]], number=2)
     _open(drafter, setup, first)
-    _propose(drafter, TREE, first)
+    propose(drafter, TREE, first)
     _open(drafter, setup, second)
     assert drafter.backlog(second) == 21, "every feature depends on the first token"
-    (tree,) = _propose(drafter, TREE, second)
+    (tree,) = propose(drafter, TREE, second)
     _assert_same(tree, _oracle(setup, second, TREE))
 
 
 def test_windows_that_start_in_the_middle_share_no_pages_with_others(setup: Setup) -> None:
     drafter = setup.drafter()
-    text = _text(12, 30)
-    first, second = _sequence(text, number=1), _sequence([*_text(13, 4), *text[4:]], number=2)
+    text = random_text(12, 30)
+    first, second = (
+        draft_sequence(text, number=1),
+        draft_sequence([*random_text(13, 4), *text[4:]], number=2),
+    )
     for sequence in (first, second):
         drafter.open(sequence)
         drafter.add_features(sequence, setup.sent(sequence, 4, 29))
-        (tree,) = _propose(drafter, TREE, sequence)
+        (tree,) = propose(drafter, TREE, sequence)
         _assert_same(tree, _oracle(setup, sequence, TREE, window=4))
 
 
@@ -386,14 +376,16 @@ def test_a_sequence_that_outgrows_the_context_slides_its_window(setup: Setup) ->
     limit = 66
     kept = (limit - CONTEXT_MARGIN) // 2
     drafter = setup.drafter(context=limit, keeps_features=True)
-    sequence = _sequence(_text(14, 30))
+    sequence = draft_sequence(random_text(14, 30))
     _open(drafter, setup, sequence)
     windows = [0]
     generator = random.Random(14)
     for _ in range(20):
-        (tree,) = _propose(drafter, TREE, sequence)
+        (tree,) = propose(drafter, TREE, sequence)
         _assert_same(tree, _oracle(setup, sequence, TREE, window=windows[-1]))
-        _commit(drafter, setup, sequence, _text(generator.randrange(99), generator.choice([1, 3])))
+        _commit(
+            drafter, setup, sequence, random_text(generator.randrange(99), generator.choice([1, 3]))
+        )
         if sequence.num_tokens - 1 - windows[-1] > limit - CONTEXT_MARGIN:
             windows.append(sequence.num_tokens - 1 - kept)
             assert drafter.backlog(sequence) == kept
@@ -404,40 +396,43 @@ def test_a_sequence_that_outgrows_the_context_slides_its_window(setup: Setup) ->
 
 def test_a_window_without_kept_features_starts_with_the_newest(setup: Setup) -> None:
     drafter = setup.drafter(context=66)
-    sequence = _sequence(_text(14, 34))
+    sequence = draft_sequence(random_text(14, 34))
     _open(drafter, setup, sequence)
-    _propose(drafter, TREE, sequence)
+    propose(drafter, TREE, sequence)
     _commit(drafter, setup, sequence, [1, 2])
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE, window=33))
 
 
 def test_a_prompt_longer_than_the_context_starts_with_a_window(setup: Setup) -> None:
     drafter = setup.drafter(context=66, keeps_features=True)
-    sequence = _sequence(_text(15, 120))
+    sequence = draft_sequence(random_text(15, 120))
     drafter.open(sequence)
     for start in range(0, 119, 17):
         end = min(start + 17, 119)
         drafter.add_features(sequence, setup.sent(sequence, start, end))
     window = 119 - (66 - CONTEXT_MARGIN) // 2
     assert drafter.backlog(sequence) == 119 - window
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE, window=window))
 
 
 def test_used_features_are_freed(setup: Setup) -> None:
     drafter = setup.drafter()
-    sequence = _sequence(_text(16, 20))
+    sequence = draft_sequence(random_text(16, 20))
     _open(drafter, setup, sequence)
     assert drafter.gauges()["held_feature_row_count"] == 19
-    _propose(drafter, TREE, sequence)
+    propose(drafter, TREE, sequence)
     assert drafter.gauges()["held_feature_row_count"] == 0
 
 
 def test_reserving_fails_without_change_when_pages_are_short(setup: Setup) -> None:
     drafter = setup.drafter(num_pages=6)
     shape = TreeShape(3, 1, 4)
-    fits, too_long = _sequence(_text(14, 11), number=1), _sequence(_text(15, 13), number=2)
+    fits, too_long = (
+        draft_sequence(random_text(14, 11), number=1),
+        draft_sequence(random_text(15, 13), number=2),
+    )
     for sequence in (fits, too_long):
         _open(drafter, setup, sequence)
     assert drafter.reserve(fits, shape)
@@ -453,7 +448,9 @@ def test_every_page_has_one_owner_through_churn(setup: Setup) -> None:
     shape = TreeShape(2, 2, 5)
     live: dict[int, DraftSequence] = {}
     for number in range(30):
-        sequence = _sequence(_text(number % 5, generator.randrange(1, 40)), number=number)
+        sequence = draft_sequence(
+            random_text(number % 5, generator.randrange(1, 40)), number=number
+        )
         drafter.open(sequence)
         first = generator.choice([0, 0, 3])
         if sequence.num_tokens - 1 > first:
@@ -467,7 +464,7 @@ def test_every_page_has_one_owner_through_churn(setup: Setup) -> None:
         batch = [s for s in live.values() if drafter.reserve(s, shape)]
         drafter.propose(batch, shape)
         for held in batch:
-            tokens = _text(number, generator.randrange(1, 4))
+            tokens = random_text(number, generator.randrange(1, 4))
             _commit(drafter, setup, held, tokens, with_features=generator.random() < 0.9)
         drafter.check()
     for sequence in live.values():
@@ -489,11 +486,13 @@ def test_a_target_that_draws_otherwise_is_not_mirrored(setup: Setup) -> None:
     trees = []
     for mirrors_noise in (True, False):
         for seed in (1, 2):
-            sequence = _sequence(_text(0, 15), SamplingParams(temperature=1.0, seed=seed))
+            sequence = draft_sequence(
+                random_text(0, 15), SamplingParams(temperature=1.0, seed=seed)
+            )
             sequence.mirrors_noise = mirrors_noise
             drafter = setup.drafter()
             _open(drafter, setup, sequence)
-            trees += _propose(drafter, TREE, sequence)
+            trees += propose(drafter, TREE, sequence)
     assert trees[0] != trees[1]
     assert trees[2] == trees[3]
 
@@ -535,9 +534,9 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
     the same tokens, features and tree."""
     source, drafter = random.Random(2), setup.drafter()
     drafter.foresight.budget = FAN_OUT.budget
-    sequence = _sequence(_text(3, 9), sampling)
+    sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
-    [tree] = _propose(drafter, TREE, sequence)
+    [tree] = propose(drafter, TREE, sequence)
     for _ in range(4):
         block = _ahead(drafter, sequence, tree)
         assert len(block) == FAN_OUT.budget
@@ -546,9 +545,9 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
         tree = chosen.tree
         other = setup.drafter()
         other.foresight.budget = FAN_OUT.budget
-        twin = _sequence(sequence.token_ids, sampling)
+        twin = draft_sequence(sequence.token_ids, sampling)
         _open(other, setup, twin)
-        _propose(other, TREE, twin)
+        propose(other, TREE, twin)
         expected = {each.condition: each.tree.token_ids for each in _ahead(other, twin, tree)}
         found = {each.condition: each.tree.token_ids for each in _ahead(drafter, sequence, tree)}
         # The two have seen different verdicts, so their budgets may go to different ones.
@@ -563,9 +562,9 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
 def test_nothing_is_drafted_ahead_without_features(setup: Setup) -> None:
     drafter = setup.drafter()
     drafter.foresight.budget = FAN_OUT.budget
-    sequence = _sequence(_text(3, 9))
+    sequence = draft_sequence(random_text(3, 9))
     _open(drafter, setup, sequence)
-    [tree] = _propose(drafter, TREE, sequence)
+    [tree] = propose(drafter, TREE, sequence)
     sequence.token_ids.append(1)
     verdict = Verdict(1, 0, Outcome.MISSED, (), (1,), sequence.num_tokens)
     drafter.commit(sequence, verdict, None)
@@ -579,9 +578,9 @@ def test_lent_pages_are_the_borrowers_alone(setup: Setup) -> None:
     assert loan.max_context_tokens == 128 - CONTEXT_MARGIN
     for cache in (*loan.pool.keys, *loan.pool.values):
         cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(loan.pages)] = 7.0
-    sequence = _sequence(_text(0, 15))
+    sequence = draft_sequence(random_text(0, 15))
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
     for cache in (*loan.pool.keys, *loan.pool.values):
         assert cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(loan.pages)].eq(7.0).all()

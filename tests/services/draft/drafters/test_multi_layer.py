@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,18 +13,18 @@ from torch import Tensor
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.events import FeatureRows
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
-from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree, TreeShape
+from tests.helpers.drafting import GREEDY, SAMPLED, committed, draft_sequence, propose, random_text
 from tests.helpers.head_oracle import Values, best_paths, path_values
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 
-VOCAB_SIZE = 64
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
 MTPS = {
@@ -45,8 +44,6 @@ SHAPES = [
     TreeShape(5, 3, 16),
 ]
 TREE = TreeShape(4, 3, 9)
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.0, seed=1234)
 
 
 @dataclass(frozen=True)
@@ -97,36 +94,16 @@ def setup(request: pytest.FixtureRequest, setups: dict[str, Setup]) -> Setup:
     return setups[request.param]
 
 
-def _text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
-def _sequence(
-    token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
-) -> DraftSequence:
-    return DraftSequence(
-        SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, 64, 256
-    )
-
-
 def _open(drafter: EagleDrafter, setup: Setup, sequence: DraftSequence) -> None:
     drafter.open(sequence)
     drafter.add_features(sequence, setup.sent(sequence, 0, sequence.num_tokens - 1))
-
-
-def _propose(drafter: EagleDrafter, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
-    assert all(drafter.reserve(sequence, shape) for sequence in sequences)
-    by_key = {each.sequence.key: each.tree for each in drafter.propose(sequences, shape)}
-    return [by_key[sequence.key] for sequence in sequences]
 
 
 def _commit(
     drafter: EagleDrafter, setup: Setup, sequence: DraftSequence, tokens: Sequence[int]
 ) -> None:
     start = sequence.num_tokens - 1
-    sequence.token_ids.extend(tokens)
-    verdict = Verdict(1, 0, Outcome.MISSED, (), tuple(tokens), sequence.num_tokens)
+    verdict = committed(sequence, tokens)
     drafter.commit(sequence, verdict, setup.sent(sequence, start, sequence.num_tokens - 1))
 
 
@@ -147,10 +124,10 @@ def _assert_same(actual: TokenTree, expected: Values) -> None:
 def test_tree_equals_the_naive_oracle(
     name: str, setups: dict[str, Setup], shape: TreeShape, sampling: SamplingParams
 ) -> None:
-    setup, sequence = setups[name], _sequence(_text(0, 15), sampling)
+    setup, sequence = setups[name], draft_sequence(random_text(0, 15), sampling)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     _assert_same(tree, _oracle(setup, sequence, shape))
 
 
@@ -159,21 +136,21 @@ def test_tree_equals_the_naive_oracle(
 def test_rounds_of_any_length_keep_to_the_oracle(
     name: str, setups: dict[str, Setup], shape: TreeShape
 ) -> None:
-    setup, sequence = setups[name], _sequence(_text(1, 9))
+    setup, sequence = setups[name], draft_sequence(random_text(1, 9))
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
     for number, count in enumerate((1, 4, 1, 1, 2, 6, 3)):
-        (tree,) = _propose(drafter, shape, sequence)
+        (tree,) = propose(drafter, shape, sequence)
         _assert_same(tree, _oracle(setup, sequence, shape))
         # Of every other round the target follows the tree as far as it goes.
         path = [tree.token_ids[node] for node in tree.path(len(tree) - 1)] if number % 2 else []
-        _commit(drafter, setup, sequence, [*path, *_text(number, count)][:count])
+        _commit(drafter, setup, sequence, [*path, *random_text(number, count)][:count])
         drafter.check()
 
 
 def test_layers_take_their_own_step_only(setups: dict[str, Setup]) -> None:
     """Without the second layer the same checkpoint drafts something else from level 2 on."""
-    setup, sequence = setups["deepseek 2"], _sequence(_text(0, 15))
+    setup, sequence = setups["deepseek 2"], draft_sequence(random_text(0, 15))
     oracle = setup.oracle
     alone = copy.copy(oracle)
     alone.mtp = TinyMtp(num_layers=1)
@@ -184,30 +161,32 @@ def test_layers_take_their_own_step_only(setups: dict[str, Setup]) -> None:
     assert not torch.allclose(one, other, atol=1e-2)
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     assert tree.token_ids[1] == int(one.argmax())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_catching_up_in_chunks_changes_nothing(setup: Setup, chunk: int) -> None:
-    sequence = _sequence(_text(2, 30))
+    sequence = draft_sequence(random_text(2, 30))
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
     assert drafter.reserve(sequence, TREE)
     while taken := drafter.catch_up([sequence], chunk):
         assert taken <= chunk
-    (tree,) = _propose(drafter, TREE, sequence)
+    (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
 
 
 @pytest.mark.parametrize("shape", [TREE, TreeShape(5, 1, 6)], ids=str)
 def test_sequences_of_a_batch_do_not_disturb_each_other(setup: Setup, shape: TreeShape) -> None:
     lengths = (5, 17, 9)
-    sequences = [_sequence(_text(n, length), number=n) for n, length in enumerate(lengths)]
+    sequences = [
+        draft_sequence(random_text(n, length), number=n) for n, length in enumerate(lengths)
+    ]
     drafter = setup.drafter()
     for sequence in sequences:
         _open(drafter, setup, sequence)
-    trees = _propose(drafter, shape, *sequences)
+    trees = propose(drafter, shape, *sequences)
     for sequence, tree in zip(sequences, trees, strict=True):
         _assert_same(tree, _oracle(setup, sequence, shape))
 
@@ -215,32 +194,32 @@ def test_sequences_of_a_batch_do_not_disturb_each_other(setup: Setup, shape: Tre
 def test_a_sequence_shorter_than_the_layers_gets_an_empty_tree(setups: dict[str, Setup]) -> None:
     setup = setups["deepseek 3"]
     for num_tokens, is_empty in ((2, True), (3, True), (4, False)):
-        sequence = _sequence(_text(3, num_tokens), number=num_tokens)
+        sequence = draft_sequence(random_text(3, num_tokens), number=num_tokens)
         drafter = setup.drafter()
         _open(drafter, setup, sequence)
-        (tree,) = _propose(drafter, TREE, sequence)
+        (tree,) = propose(drafter, TREE, sequence)
         assert (tree == EMPTY_TREE) == is_empty
 
 
 def test_a_window_slides_over_a_sequence_longer_than_the_context(setup: Setup) -> None:
-    sequence = _sequence(_text(4, 20))
+    sequence = draft_sequence(random_text(4, 20))
     drafter = setup.drafter(context=64, keeps_features=True)
     _open(drafter, setup, sequence)
     starts = set()
     for number in range(12):
-        (tree,) = _propose(drafter, TREE, sequence)
+        (tree,) = propose(drafter, TREE, sequence)
         start = drafter._contexts.kv_of(sequence).window_start
         starts.add(start)
         _assert_same(tree, _oracle(setup, sequence, TREE, window=start))
-        _commit(drafter, setup, sequence, _text(number, 3))
+        _commit(drafter, setup, sequence, random_text(number, 3))
     assert len(starts) > 1
 
 
 def test_closing_frees_every_page(setup: Setup) -> None:
-    sequence = _sequence(_text(5, 20))
+    sequence = draft_sequence(random_text(5, 20))
     drafter = setup.drafter()
     _open(drafter, setup, sequence)
-    _propose(drafter, TREE, sequence)
+    propose(drafter, TREE, sequence)
     drafter.close(sequence)
     drafter.flush_prefix_cache()
     drafter.check()

@@ -9,17 +9,25 @@ import pytest
 import torch
 
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from shared.speculation.noise import gumbel_noise
-from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
+from tests.helpers.drafting import (
+    GREEDY,
+    SAMPLED,
+    VOCAB_SIZE,
+    committed,
+    draft_sequence,
+    propose,
+    random_text,
+)
 
-VOCAB_SIZE = 64
 PAGE_SIZE = 4
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=128)
 SHAPES = [
@@ -31,8 +39,6 @@ SHAPES = [
     TreeShape(4, 4, 16),
     TreeShape(3, 2, 30),
 ]
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.0, seed=1234)
 CPU = torch.device("cpu")
 
 
@@ -53,37 +59,15 @@ def _drafter(decoder: Decoder, *, num_pages: int = 200, context: int = 128) -> S
     return StandaloneDrafter(ModelRunner(decoder, pool), leases, max_context_tokens=context)
 
 
-def _sequence(
-    token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
-) -> DraftSequence:
-    return DraftSequence(
-        SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, 64, 256
-    )
-
-
-def _text(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
-
-
 def _open(drafter: StandaloneDrafter, sequence: DraftSequence, shape: TreeShape) -> None:
     drafter.open(sequence)
     assert drafter.reserve(sequence, shape)
 
 
-def _propose(
-    drafter: StandaloneDrafter, shape: TreeShape, *sequences: DraftSequence
-) -> list[TokenTree]:
-    assert all(drafter.reserve(sequence, shape) for sequence in sequences)
-    return [proposal.tree for proposal in drafter.propose(sequences, shape)]
-
-
 def _commit(
     drafter: StandaloneDrafter, sequence: DraftSequence, tokens: Sequence[int], *nodes: int
 ) -> None:
-    sequence.token_ids.extend(tokens)
-    outcome = Outcome.VERIFIED if nodes else Outcome.MISSED
-    verdict = Verdict(1, 0, outcome, nodes, tuple(tokens), sequence.num_tokens)
+    verdict = committed(sequence, tokens, *nodes)
     drafter.commit(sequence, verdict, None)
 
 
@@ -139,10 +123,10 @@ def _assert_same(actual: TokenTree, expected: dict[Path_, float]) -> None:
 def test_tree_equals_the_naive_oracle(
     decoder: Decoder, oracle_model: torch.nn.Module, shape: TreeShape, sampling: SamplingParams
 ) -> None:
-    sequence = _sequence(_text(0, 21), sampling)
+    sequence = draft_sequence(random_text(0, 21), sampling)
     drafter = _drafter(decoder)
     drafter.open(sequence)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     _assert_same(tree, _oracle(oracle_model, sequence, shape))
 
 
@@ -151,9 +135,11 @@ def test_noise_depends_on_the_seed(decoder: Decoder) -> None:
     drafter = _drafter(decoder)
     trees = []
     for number, seed in enumerate((1, 1, 2)):
-        sequence = _sequence(_text(0, 21), SamplingParams(temperature=1.0, seed=seed), number)
+        sequence = draft_sequence(
+            random_text(0, 21), SamplingParams(temperature=1.0, seed=seed), number
+        )
         drafter.open(sequence)
-        trees += _propose(drafter, shape, sequence)
+        trees += propose(drafter, shape, sequence)
     assert trees[0].token_ids == trees[1].token_ids
     assert trees[0].token_ids != trees[2].token_ids
 
@@ -164,11 +150,11 @@ def test_kept_kv_equals_a_fresh_computation_after_any_verdict(
     decoder: Decoder, oracle_model: torch.nn.Module, shape: TreeShape, sampling: SamplingParams
 ) -> None:
     generator = random.Random(7)
-    sequence = _sequence(_text(1, 13), sampling)
+    sequence = draft_sequence(random_text(1, 13), sampling)
     drafter = _drafter(decoder)
     drafter.open(sequence)
     for _ in range(8):
-        (tree,) = _propose(drafter, shape, sequence)
+        (tree,) = propose(drafter, shape, sequence)
         _assert_same(tree, _oracle(oracle_model, sequence, shape))
         node = generator.randrange(len(tree))
         path = tree.path(node)[: generator.randrange(len(tree.path(node)) + 1)]
@@ -179,10 +165,10 @@ def test_kept_kv_equals_a_fresh_computation_after_any_verdict(
 
 def test_accepted_rows_are_not_computed_again(decoder: Decoder) -> None:
     shape = TreeShape(4, 4, 16)
-    sequence = _sequence(_text(2, 13))
+    sequence = draft_sequence(random_text(2, 13))
     drafter = _drafter(decoder)
     drafter.open(sequence)
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     deepest = max(range(len(tree)), key=lambda node: tree.depths[node])
     path = tree.path(deepest)
     _commit(drafter, sequence, [*(tree.token_ids[node] for node in path), 5], *path)
@@ -195,29 +181,29 @@ def test_a_verdict_on_another_sources_tree_is_followed_by_its_tokens(
     decoder: Decoder, oracle_model: torch.nn.Module
 ) -> None:
     shape = TreeShape(3, 2, 8)
-    sequence = _sequence(_text(3, 10))
+    sequence = draft_sequence(random_text(3, 10))
     drafter = _drafter(decoder)
     drafter.open(sequence)
-    _propose(drafter, shape, sequence)
+    propose(drafter, shape, sequence)
     # Node indices of a tree this drafter never saw.
     _commit(drafter, sequence, [1, 2, 3, 4, 5, 6, 7], 0, 3, 9, 11, 12, 14)
     _commit(drafter, sequence, [8])
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     _assert_same(tree, _oracle(oracle_model, sequence, shape))
 
 
 def test_attaching_in_the_middle_equals_having_been_there(decoder: Decoder) -> None:
     shape = TreeShape(3, 3, 9)
-    here = _sequence(_text(4, 11), number=1)
+    here = draft_sequence(random_text(4, 11), number=1)
     drafter = _drafter(decoder)
     drafter.open(here)
     for tokens in ([1, 2], [3], [4, 5, 6]):
-        _propose(drafter, shape, here)
+        propose(drafter, shape, here)
         _commit(drafter, here, tokens)
-    late = _sequence(here.token_ids, number=2)
+    late = draft_sequence(here.token_ids, number=2)
     other = _drafter(decoder)
     other.open(late)
-    (expected,), (actual,) = _propose(drafter, shape, here), _propose(other, shape, late)
+    (expected,), (actual,) = propose(drafter, shape, here), propose(other, shape, late)
     _assert_same(actual, _values(expected))
 
 
@@ -225,25 +211,28 @@ def test_attaching_in_the_middle_equals_having_been_there(decoder: Decoder) -> N
 def test_a_batch_proposes_what_each_sequence_alone_would(
     decoder: Decoder, shape: TreeShape
 ) -> None:
-    texts = [_text(seed, length) for seed, length in ((5, 3), (6, 17), (7, 1), (8, 30))]
+    texts = [random_text(seed, length) for seed, length in ((5, 3), (6, 17), (7, 1), (8, 30))]
     samplings = [GREEDY, SAMPLED, SAMPLED, GREEDY]
-    batch = [_sequence(t, s, n) for n, (t, s) in enumerate(zip(texts, samplings, strict=True))]
+    batch = [draft_sequence(t, s, n) for n, (t, s) in enumerate(zip(texts, samplings, strict=True))]
     drafter = _drafter(decoder)
     for sequence in batch:
         drafter.open(sequence)
-    together = _propose(drafter, shape, *batch)
+    together = propose(drafter, shape, *batch)
     for text, sampling, tree in zip(texts, samplings, together, strict=True):
-        alone = _sequence(text, sampling)
+        alone = draft_sequence(text, sampling)
         other = _drafter(decoder)
         other.open(alone)
-        _assert_same(_propose(other, shape, alone)[0], _values(tree))
+        _assert_same(propose(other, shape, alone)[0], _values(tree))
 
 
 def test_catching_up_in_chunks_changes_nothing(
     decoder: Decoder, oracle_model: torch.nn.Module
 ) -> None:
     shape = TreeShape(2, 2, 6)
-    sequences = [_sequence(_text(9, 40), number=1), _sequence(_text(10, 23), number=2)]
+    sequences = [
+        draft_sequence(random_text(9, 40), number=1),
+        draft_sequence(random_text(10, 23), number=2),
+    ]
     drafter = _drafter(decoder)
     for sequence in sequences:
         drafter.open(sequence)
@@ -253,19 +242,19 @@ def test_catching_up_in_chunks_changes_nothing(
         chunks.append(drafter.catch_up(sequences, 16))
     assert chunks == [16, 16, 16, 13]
     assert drafter.catch_up(sequences, 16) == 0
-    for tree, sequence in zip(_propose(drafter, shape, *sequences), sequences, strict=True):
+    for tree, sequence in zip(propose(drafter, shape, *sequences), sequences, strict=True):
         _assert_same(tree, _oracle(oracle_model, sequence, shape))
 
 
 def test_a_second_sequence_with_the_same_prompt_reuses_its_pages(decoder: Decoder) -> None:
     shape = TreeShape(2, 1, 3)
     drafter = _drafter(decoder)
-    first, second = (_sequence(_text(11, 21), number=number) for number in (1, 2))
+    first, second = (draft_sequence(random_text(11, 21), number=number) for number in (1, 2))
     drafter.open(first)
-    (expected,) = _propose(drafter, shape, first)
+    (expected,) = propose(drafter, shape, first)
     drafter.open(second)
     assert drafter.backlog(second) == 1, "20 of 21 tokens are whole pages"
-    assert _propose(drafter, shape, second) == [expected]
+    assert propose(drafter, shape, second) == [expected]
     drafter.check()
 
 
@@ -274,29 +263,32 @@ def test_a_sequence_that_outgrows_the_context_slides_its_window(
 ) -> None:
     shape, limit = TreeShape(3, 2, 6), 64
     drafter = _drafter(decoder, context=limit)
-    sequence = _sequence(_text(12, limit - CONTEXT_MARGIN))
+    sequence = draft_sequence(random_text(12, limit - CONTEXT_MARGIN))
     drafter.open(sequence)
-    _propose(drafter, shape, sequence)
+    propose(drafter, shape, sequence)
     _commit(drafter, sequence, [7])
     window = sequence.num_tokens - (limit - CONTEXT_MARGIN) // 2
     assert drafter.backlog(sequence) == sequence.num_tokens - window
-    (tree,) = _propose(drafter, shape, sequence)
+    (tree,) = propose(drafter, shape, sequence)
     _assert_same(tree, _oracle(oracle_model, sequence, shape, window=window))
     drafter.check()
 
 
 def test_a_prompt_longer_than_the_context_starts_with_a_window(decoder: Decoder) -> None:
     drafter = _drafter(decoder, context=64)
-    sequence = _sequence(_text(13, 300))
+    sequence = draft_sequence(random_text(13, 300))
     drafter.open(sequence)
     assert drafter.backlog(sequence) <= 64 - CONTEXT_MARGIN
-    assert len(_propose(drafter, TreeShape(3, 1, 4), sequence)[0]) == 3
+    assert len(propose(drafter, TreeShape(3, 1, 4), sequence)[0]) == 3
 
 
 def test_reserving_fails_without_change_when_pages_are_short(decoder: Decoder) -> None:
     drafter = _drafter(decoder, num_pages=6)
     shape = TreeShape(3, 1, 4)
-    fits, too_long = _sequence(_text(14, 10), number=1), _sequence(_text(15, 12), number=2)
+    fits, too_long = (
+        draft_sequence(random_text(14, 10), number=1),
+        draft_sequence(random_text(15, 12), number=2),
+    )
     drafter.open(fits)
     drafter.open(too_long)
     assert drafter.reserve(fits, shape)
@@ -312,7 +304,9 @@ def test_every_page_has_one_owner_through_churn(decoder: Decoder) -> None:
     shape = TreeShape(2, 2, 5)
     live: dict[int, DraftSequence] = {}
     for number in range(40):
-        sequence = _sequence(_text(number % 5, generator.randrange(1, 40)), number=number)
+        sequence = draft_sequence(
+            random_text(number % 5, generator.randrange(1, 40)), number=number
+        )
         drafter.open(sequence)
         if not drafter.reserve(sequence, shape):
             drafter.close(sequence)
@@ -322,7 +316,7 @@ def test_every_page_has_one_owner_through_churn(decoder: Decoder) -> None:
         batch = [s for s in live.values() if drafter.reserve(s, shape)]
         drafter.propose(batch, shape)
         for held in batch:
-            _commit(drafter, held, _text(number, generator.randrange(1, 4)))
+            _commit(drafter, held, random_text(number, generator.randrange(1, 4)))
         drafter.check()
     for sequence in live.values():
         drafter.close(sequence)

@@ -1,0 +1,47 @@
+"""Drafters without a worker: texts, sequences, and rounds by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from services.draft.drafters.drafter import Drafter
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+
+VOCAB_SIZE = 64
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0, seed=1234)
+
+
+def random_text(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def draft_sequence(
+    token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
+) -> DraftSequence:
+    """A sequence in its first round, all of its tokens a prompt."""
+    return DraftSequence(
+        SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, VOCAB_SIZE, 256
+    )
+
+
+def propose(drafter: Drafter, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
+    """Returns a tree for each sequence, in their order."""
+    assert all(drafter.reserve(sequence, shape) for sequence in sequences)
+    by_key = {each.sequence.key: each.tree for each in drafter.propose(sequences, shape)}
+    assert len(by_key) == len(sequences)
+    return [by_key[sequence.key] for sequence in sequences]
+
+
+def committed(sequence: DraftSequence, tokens: Sequence[int], *nodes: int) -> Verdict:
+    """Commits tokens to a sequence and returns the verdict that says so.
+
+    Args:
+        nodes: those of its tree that were accepted; none when no tree was verified.
+    """
+    sequence.token_ids.extend(tokens)
+    outcome = Outcome.VERIFIED if nodes else Outcome.MISSED
+    return Verdict(1, 0, outcome, nodes, tuple(tokens), sequence.num_tokens)
