@@ -48,6 +48,25 @@ class DraftScores:
             logits: `[L, V]` raw draft logits, the rows of each sequence end to end.
             paths: `[S][any]`, tree tokens on each row's path, its own included, of any lengths.
         """
+        return self._score_ragged(logits, paths, [[len(path) for path in own] for own in paths])
+
+    def of_blocks(self, logits: Tensor, known: Sequence[Sequence[Path]], size: int) -> Tensor:
+        """Returns log probabilities of acceptance `[N, size, V]` float32 of N blocks, -inf for
+        removed tokens.
+
+        Args:
+            logits: `[N * size, V]` raw draft logits, the blocks of each sequence end to end.
+            known: `[S][any]`, tokens between the committed ones and the first that each block
+                draws.
+        """
+        paths = [[path for path in own for _ in range(size)] for own in known]
+        depths = [[len(path) + row for path in own for row in range(size)] for own in known]
+        return self._score_ragged(logits, paths, depths).view(-1, size, logits.shape[1])
+
+    def _score_ragged(
+        self, logits: Tensor, paths: Sequence[Sequence[Path]], depths: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Scores rows that each draw the token that many after the committed ones."""
         row_counts = [len(each) for each in paths]
         sampling = row_sampling(
             [sequence.sampling for sequence in self._sequences], row_counts, device=self._device
@@ -58,7 +77,7 @@ class DraftScores:
         noise = (
             None
             if sampling.all_greedy
-            else self._ragged_noise(sampling.seeds, paths, logits.shape[1])
+            else self._ragged_noise(sampling.seeds, depths, logits.shape[1])
         )
         coupled = coupled_confidence(logits, sampling, noise, counts)
         if self._num_coupled == len(self._sequences):
@@ -115,14 +134,14 @@ class DraftScores:
         return gumbel_noise(seeds.flatten(), positions.flatten().to(self._device), vocab_size)
 
     def _ragged_noise(
-        self, seeds: Tensor, paths: Sequence[Sequence[Path]], vocab_size: int
+        self, seeds: Tensor, depths: Sequence[Sequence[int]], vocab_size: int
     ) -> Tensor:
         """Returns the noise of each row, `[L, V]`; rows of a sequence that draw the token at one
         position share it. `seeds` are those of the rows."""
         positions = [
-            (place, sequence.num_tokens + len(path))
-            for place, (sequence, own) in enumerate(zip(self._sequences, paths, strict=True))
-            for path in own
+            (place, sequence.num_tokens + depth)
+            for place, (sequence, own) in enumerate(zip(self._sequences, depths, strict=True))
+            for depth in own
         ]
         distinct = list(dict.fromkeys(positions))
         rank = {key: number for number, key in enumerate(distinct)}

@@ -136,30 +136,35 @@ class DflashOracle:
         *,
         block_size: int | None = None,
         start: int = 0,
+        num_supposed: int = 0,
     ) -> Tensor:
-        """Returns the logits `[block_size - 1, V]` of the tokens that follow N committed ones.
+        """Returns the logits `[block_size - 1, V]` of the tokens that follow N known ones.
 
         Args:
-            features: `[N - 1, K * H]`, the concatenated target layers at positions 0 … N-2.
+            features: `[N - 1 - num_supposed, K * H]`, the concatenated target layers from
+                position 0 on.
             start: the first position that the block sees.
+            num_supposed: last of the known tokens that a verdict has yet to commit.
         """
-        size, first = block_size or self.head.block_size, len(token_ids) - 1
+        size, first = block_size or self.head.block_size, len(token_ids) - 1 - num_supposed
         context = plain_norm(
             features[start:] @ self.tensors["fc.weight"].T, self.tensors["hidden_norm.weight"]
         )
-        block = [token_ids[-1], *[self.head.mask_token_id] * (size - 1)]
+        block = [*token_ids[first:], *[self.head.mask_token_id] * (size - 1)]
         rows = self.embedding[torch.tensor(block)]
-        sees = torch.ones(size, len(context) + size, dtype=torch.bool)
+        sees = torch.ones(len(block), len(context) + len(block), dtype=torch.bool)
+        for row in range(num_supposed):
+            sees[row, len(context) + row + 1 :] = False
         for index in range(self.head.num_layers):
             layer = DenseLayer(self.tensors, f"layers.{index}.", self.head.head_dim)
             rows = layer(
                 rows,
-                torch.arange(first, first + size),
+                torch.arange(first, first + len(block)),
                 sees,
                 context,
                 torch.arange(start, first),
             )
-        return plain_norm(rows, self.tensors["norm.weight"])[1:] @ self.lm_head.T
+        return plain_norm(rows, self.tensors["norm.weight"])[num_supposed + 1 :] @ self.lm_head.T
 
 
 def best_block_paths(

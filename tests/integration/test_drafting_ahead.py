@@ -6,8 +6,6 @@ so that what happens between two steps is the test's to say.
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +14,7 @@ import torch
 
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.events import LinkClosed
 from services.draft.fan_out import FanOut
-from services.target.attachment import DraftMessage
-from services.target.draft_messages import draft_messages
 from services.target.outcome_tally import OutcomeTally
 from services.target.request import GenerationRequest
 from services.target.step_report import StepReport
@@ -29,7 +24,7 @@ from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.ngram.index import NgramOptions
 from shared.runtime.runner import ModelRunner
-from shared.tokens import Candidate, SamplingParams, StopParams, TreeShape
+from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.engines import (
     CPU,
@@ -41,7 +36,8 @@ from tests.helpers.engines import (
     run,
     tiny_decoder,
 )
-from tests.helpers.wired_draft import LINK, WiredDraft
+from tests.helpers.lossy_draft import LossyDraft
+from tests.helpers.wired_draft import WiredDraft
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3, 3, 3, 3, 3, 3])
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
@@ -84,53 +80,6 @@ def _requests(sampling: SamplingParams, num_tokens: int = 40) -> list[Generation
 
 def _outputs(collector: Collector) -> list[list[int]]:
     return [collector.token_ids(key) for key in range(len(PROMPTS))]
-
-
-class LossyDraft(WiredDraft):
-    """Hears and says things late, and what it says may be lost, repeated or out of order.
-
-    What the target says arrives in order and whole, as on a stream; what the draft says need not,
-    because the target trusts no draft.
-    """
-
-    wait_s = 40.0
-
-    def __init__(self, *args: object, seed: int, delay: int, loss: float) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self._source = random.Random(seed)
-        self._delay = delay
-        self._loss = loss
-        self._heard: deque[bytes] = deque()
-        self._said: list[Candidate] = []
-
-    def send(self, message: DraftMessage) -> bool:
-        self._heard.extend(each.SerializeToString() for each in draft_messages(message))
-        return True
-
-    def offer(self, candidates: tuple[Candidate, ...]) -> None:
-        for candidate in candidates:
-            copies = self._source.choice((1, 1, 1, 2))
-            if self._source.random() >= self._loss:
-                self._said += [candidate] * copies
-
-    def pump(self) -> None:
-        """Lets some of what is under way arrive, and the draft compute a little."""
-        for _ in range(self._source.randint(0, self._delay)):
-            if self._heard and self._source.random() < 0.7:
-                self.hear(self._heard.popleft())
-            self.rounds.step()
-        self._source.shuffle(self._said)
-        num_now = self._source.randint(0, len(self._said))
-        now, self._said = self._said[:num_now], self._said[num_now:]
-        super().offer(tuple(now))
-
-    def reconnect(self) -> None:
-        """Loses the stream with all that is on it, and attaches again."""
-        self.detach()
-        self._heard.clear()
-        self.roster.apply(LinkClosed(LINK))
-        self.open_link()
-        self.attach()
 
 
 def _total(reports: list[StepReport]) -> OutcomeTally:

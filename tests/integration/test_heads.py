@@ -135,7 +135,8 @@ async def _outputs(
 
 @pytest.mark.parametrize("placement", ["remote", "embedded"])
 @pytest.mark.parametrize(
-    "kind", ["EAGLE", "EAGLE3", "MTP", "DFLASH", f"EAGLE{AHEAD}", f"EAGLE3{AHEAD}", f"MTP{AHEAD}"]
+    "kind",
+    [f"{kind}{when}" for when in ("", AHEAD) for kind in ("EAGLE", "EAGLE3", "MTP", "DFLASH")],
 )
 async def test_head_drafts_and_changes_nothing(
     folders: dict[str, Path], kind: str, placement: str

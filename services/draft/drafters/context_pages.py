@@ -45,6 +45,12 @@ class ContextPages:
         if num_missing > 0:
             self.pages += pool.allocate(num_missing)
 
+    def trim(self, pool: PagePool, end: int) -> None:
+        """Lets go of the pages that hold nothing but positions from `end` on."""
+        num_kept = max(-(-self.index(end) // self.page_size), 0)
+        pool.release(self.pages[num_kept:])
+        del self.pages[num_kept:]
+
     def slide(self, pool: PagePool, start: int) -> None:
         """Lets whole pages before position `start` go, or all of them if none reaches it."""
         if start >= self.end:

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from services.draft.likely_verdicts import Continuation, rank_of
 from shared.kv.batch import SequenceRows
-
-Continuation = tuple[int, float]
-"""A token and the log probability that the target takes it, given that it gets there."""
 
 
 class TailNode:
@@ -86,8 +84,7 @@ class TailNode:
 
     def rank_of(self, token: int) -> int | None:
         """Returns a token's place among the continuations; None when it is none."""
-        ranks = (rank for rank, (each, _) in enumerate(self.continuations) if each == token)
-        return next(ranks, None)
+        return rank_of(self.continuations, token)
 
     def child(self, token: int) -> TailNode:
         """Returns the node of a token below this one, a new one if need be."""

@@ -1,0 +1,201 @@
+"""Prepares blocks for the verdicts to come: one forward for all verdicts of all sequences.
+
+The features that a verdict will bring are not here yet. In their place a block looks at the tokens
+that the verdict would commit: known rows, each of which sees the context and the tokens before it,
+shared by the blocks of all verdicts on one tree. A head was trained to find features there, so such
+a block is drafted worse than one made after the verdict, the worse the more tokens it commits;
+docs/decoding.md has figures. Where the whole block may be accepted nothing scores the token after
+it, so that verdict gets a block when it has fallen, from its features.
+
+A conditional block is never made of another: the features of a verdict are here before blocks for
+the next one are drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.draft.draft_scores import DraftScores
+from services.draft.drafters.block_choices import BlockChoices, best_choices
+from services.draft.drafters.block_contexts import BlockContexts
+from services.draft.drafters.block_rows import BlockRows
+from services.draft.drafters.drafter import Proposal
+from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import LikelyVerdict, likely_verdicts, rank_of
+from services.draft.rank_shares import RankShares
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.models.heads.dflash import DflashHead
+from shared.tokens import TokenTree, TreeShape
+
+Path = tuple[int, ...]
+
+MAX_ROWS = 2048
+"""Rows of one forward, but for those of a single sequence: a verdict that arrives meanwhile waits
+for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A tree under verification whose verdicts are not prepared for yet."""
+
+    sequence: DraftSequence
+    tree: TokenTree
+    shape: TreeShape
+    fan_out: FanOut
+    choices: BlockChoices
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The blocks of one sequence in a forward.
+
+    Attributes:
+        paths: by block, the tokens that its verdict commits.
+    """
+
+    flying: _Flying
+    verdicts: Sequence[LikelyVerdict]
+    paths: Sequence[Path]
+    rows: BlockRows
+
+
+class BlockForesight:
+    """See `Foresight`.
+
+    Args:
+        block_size: rows of a block, the token that opens it included.
+    """
+
+    def __init__(self, head: DflashHead, contexts: BlockContexts, *, block_size: int) -> None:
+        self.budget = 0
+        self._head = head
+        self._contexts = contexts
+        self._block_size = block_size
+        self._shares = RankShares()
+        self._flying: dict[SequenceKey, _Flying] = {}
+        self._choices: dict[SequenceKey, BlockChoices] = {}
+        self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._flying)
+
+    def keep(self, sequence: DraftSequence, choices: BlockChoices) -> None:
+        """Takes what the tree for the current round was made of."""
+        self._choices[sequence.key] = choices
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        choices = self._choices.get(sequence.key)
+        if choices is not None:
+            self._flying[sequence.key] = _Flying(sequence, tree, shape, fan_out, choices)
+
+    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        """What was computed ahead lacks features that are here now."""
+        return False
+
+    def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
+        """Learns which of its choices the target took, and moves on to what was prepared for it.
+
+        Args:
+            token_ids: what the verdict commits.
+        """
+        choices = self._choices.get(sequence.key)
+        prepared = self._prepared.get(sequence.key, {}).get(tuple(token_ids))
+        self.drop(sequence)
+        if choices is not None:
+            for own, token in zip(choices, token_ids, strict=False):
+                self._shares.observe(rank_of(own, token))
+        if prepared is not None:
+            self._choices[sequence.key] = prepared
+
+    def drop(self, sequence: DraftSequence) -> None:
+        """Forgets a sequence."""
+        for kept in (self._flying, self._choices, self._prepared):
+            kept.pop(sequence.key, None)
+
+    def advance(self) -> list[Proposal]:
+        work: list[_Work] = []
+        while self._flying and sum(len(each.rows) for each in work) < MAX_ROWS:
+            prepared = self._lay_out(self._flying.pop(next(iter(self._flying))))
+            if prepared is not None:
+                work.append(prepared)
+        return self._draft(work) if work else []
+
+    def _lay_out(self, flying: _Flying) -> _Work | None:
+        """Returns the rows of as many verdicts as there is memory for; None for none."""
+        sequence, tree, contexts = flying.sequence, flying.tree, self._contexts
+        if not contexts.is_complete(sequence) or not contexts.reserve(sequence, 1):
+            return None
+        verdicts = likely_verdicts(tree, _by_node(flying), self._shares, flying.fan_out)
+        # The context ends where the rows begin.
+        contexts.take_in([(sequence, contexts.backlog(sequence))])
+        while verdicts:
+            work = self._work(flying, verdicts)
+            if contexts.reserve(sequence, len(work.rows)):
+                return work
+            verdicts = verdicts[: len(verdicts) // 2]
+        return None
+
+    def _work(self, flying: _Flying, verdicts: Sequence[LikelyVerdict]) -> _Work:
+        sequence, tree = flying.sequence, flying.tree
+        rows = BlockRows(
+            self._contexts.pages_of(sequence),
+            block_size=self._block_size,
+            mask_token_id=self._head.config.mask_token_id,
+        )
+        # By place: 0 is the last committed token, then come the nodes, parents first.
+        above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
+        paths: list[Path] = [()]
+        for place, token in enumerate(tree.token_ids, 1):
+            paths.append((*paths[above[place]], token))
+        known = {0: rows.add_known(None, sequence.token_ids[-1])}
+        for place in _through(above, [verdict.place for verdict in verdicts]):
+            known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])
+        for verdict in verdicts:
+            rows.add_block(known[verdict.place], verdict.token, self._block_size - 1)
+        committed = [(*paths[verdict.place], verdict.token) for verdict in verdicts]
+        return _Work(flying, verdicts, committed, rows)
+
+    def _draft(self, work: Sequence[_Work]) -> list[Proposal]:
+        sequences = [each.flying.sequence for each in work]
+        logits = self._contexts.run([each.rows.lay_out() for each in work])
+        for each in work:
+            self._contexts.trim(each.flying.sequence, self._block_size)
+        scores = DraftScores(sequences, logits.device).of_blocks(
+            logits, [each.paths for each in work], self._block_size - 1
+        )
+        width = max(each.flying.shape.topk for each in work) + self.budget
+        blocks = iter(best_choices(scores, width))
+        return [
+            proposal
+            for each in work
+            for proposal in self._proposals(each, [next(blocks) for _ in each.paths])
+        ]
+
+    def _proposals(self, work: _Work, blocks: Sequence[BlockChoices]) -> list[Proposal]:
+        sequence, shape = work.flying.sequence, work.flying.shape
+        self._prepared[sequence.key] = dict(zip(work.paths, blocks, strict=True))
+        return [
+            Proposal(sequence, choices.tree(shape), verdict.condition)
+            for verdict, choices in zip(work.verdicts, blocks, strict=True)
+        ]
+
+
+def _by_node(flying: _Flying) -> list[Sequence[tuple[int, float]]]:
+    """Returns what may follow the last committed token, then each node; nothing behind the last
+    position that the block scored."""
+    depths = (0, *flying.tree.depths)
+    return [flying.choices.at(depth) for depth in depths]
+
+
+def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Returns the nodes' places on the way to any of `places`, parents first; 0 left out."""
+    needed: set[int] = set()
+    for place in places:
+        while place and place not in needed:
+            needed.add(place)
+            place = above[place]
+    return sorted(needed)

@@ -1,0 +1,88 @@
+"""The verdicts that a tree is likely to end in. No torch."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from services.draft.fan_out import FanOut
+from services.draft.rank_shares import RankShares
+from shared.tokens import Condition, TokenTree
+
+Continuation = tuple[int, float]
+"""A token and the log probability that the target takes it, given that it gets there."""
+_UNLIKELY = -3.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LikelyVerdict:
+    """A verdict, likeliest first.
+
+    Attributes:
+        cost: negated log probability.
+        place: of the last accepted node, 0 for the last committed token, else the node's index
+            plus 1; breaks ties with `rank`.
+        rank: of the bonus token among what may follow there.
+        token: the bonus token.
+    """
+
+    cost: float
+    place: int
+    rank: int
+    token: int
+
+    @property
+    def condition(self) -> Condition:
+        """The verdict as a condition that names no candidate yet."""
+        return Condition(self.place - 1 if self.place else None, self.token)
+
+
+def likely_verdicts(
+    tree: TokenTree,
+    continuations: Sequence[Sequence[Continuation]],
+    shares: RankShares,
+    fan_out: FanOut,
+) -> list[LikelyVerdict]:
+    """Returns the likeliest verdicts that end in a token the tree does not hold, as many as the
+    fan-out's budget.
+
+    Args:
+        continuations: what may follow the last committed token, then each node, best first; where
+            there are none, no verdict is foreseen.
+    """
+    return heapq.nsmallest(fan_out.budget, _verdicts(tree, continuations, shares, fan_out))
+
+
+def _verdicts(
+    tree: TokenTree,
+    continuations: Sequence[Sequence[Continuation]],
+    shares: RankShares,
+    fan_out: FanOut,
+) -> Iterator[LikelyVerdict]:
+    costs = [0.0]
+    held: list[set[int]] = [set() for _ in continuations]
+    for token, parent in zip(tree.token_ids, tree.parent_indices, strict=True):
+        above = 0 if parent is None else parent + 1
+        held[above].add(token)
+        costs.append(costs[above] + _cost(continuations[above], token, shares))
+    for place, (depth, own) in enumerate(zip((0, *tree.depths), continuations, strict=True)):
+        before = costs[place] - fan_out.log_weight(depth)
+        for rank, (token, log_prob) in enumerate(own):
+            if token not in held[place] and log_prob > -math.inf:
+                cost = before - shares.log_prob(rank, log_prob)
+                yield LikelyVerdict(cost, place, rank, token)
+
+
+def rank_of(continuations: Sequence[Continuation], token: int) -> int | None:
+    """Returns a token's place among the continuations; None when it is none."""
+    return next((rank for rank, (each, _) in enumerate(continuations) if each == token), None)
+
+
+def _cost(continuations: Sequence[Continuation], token: int, shares: RankShares) -> float:
+    rank = rank_of(continuations, token)
+    if rank is None:
+        # Something else proposed it: not among the best, but likely enough to be drafted.
+        return -shares.log_prob(len(continuations), _UNLIKELY)
+    return -shares.log_prob(rank, continuations[rank][1])
