@@ -24,7 +24,7 @@ from grpc_tools import protoc
 
 PROTOS = Path(__file__).parent
 STUBS = PROTOS.parent / "shared" / "pb"
-_IMPORT = re.compile(r"^(from|import) outrider\b", re.MULTILINE)
+_IMPORT = re.compile(r"^(from|import) (outrider|smg|vllm)\b", re.MULTILINE)
 _PROTOBUF_GUARD = re.compile(
     r"^from google\.protobuf import runtime_version as _runtime_version\n"
     r"|^_runtime_version\.ValidateProtobufRuntimeVersion\(.*?^\)\n"
@@ -65,7 +65,7 @@ def rewritten(stub: str) -> str:
     """Returns the stub with imports below `shared.pb` and without version guards."""
     stub = _PROTOBUF_GUARD.sub("", stub)
     stub = _GRPC_GUARD.sub("", stub)
-    return _IMPORT.sub(r"\1 shared.pb.outrider", stub)
+    return _IMPORT.sub(r"\1 shared.pb.\2", stub)
 
 
 def drift(fresh: Path, checked_in: Path) -> list[str]:

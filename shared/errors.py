@@ -170,6 +170,10 @@ class Unimplemented(OutriderError):
 
     code = StatusCode.UNIMPLEMENTED
 
+    @classmethod
+    def of(cls, method: str, why: str) -> Self:
+        return cls(f"{method} is not implemented: {why}", reason="METHOD_UNIMPLEMENTED")
+
 
 class EngineFailed(OutriderError):
     """The engine broke; the caller gets the request id only."""

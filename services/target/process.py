@@ -12,14 +12,17 @@ from typing import Protocol
 from grpc import aio
 
 from services.target.admin_messages import attachment_message, gauge_values
+from services.target.admission import Admission
 from services.target.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.generate_service import ServedModel, TargetServicer
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
+from services.target.model_facts import ModelFacts
 from services.target.request_record import RequestRecorder
 from services.target.request_service import RequestService
 from services.target.settings import TargetSettings
 from services.target.speculation_service import SpeculationServicer
+from services.target.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
@@ -28,6 +31,7 @@ from shared.pb.outrider.speculation.v1 import (
     speculation_service_pb2_grpc,
 )
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
+from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
@@ -40,6 +44,7 @@ from shared.telemetry.wire_meter import WireMeter
 logger = logging.getLogger(__name__)
 _TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]
 _SPECULATION = speculation_service_pb2.DESCRIPTOR.services_by_name["SpeculationService"]
+_VLLM_ENGINE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _ENGINE_WATCH_S = 0.5
 
@@ -98,13 +103,19 @@ class TargetProcess:
         self._settings = settings
         self._embedded: EmbeddedPort | None = None
         self._tokenizer_sha256 = tokenizer_sha256
-        self._lifecycle = Lifecycle([_TARGET.full_name, _SPECULATION.full_name])
+        self._services = [_TARGET, _SPECULATION]
+        if settings.grpc_vllm_engine:
+            self._services.append(_VLLM_ENGINE)
+        self._lifecycle = Lifecycle([service.full_name for service in self._services])
         recorder = RequestRecorder(
             settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
         )
         self._grammars = grammar_compiler(engine, settings)
-        self._requests = RequestService(engine, self._grammars, self._lifecycle, recorder)
-        self._target = TargetServicer(engine, model, self._requests)
+        self._admission = Admission(engine, self._grammars, self._lifecycle, recorder)
+        self._target = TargetServicer(engine, model, RequestService(self._admission))
+        self._vllm_engine: VllmEngineServicer | None = None
+        if settings.grpc_vllm_engine:
+            self._vllm_engine = VllmEngineServicer(self._admission, ModelFacts.of(settings))
         self._speculation = SpeculationServicer(
             engine,
             model,
@@ -132,7 +143,7 @@ class TargetProcess:
         Raises:
             SettingsError: a port is taken.
         """
-        public = await create_server([_TARGET, _SPECULATION], self._register, self._lifecycle)
+        public = await create_server(self._services, self._register, self._lifecycle)
         admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
         self._servers = [public, admin]
         settings, tls = self._settings, self._settings.server_tls
@@ -171,7 +182,7 @@ class TargetProcess:
 
     async def _drain(self, grace_s: float) -> int:
         """Waits for running requests, then asks drafts to leave; returns requests left over."""
-        num_left = await self._requests.open_requests.wait_idle(grace_s)
+        num_left = await self._admission.open_requests.wait_idle(grace_s)
         self._speculation.drain(grace_s=1.0)
         return num_left
 
@@ -180,6 +191,8 @@ class TargetProcess:
         speculation_service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             self._speculation, server
         )
+        if self._vllm_engine is not None:
+            vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._vllm_engine, server)
 
     def _register_admin(self, server: aio.Server) -> None:
         info = ProcessInfo(

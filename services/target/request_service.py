@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from services.target.engine import Engine
+from services.target.admission import Admission
 from services.target.event_stream import EventStream
 from services.target.generation_messages import generation_request
-from services.target.grammars.compiler import GrammarCompiler
-from services.target.open_requests import OpenRequests
-from services.target.request_record import RequestRecord, RequestRecorder
-from shared.errors import Unavailable
+from services.target.request_record import RequestRecord
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.grammar import grammar_from_message
-from shared.rpc.lifecycle import Lifecycle, State
 
 
 class RequestService:
@@ -23,18 +17,11 @@ class RequestService:
         open_requests: how many callers wait for an end.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        grammars: GrammarCompiler,
-        lifecycle: Lifecycle,
-        recorder: RequestRecorder,
-    ) -> None:
-        self._engine = engine
-        self._grammars = grammars
-        self._lifecycle = lifecycle
-        self._recorder = recorder
-        self.open_requests = OpenRequests()
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._engine = admission.engine
+        self._recorder = admission.recorder
+        self.open_requests = admission.open_requests
 
     def record(
         self, message: pb.GenerateRequest, request_id: str, traceparent: str | None
@@ -51,13 +38,11 @@ class RequestService:
         Raises:
             OutriderError: the request is refused.
         """
-        if self._lifecycle.state is State.DRAINING:
-            raise Unavailable.draining()
+        self._admission.check_open()
         limits = self._engine.limits
         request = generation_request(message, record, limits, self._recorder.clock())
-        if message.HasField("grammar"):
-            grammar = await self._grammars.compile(grammar_from_message(message.grammar))
-            request = dataclasses.replace(request, grammar=grammar)
+        grammar = grammar_from_message(message.grammar) if message.HasField("grammar") else None
+        request = await self._admission.with_grammar(request, grammar)
         self._engine.submit(request, stream, key)
 
     def cancel(self, stream: EventStream, key: int) -> None:

@@ -67,6 +67,10 @@ class TargetSettings(ServiceSettings):
         None, "port of AdminService; one above the port", minimum=0, maximum=65535
     )
 
+    grpc_vllm_engine: bool = setting(
+        False, "serve the VllmEngine contract as well: for the gateway smg in front"
+    )
+
     page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=1024)
     mem_fraction_static: float | None = setting(
         None, "share of free memory for KV pages; automatic when unset", minimum=0.01, maximum=1.0
