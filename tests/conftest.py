@@ -21,6 +21,15 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_sessionstart() -> None:
+    """One gRPC completion queue a process: it would go with the last channel of a test, and its
+    end waits, uninterruptibly, for the events of calls that were cancelled."""
+    if importlib.util.find_spec("grpc") is not None:
+        from grpc import aio
+
+        aio.init_grpc_aio()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips `gpu` tests where there is no CUDA device, and says so."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

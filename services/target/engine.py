@@ -6,7 +6,6 @@ draft calls, which post commands and never block; events go back through sinks t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from services.target.speculation_controller import SpeculationController
 from services.target.step_loop import Clock, StepLoop
 from services.target.step_report import EngineGauges, StepReport
 from services.target.verifier import Verifier
-from shared.errors import EngineFailed, QueueFull, Unavailable
+from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner
 from shared.tokens import NO_REPORT, Candidate, DraftReport
@@ -99,7 +98,7 @@ class Engine:
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request; its pages are free once no step in flight uses them. Unknown
         keys are ignored."""
-        self._inbox.post(lambda: self._loop.cancel(sink, key))
+        self._inbox.post_end(lambda: self._loop.cancel(sink, key))
 
     # From any thread: drafts.
 
@@ -125,7 +124,7 @@ class Engine:
 
     def detach(self, attachment_id: str) -> None:
         """Forgets a draft; its sequences go on without."""
-        self._inbox.post(lambda: self._loop.drafts.detach(attachment_id))
+        self._inbox.post_end(lambda: self._loop.drafts.detach(attachment_id))
 
     def offer(
         self,
@@ -176,8 +175,7 @@ class Engine:
         """Ends the engine thread after the step it is in; requests still running fail."""
         self._stop.set()
         if self._thread is not None:
-            with contextlib.suppress(QueueFull):  # a full inbox wakes the thread as well
-                self._inbox.post(lambda: None)
+            self._inbox.post_end(lambda: None)  # wakes it
             self._thread.join()
 
     # On the engine thread, or by hand where none was started.

@@ -16,11 +16,13 @@ Command = Callable[[], None]
 class Inbox:
     """Commands for the engine thread, run in order at the start of a step.
 
-    Posting never blocks. `post` drops nothing: a full inbox is an error for the poster.
+    Posting never blocks and drops nothing. What asks for work is refused when the inbox is full;
+    what ends work never is, or the engine would go on with what nobody waits for.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._commands: queue.Queue[Command] = queue.Queue(capacity)
+        self._capacity = capacity
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def post(self, command: Command) -> None:
         """Queues a command.
@@ -28,10 +30,15 @@ class Inbox:
         Raises:
             QueueFull: the engine is that far behind.
         """
-        try:
-            self._commands.put_nowait(command)
-        except queue.Full:
-            raise QueueFull.of(self._commands.qsize(), self._commands.maxsize) from None
+        num_waiting = self._commands.qsize()
+        if num_waiting >= self._capacity:
+            raise QueueFull.of(num_waiting, self._capacity)
+        self._commands.put(command)
+
+    def post_end(self, command: Command) -> None:
+        """Queues a command that ends what an earlier one began; no more of them come than of
+        those, so they need no bound."""
+        self._commands.put(command)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queues a function and returns the future of its result."""

@@ -66,17 +66,22 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         attachment, stream = self._attachment(attach)
         attachment_id = attachment.identity.attachment_id
         ring = self._open_ring(attach, attachment)
-        yield pb.SpeculateResponse(attached=self._attached(attachment, ring))
-        self._engine.attach(attachment)
-        logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
-        meter = self._wire.stream(attachment_id)
-        reader = asyncio.create_task(self._read(request_iterator, attachment_id, ring, meter))
         try:
-            async for response in self._responses(stream, reader, attachment_id):
-                meter.sent(response.ByteSize(), response.WhichOneof("message") or "")
-                yield response
+            attached = self._attached(attachment, ring)
+            # All of it before the draft hears that it is attached: from then on it may rely on it.
+            drains = self._drains[attachment_id] = asyncio.Queue()
+            self._engine.attach(attachment)
+            logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
+            yield pb.SpeculateResponse(attached=attached)
+            meter = self._wire.stream(attachment_id)
+            reader = asyncio.create_task(self._read(request_iterator, attachment_id, ring, meter))
+            try:
+                async for response in self._responses(stream, drains, reader):
+                    meter.sent(response.ByteSize(), response.WhichOneof("message") or "")
+                    yield response
+            finally:
+                reader.cancel()
         finally:
-            reader.cancel()
             self._drains.pop(attachment_id, None)
             self._engine.detach(attachment_id)
             if ring is not None:
@@ -91,10 +96,12 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             queue.put_nowait(pb.SpeculateResponse(drain=message))
 
     async def _responses(
-        self, stream: DraftStream, reader: asyncio.Task[None], attachment_id: str
+        self,
+        stream: DraftStream,
+        drains: asyncio.Queue[pb.SpeculateResponse],
+        reader: asyncio.Task[None],
     ) -> AsyncIterator[pb.SpeculateResponse]:
         """Yields messages for the draft until it half-closes, errs, or is detached."""
-        drains = self._drains[attachment_id] = asyncio.Queue()
         drain = asyncio.ensure_future(drains.get())
         message = asyncio.ensure_future(stream.next())
         try:

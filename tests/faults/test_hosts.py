@@ -48,7 +48,7 @@ async def test_logs_on_a_full_disk_cost_logs_only(target: FakeTarget, model_fold
             env=os.environ,
         )
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
             while not await is_ready(client, str(client.base_url)):
                 assert process.returncode is None, "it ended over its logs"
                 await asyncio.sleep(0.05)
@@ -57,7 +57,7 @@ async def test_logs_on_a_full_disk_cost_logs_only(target: FakeTarget, model_fold
     finally:
         process.send_signal(signal.SIGTERM)
         # 120: Python could not flush what it had to say on its way out.
-        assert await asyncio.wait_for(process.wait(), 20.0) in (0, 120)
+        assert await asyncio.wait_for(process.wait(), 60.0) in (0, 120)
 
 
 async def test_a_clock_that_jumps_changes_no_answer_and_no_wait(

@@ -90,7 +90,7 @@ async def _gateway_process(
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20.0) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
             while not await is_ready(client, url):
                 assert process.returncode is None
                 await asyncio.sleep(0.05)

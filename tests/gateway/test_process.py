@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,15 +23,13 @@ from shared.settings import load_settings, shown_settings
 from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import CHAT, events, say
 from tests.helpers.fake_target import FakeTarget
+from tests.helpers.serving import free_ports
 
 ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    return next(free_ports(2))
 
 
 @pytest_asyncio.fixture
@@ -73,7 +70,7 @@ async def test_sigterm_finishes_streams_and_refuses_new_work(
     gateway, url = process
     target.hold_after = 1
     body = {**CHAT, "stream": True, "max_tokens": 6, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=url, timeout=20.0) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
         stream = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await target.until(lambda: len(target.submits) == 1)
         gateway.send_signal(signal.SIGTERM)
@@ -83,7 +80,7 @@ async def test_sigterm_finishes_streams_and_refuses_new_work(
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
         target.release.set()
         assert events((await stream).content)[-1] == "[DONE]"
-    assert await asyncio.wait_for(gateway.wait(), 20.0) == 0
+    assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
 
 
 async def test_the_demo_compares_answers_with_and_without_speculation(
@@ -152,7 +149,7 @@ async def test_neither_keys_nor_prompts_reach_the_log(
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OUTRIDER_GATEWAY_API_KEY": "alice:open-sesame"},
     )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
         while not await is_ready(client, str(client.base_url)):
             assert process.returncode is None, await process.communicate()
             await asyncio.sleep(0.05)
@@ -165,7 +162,7 @@ async def test_neither_keys_nor_prompts_reach_the_log(
             )
             assert answer.status_code == status
     process.send_signal(signal.SIGTERM)
-    _, log = await asyncio.wait_for(process.communicate(), 20.0)
+    _, log = await asyncio.wait_for(process.communicate(), 60.0)
     lines = [json.loads(line) for line in log.splitlines()]
     [ended] = [line for line in lines if line["message"] == "request ended"]
     assert (ended["request_id"], ended["client"]) == ("known", "alice")

@@ -110,7 +110,7 @@ class FakeTarget:
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Waits until submits and cancels make `predicate` true."""
         async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(predicate), 10.0)
+            await asyncio.wait_for(self._changed.wait_for(predicate), 60.0)
 
     async def break_sessions(self) -> None:
         """Ends every session stream with UNAVAILABLE, as a dying process would."""

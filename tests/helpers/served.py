@@ -60,7 +60,7 @@ class Target:
 
     async def until_attached(self, count: int) -> None:
         """Waits until that many drafts are attached."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while await self.num_attached() != count:
                 await asyncio.sleep(0)
 
@@ -81,7 +81,7 @@ async def serving_target(
         "device": "cpu",
         "max_total_tokens": 2048,
         "context_length": 256,
-        "candidate_wait_ms": 2000.0,
+        "candidate_wait_ms": 10_000.0,
         # Whether speculation pays for a tiny model depends on what else the machine does.
         "speculative_adaptive": False,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import socket
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_BLOCK_SIZE = 40
 EVERY_ROUND_HAS_A_TREE = {
     "OUTRIDER_TARGET_SPECULATIVE_ADAPTIVE": "false",
     "OUTRIDER_TARGET_CANDIDATE_WAIT_MS": "5000",
@@ -22,15 +25,25 @@ EVERY_ROUND_HAS_A_TREE = {
 def free_ports(count: int) -> Iterator[int]:
     """Yields ports that are free together with their successors.
 
-    They lie below the range that the kernel takes ephemeral ports from: a connection of another
-    process must not take one before the service binds it.
+    They lie below the range that the kernel takes ephemeral ports from, in a block that no other
+    test process uses: nobody takes one before the service binds it.
 
     Args:
         count: ports in a row; a service takes two, the second for maintenance.
     """
-    for port in range(20_000 + os.getpid() % 5_000 * 2, 32_000, count):
+    first = _own_block().getsockname()[1] + 1
+    for port in range(first, first + _BLOCK_SIZE - count, count):
         if all(map(_is_free, range(port, port + count))):
             yield port
+
+
+@functools.cache
+def _own_block() -> socket.socket:
+    """Listens on the first port of a block until this process ends, so that the block is its."""
+    for port in range(20_000, 32_000, _BLOCK_SIZE):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("every block of ports is taken")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.draft.model_folders import DEMO_TARGET
+from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
 from tests.helpers.served import Target, serving_target
@@ -79,19 +81,34 @@ class _Answer:
         self._call.cancel()
 
 
+class _Pace:
+    """Makes a target's steps long while it is without its head, so that the answer lasts until
+    another process has loaded the head again, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.has_head = threading.Event()
+        self.has_head.set()
+
+    def after_step(self, report: StepReport) -> None:
+        self.has_head.wait(0.1)
+
+
 @pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
 async def test_acceptance_recovers_when_a_killed_head_is_back() -> None:
+    pace = _Pace()
     async with serving_target(
-        DEMO_TARGET, max_total_tokens=4096, context_length=2048, candidate_wait_ms=200.0
+        DEMO_TARGET, pace.after_step, max_total_tokens=4096, context_length=2048
     ) as target:
         async with _head(target) as process:
             answer = _Answer(target)
             before = await answer.accepted()
+            pace.has_head.clear()
             process.kill()
             await process.wait()
         await target.until_attached(0)
         num_alone = len(answer.token_ids)
         async with _head(target):
+            pace.has_head.set()
             after = await answer.accepted()
         answer.cancel()
         # What came before the head was back had no head to come from.

@@ -14,7 +14,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Conversation:

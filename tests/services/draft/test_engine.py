@@ -23,7 +23,7 @@ from tests.services.draft.scripted_drafter import ScriptedDrafter
 
 SHAPE = TreeShape(num_steps=2, topk=1, num_draft_tokens=3)
 TERMS = LinkTerms(1_000, 64, 100, mirrors_noise=True)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def _engine(drafter: ScriptedDrafter, *, max_waiting_events: int = 100) -> DraftEngine:

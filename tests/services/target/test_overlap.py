@@ -331,8 +331,8 @@ def test_thread_drains_what_is_in_flight(decoder: Decoder) -> None:
     engine, sink = build_engine(decoder), _Waiting()
     engine.start()
     engine.submit(_stopped(decoder, 3), sink, 0)
-    assert sink.has_ended.wait(20)
-    gauges = engine.gauges().result(20)
+    assert sink.has_ended.wait(60)
+    gauges = engine.gauges().result(60)
     engine.stop()
     assert len(sink.token_ids(0)) == 3
     assert gauges.num_running == 0
@@ -343,7 +343,7 @@ def test_stop_fails_what_is_in_flight(decoder: Decoder) -> None:
     engine, sink = build_engine(decoder, max_context_tokens=700), _Waiting()
     engine.start()
     engine.submit(request([1], stop=StopParams(600)), sink, 0)
-    assert sink.has_begun.wait(20)
+    assert sink.has_begun.wait(60)
     engine.stop()
     assert sink.has_ended.is_set()
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -14,8 +15,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
+from services.target.generate_service import ServedModel
+from services.target.process import TargetProcess, attachment_terms
 from services.target.settings import TargetSettings
+from services.target.speculation_service import Context, SpeculationServicer
 from shared.errors import OutriderError, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
@@ -25,6 +28,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2, tensor_pb2, token_tree_pb2
 from shared.rpc.channel import open_channel
+from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
@@ -84,7 +88,7 @@ async def _gauges(admin: aio.Channel) -> dict[str, float]:
     return dict((await stub.GetServerInfo(admin_pb.GetServerInfoRequest())).gauges)
 
 
-async def _until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
+async def _until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
     """Waits for what another thread is about to do, yielding to the loop."""
     async with asyncio.timeout(deadline_s):
         while True:
@@ -391,6 +395,30 @@ async def test_malformed_tree_ends_the_stream_and_not_the_target(
         assert error.reason == "TREE_MALFORMED"
         assert text in error.message
         assert len(await _tokens(channel, _generate([1]))) == 8
+
+
+async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> None:
+    settings = TargetSettings(model_path=folder, port=0, max_total_tokens=256, device="cpu")
+    engine = build_engine(settings, lambda report: None)
+    servicer = SpeculationServicer(
+        engine, ServedModel("m", HASH), attachment_terms(settings), Lifecycle([])
+    )
+
+    async def requests() -> AsyncIterator[speculation_pb.SpeculateRequest]:
+        attach = speculation_pb.Attach(max_sequence_count=1, max_node_count=1, worker_id="w")
+        yield speculation_pb.SpeculateRequest(attach=attach)
+        await asyncio.Event().wait()
+
+    stream = servicer.Speculate(requests(), cast("Context", None))
+    assert (await anext(stream)).HasField("attached")
+    statuses = engine.attachments()
+    servicer.drain(1.0)
+    engine.step()
+    assert [each.attachment.identity.worker_id for each in statuses.result(timeout=0)] == ["w"]
+    assert (await anext(stream)).HasField("drain")
+    await stream.aclose()
+    engine.step()
+    assert engine.draft_algorithms == ()
 
 
 async def test_drain_asks_drafts_to_leave(folder: Path) -> None:

@@ -174,7 +174,7 @@ async def test_cancelled_call_cancels_the_handler_and_is_no_error(
             assert await call.read() == b"first"
         await entered.wait()
         call.cancel()
-        await asyncio.wait_for(ended.wait(), 10)
+        await asyncio.wait_for(ended.wait(), 60)
     assert our_errors(caplog) == []
 
 
@@ -192,7 +192,7 @@ async def test_generator_is_closed_when_its_caller_leaves_between_responses() ->
         call = serving.call("unary_stream")
         await call.read()
         call.cancel()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 async def test_handler_sees_the_callers_request_id_and_trace() -> None:

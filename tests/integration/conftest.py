@@ -1,0 +1,14 @@
+"""Settings of the tests with several processes' worth of servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.target import patience
+
+
+@pytest.fixture(autouse=True)
+def patient_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets wait for a draft as long as `--candidate-wait-ms` lets them, not a few times as long
+    as it usually takes: on a busy machine a draft may be late by any factor."""
+    monkeypatch.setattr(patience, "SHORTEST_WAIT_S", 3600.0)

@@ -1,0 +1,73 @@
+"""What asks for work is bounded; what ends work always arrives."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from services.target.inbox import Inbox
+from shared.errors import QueueFull
+from shared.models.decoder import Decoder
+from tests.helpers.engines import Collector, build_engine, request, settle, tiny_decoder
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+def test_commands_run_in_the_order_they_were_posted() -> None:
+    inbox, ran = Inbox(8), []
+    for number in range(3):
+        inbox.post(lambda number=number: ran.append(number))
+    inbox.post_end(lambda: ran.append(3))
+    assert inbox.call(lambda: len(ran)).done() is False
+    inbox.run_all()
+    assert ran == [0, 1, 2, 3]
+
+
+def test_full_inbox_refuses_work_and_takes_its_end() -> None:
+    inbox, ran = Inbox(2), []
+    for number in range(2):
+        inbox.post(lambda number=number: ran.append(number))
+    with pytest.raises(QueueFull, match="the queue holds 2"):
+        inbox.post(lambda: ran.append(9))
+    inbox.post_end(lambda: ran.append(2))
+    inbox.run_all()
+    assert ran == [0, 1, 2]
+
+
+def test_what_a_call_raises_reaches_its_caller() -> None:
+    inbox = Inbox(2)
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    future = inbox.call(fail)
+    inbox.run_all()
+    with pytest.raises(KeyError):
+        future.result(timeout=0)
+
+
+def test_a_waiting_engine_is_woken_by_a_command() -> None:
+    inbox, ran = Inbox(2), []
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(inbox.run_all, wait_s=None)
+        inbox.post(lambda: ran.append(1))
+        waiting.result()
+    assert ran == [1]
+
+
+def test_cancel_reaches_an_engine_whose_inbox_is_full(decoder: Decoder) -> None:
+    engine, sink = build_engine(decoder), Collector()
+    engine._inbox = inbox = Inbox(1)
+    engine.submit(request([1, 2, 3]), sink, 0)
+    engine.step()
+    inbox.post(lambda: None)
+    with pytest.raises(QueueFull):
+        engine.submit(request([1]), sink, 1)
+    engine.cancel(sink, 0)
+    engine.step()
+    settle(engine)
+    assert engine.gauges_now().num_running == 0
