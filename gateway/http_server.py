@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from shared.errors import SettingsError
 from shared.tls import ServerTls
@@ -31,7 +31,7 @@ class HttpServer:
         port: the port it listens on.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
         """Raises:
         SettingsError: the address is taken or not this host's.
         """

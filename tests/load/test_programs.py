@@ -20,6 +20,7 @@ from tests.helpers.serving import free_ports
 from tests.load import draft as load_draft
 from tests.load import gateway as load_gateway
 from tests.load import target as load_target
+from tests.load.gateway_stack import NUM_PORTS
 from tests.services.draft.scripted_drafter import ScriptedDrafter
 
 
@@ -80,7 +81,7 @@ async def test_load_draft_measures_trees_in_an_open_loop(tmp_path: Path) -> None
 
 
 async def test_load_gateway_measures_cost_age_memory_and_what_resets_leave() -> None:
-    port = next(free_ports(4))
+    port = next(free_ports(NUM_PORTS))
     flags = load_gateway.parse(
         [
             *("--port", str(port), "--streams", "8", "--clients", "1", "--duration-s", "0.4"),
@@ -92,8 +93,25 @@ async def test_load_gateway_measures_cost_age_memory_and_what_resets_leave() -> 
     # A role, twenty steps, a finish and [DONE] for each; steps may be merged, none is lost.
     assert (cost["streams"], cost["failed"]) == (8, 0)
     assert 8 * 4 <= cost["chunks"] <= 8 * 23
+    assert cost["floor_us_per_chunk"] >= 0.0
     assert 0 < latency["age_ms_p50"] <= latency["age_ms_p99"]
+    assert 0 < latency["bare_age_ms_p50"] <= latency["bare_age_ms_p99"]
     assert (memory["requests"], memory["failed"]) == (20, 0)
     assert memory["resident_mb_late"] > 10
     assert left["disconnects"] == 10
     assert (left["running_request_count"], left["held_page_count"]) == (0, 0)
+    assert (left["open_request_count"], left["live_generation_count"]) == (0, 0)
+    assert not [each for each in load_gateway.problems(figures) if "memory" not in each]
+
+
+def test_load_gateway_tells_what_must_not_be() -> None:
+    figures = {
+        "cost": {"failed": 2.0},
+        "memory": {"failed": 0.0, "growth_percent": 6.5},
+        "disconnects": {"settled_s": 30.0, "running_request_count": 0.0, "held_page_count": 7.0},
+    }
+    assert load_gateway.problems(figures) == [
+        "cost: 2 requests failed",
+        "memory: grew by 6.5 %; at most 5 % is flat",
+        "disconnects: held_page_count is 7",
+    ]
