@@ -23,6 +23,7 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect chunks otherwise
 ]
+_BODY = "http.response.body"
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
@@ -49,7 +50,9 @@ class EventStream(Response):
                 async with _abandon_on_disconnect(answer, receive):
                     await answer.begin()
                     await send(_START)
-                    await self._send_choices(answer, send)
+                    # A task of its own, with a short stack: waking this one walks through the
+                    # frame of every middleware, and a stream is woken once a step.
+                    await asyncio.create_task(self._send_choices(answer, send))
         except (ClientGone, _Reported):
             return
 
@@ -60,11 +63,12 @@ class EventStream(Response):
             body += self._news(answer.choices)
             while not answer.is_complete:
                 if body:
-                    await _send_body(send, body)
+                    await send({"type": _BODY, "body": body, "more_body": True})
                 body = self._news(await answer.step())
-            await _send_body(send, body + chunks.closing(answer.choices), is_last=True)
+            body += chunks.closing(answer.choices)
+            await send({"type": _BODY, "body": body, "more_body": False})
         except OutriderError as error:
-            await _send_body(send, chunks.failure(error), is_last=True)
+            await send({"type": _BODY, "body": chunks.failure(error), "more_body": False})
             raise _Reported from error
 
     def _news(self, choices: Collection[Choice]) -> bytes:
@@ -102,7 +106,3 @@ async def _watch_disconnect(answer: Answer, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     answer.abandon()
-
-
-async def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
