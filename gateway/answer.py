@@ -108,7 +108,9 @@ class Answer:
         touched: dict[int, Choice] = {}
         for index, event in await self._inbox.take():
             choice = self.choices[index]
-            if choice.is_finished:  # a step that was under way when a stop string ended it
+            if (
+                choice.finish_reason is not None
+            ):  # a step that was under way when a stop string ended it
                 continue
             self._apply(choice, event)
             touched[index] = choice
@@ -134,8 +136,9 @@ class Answer:
         if isinstance(event, Delta):
             self._record.tokens(choice, event)
             choice.push(event)
-            if choice.is_finished:  # by a stop string, which the target knows nothing of
+            if choice.finish_reason is not None:  # a stop string, of which the target knows nothing
                 self._flights[choice.index].cancel()
+                self._num_open -= 1
         elif isinstance(event, Started):
             choice.start(event)
             self._record.started(choice)
@@ -143,7 +146,7 @@ class Answer:
             choice.prompt_scores.extend(event.logprobs)
         elif isinstance(event, Finished):
             choice.finish(event)
+            self._num_open -= 1
         elif isinstance(event, Failed):
             with client_names({"grammar": self.plan.grammar_field}):
                 raise event.error
-        self._num_open -= choice.is_finished

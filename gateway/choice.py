@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.generation import Delta, Finished, SpeculationStats, Started
 from gateway.output.parser import OutputParser
@@ -29,10 +30,11 @@ class TokenScore:
     logprobs: TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Output that has not been sent yet. `text` may be shorter than what the tokens spell: the
     rest may still become a stop string or be half a character.
+
+    A tuple, because one is made for every choice and step, and a frozen dataclass costs twice.
 
     Attributes:
         text: for the user; without calls and reasoning, where those are told apart.
@@ -122,20 +124,16 @@ class Choice:
         """Adds the tokens of one engine step."""
         if self._options.hides_output:
             return
-        token_ids = delta.token_ids
         if delta.num_drafted:
             self.stats.add_round(delta.num_drafted, delta.num_accepted)
         if self._is_token_wise:
-            num_taken = self._push_each(delta)
-            if delta.round is not None:
-                round_ = self._nodes.admit(delta.round)
-                self._rounds.append(TokenRound.of(delta, round_, self._texts[-num_taken:]))
-        else:
-            num_taken = len(token_ids)
-            self._texts.append(self._detokenizer.push(self._shown(token_ids)))
-        self._token_ids.extend(token_ids[:num_taken])
-        self.num_output_tokens += num_taken
-        self.num_accepted += min(delta.num_accepted, num_taken)
+            self._push_token_wise(delta)
+            return
+        token_ids = delta.token_ids
+        self._texts.append(self._detokenizer.push(self._shown(token_ids)))
+        self._token_ids += token_ids
+        self.num_output_tokens += len(token_ids)
+        self.num_accepted += delta.num_accepted
 
     def finish(self, event: Finished) -> None:
         """Ends the choice; text that was held back becomes output."""
@@ -162,22 +160,25 @@ class Choice:
 
         Rounds are news by themselves: a page shows them as they happen.
         """
-        parts = self._parsed()
-        text = "".join(self._texts) if parts is None else _content(parts)
+        parts: Sequence[Part] = ()
+        if self._parser is None:
+            text = "".join(self._texts)
+        else:
+            parts = self._parsed(self._parser)
+            text = _content(parts)
+        self._texts.clear()
         is_news = text or parts or self._rounds or (self.is_finished and self._token_ids)
         if not is_news:
-            self._texts.clear()
             return None
-        piece = Piece(text, self._token_ids, self._scores, self._rounds, parts or ())
-        self._texts, self._token_ids, self._scores, self._rounds = [], [], [], []
-        self._nodes.reset()
+        piece = Piece(text, self._token_ids, self._scores, self._rounds, parts)
+        self._token_ids = []
+        if self._is_token_wise:
+            self._scores, self._rounds = [], []
+            self._nodes.reset()
         return piece
 
-    def _parsed(self) -> list[Part] | None:
-        """Returns the parts of the new text; None where all of it is text."""
-        parser = self._parser
-        if parser is None:
-            return None
+    def _parsed(self, parser: OutputParser) -> list[Part]:
+        """Returns the parts of the new text."""
         found: list[Part] = []
         for text in self._texts:
             was_reasoning = parser.is_reasoning
@@ -188,6 +189,16 @@ class Choice:
         if self._options.include_reasoning:
             return found
         return [part for part in found if not isinstance(part, Reasoning)]
+
+    def _push_token_wise(self, delta: Delta) -> None:
+        """Adds what must be looked at token by token, or told of each."""
+        num_taken = self._push_each(delta)
+        if delta.round is not None:
+            round_ = self._nodes.admit(delta.round)
+            self._rounds.append(TokenRound.of(delta, round_, self._texts[-num_taken:]))
+        self._token_ids += delta.token_ids[:num_taken]
+        self.num_output_tokens += num_taken
+        self.num_accepted += min(delta.num_accepted, num_taken)
 
     def _push_each(self, delta: Delta) -> int:
         """Adds tokens one at a time; returns how many there are up to a stop string's end."""

@@ -86,6 +86,14 @@ class ChatChunks:
         self._plan = plan
         self._tokenizer = tokenizer
         self._envelope = _Envelope(plan, "chat.completion.chunk")
+        self._is_text_only = not (
+            plan.text.with_logprobs
+            or plan.text.with_rounds
+            or plan.text.output is not None
+            or plan.return_token_ids
+            or plan.continuous_usage
+        )
+        self._after_text = b'},"logprobs":null,"finish_reason":null' + self._envelope.after(b"")
 
     def opening(self, choice: Choice) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
@@ -96,9 +104,19 @@ class ChatChunks:
         return chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        piece = choice.take()
+        if self._is_text_only and choice.finish_reason is None:
+            return b"" if piece is None else self._text_chunk(choice.index, piece.text)
+        return self._full_news(choice, piece, usage_so_far)
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Returns the chunk that nearly all streams consist of: nothing but text."""
+        before, after = self._envelope.before, self._after_text
+        return b'%b%d,"delta":{"content":%b%b' % (before, index, orjson.dumps(text), after)
+
+    def _full_news(self, choice: Choice, piece: Piece | None, usage_so_far: bytes) -> bytes:
         before, after = self._envelope.before, self._envelope.after(usage_so_far)
         parts = []
-        piece = choice.take()
         if piece is not None and self._is_worth_a_chunk(piece):
             parts += [before, b"%d" % choice.index, b',"delta":', _chat_delta(piece)]
             parts += [self._scores(piece)]

@@ -66,7 +66,8 @@ class Inbox:
                 self.close(ClientTooSlow.of(self._max_unread_tokens))
                 self._on_overflow()
                 return
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():  # `_wake`, without a call
+            self._waiter.set_result(None)
 
     def close(self, reason: Exception) -> None:
         """Drops what is unread and makes `take` raise `reason`."""

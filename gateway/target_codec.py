@@ -103,9 +103,12 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
 def event_from_message(message: pb.SessionEvent) -> Event | None:
     """Returns the event; None for a kind that a newer target may send."""
     response = message.response
+    # There is a delta for every request and step, and looking into it is cheaper than asking for
+    # the kind of event.
+    token_ids = response.delta.token_ids
+    if token_ids:
+        return _delta(response.delta, token_ids[:])
     kind = response.WhichOneof("event")
-    if kind == "delta":  # first: there is one for every request and step
-        return _delta(response.delta)
     if kind == "started":
         return Started(response.started.cached_token_count)
     if kind == "prompt_logprobs":
@@ -115,10 +118,10 @@ def event_from_message(message: pb.SessionEvent) -> Event | None:
     return _failed(message.failure) if message.HasField("failure") else None
 
 
-def _delta(message: pb.TokenDelta) -> Delta:
+def _delta(message: pb.TokenDelta, token_ids: list[int]) -> Delta:
     logprobs = message.logprobs
     return Delta(
-        list(message.token_ids),
+        token_ids,
         message.accepted_token_count,
         [_logprobs(each) for each in logprobs] if logprobs else (),
         message.drafted_token_count,

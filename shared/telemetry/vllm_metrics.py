@@ -85,6 +85,10 @@ class _Model:
     ended: Counter[str] = field(default_factory=Counter)
     num_running: int = 0
     num_waiting: int = 0
+    gaps: StepHistogram = field(init=False)  # the one of the histograms that every step fills
+
+    def __post_init__(self) -> None:
+        self.gaps = self.histograms["inter_token_latency_seconds"]
 
 
 @dataclass(slots=True)
@@ -139,19 +143,18 @@ class VllmMetrics(Collector):
             request.num_first_tokens = num_tokens
             figures.histograms["time_to_first_token_seconds"].observe(now_s - request.begin_s)
         else:
-            gap_s = (now_s - request.last_s) / num_tokens
-            figures.histograms["inter_token_latency_seconds"].observe(gap_s, num_tokens)
+            figures.gaps.observe((now_s - request.last_s) / num_tokens, num_tokens)
         request.last_s = now_s
         request.num_tokens += num_tokens
         figures.counts["generation_tokens"] += num_tokens
 
     def verified(self, request: RequestFigures, num_drafted: int, num_accepted: int) -> None:
         """A step verified a tree."""
-        figures = request.model
-        figures.counts["spec_decode_num_drafts"] += 1
-        figures.counts["spec_decode_num_draft_tokens"] += num_drafted
-        figures.counts["spec_decode_num_accepted_tokens"] += num_accepted
-        figures.accepted_lengths[num_accepted] += 1
+        counts = request.model.counts
+        counts["spec_decode_num_drafts"] += 1
+        counts["spec_decode_num_draft_tokens"] += num_drafted
+        counts["spec_decode_num_accepted_tokens"] += num_accepted
+        request.model.accepted_lengths[num_accepted] += 1
 
     def end(self, request: RequestFigures, num_prompt: int, reason: str) -> None:
         """It ended, for this reason: `stop`, `length`, `abort` or `error`."""

@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable
 
 from shared.text.tokenizer import Tokenizer
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
 
 class Detokenizer:
     """Decodes the output of one generation.
@@ -31,14 +29,18 @@ class Detokenizer:
         self._skipped_ids: frozenset[int] = frozenset()
         if skip_special_tokens:
             self._skipped_ids = tokenizer.special_ids - tokenizer.ids_of(kept)
-        self._decoder = _Utf8Decoder(errors="replace")
+        self._unfinished = b""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Returns the text that these tokens complete."""
         table, skipped = self._token_bytes, self._skipped_ids
         pieces = [table.get(i, b"") for i in token_ids if i not in skipped]
-        return self._decoder.decode(b"".join(pieces))
+        data = self._unfinished + b"".join(pieces)
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        self._unfinished = data[num_read:]
+        return text
 
     def flush(self) -> str:
         """Returns what is left at the end: U+FFFD for an unfinished character."""
-        return self._decoder.decode(b"", final=True)
+        text, self._unfinished = self._unfinished.decode("utf-8", "replace"), b""
+        return text
