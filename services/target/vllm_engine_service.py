@@ -32,7 +32,12 @@ from shared.pb.smg.grpc.common import common_pb2
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import State
-from shared.telemetry.request_id import accepted_request_id, current_request_id, current_traceparent
+from shared.telemetry.request_id import (
+    accepted_request_id,
+    current_request_id,
+    current_traceparent,
+    new_request_id,
+)
 from shared.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,11 +63,12 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         self._last_request_s = time.time()
-        request_id = request.request_id or current_request_id.get()
+        request_id = request.request_id or new_request_id()
+        log_id = accepted_request_id(request.request_id or current_request_id.get())
         opened = self._opened(request_id)
         self._admission.open_requests.add()
         try:
-            await self._submit(request, accepted_request_id(request_id), opened)
+            await self._submit(request, log_id, opened)
             async for choice, delta in opened.outputs():
                 if request.stream and delta is not None:
                     yield messages.chunk_message(choice, delta)

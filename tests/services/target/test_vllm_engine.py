@@ -526,6 +526,21 @@ async def test_an_id_that_is_open_is_refused(folder: Path) -> None:
         assert rest[-1].complete.finish_reason == "length"
 
 
+async def test_requests_without_an_id_may_share_that_of_their_call(folder: Path) -> None:
+    """`x-request-id` names the client's request, of which there may be several calls."""
+    metadata = aio.Metadata(("x-request-id", "r-1"))
+    async with _serve(folder) as served:
+        served.gate.close()
+        calls = [served.stub.Generate(_request(), metadata=metadata) for _ in range(2)]
+        async with asyncio.timeout(30.0):
+            request = pb.GetServerInfoRequest()
+            while (await served.stub.GetServerInfo(request)).active_requests < 2:
+                await asyncio.sleep(0)
+        served.gate.open()
+        for call in calls:
+            assert [response async for response in call][-1].complete.finish_reason == "length"
+
+
 async def test_model_server_and_loads_are_told(folder: Path) -> None:
     async with _serve(folder, served_model_name="tiny", max_running_requests=4) as served:
         stub = served.stub
