@@ -83,7 +83,7 @@ class TargetPool:
         by_name: dict[str, TargetModel] = {}
         for link in sorted(self.links, key=lambda link: link.state is TargetState.SERVING):
             if link.model is not None and link.state is not TargetState.MISMATCHED:
-                by_name[self._name(link.model)] = link.model
+                by_name[self.served_name(link.model)] = link.model
         return by_name
 
     def model(self, name: str | None) -> tuple[str, TargetModel]:
@@ -145,11 +145,12 @@ class TargetPool:
         return (
             link.state is TargetState.SERVING
             and link.model is not None
-            and self._name(link.model) == flight.name
+            and self.served_name(link.model) == flight.name
             and (link.address, link.epoch) not in flight.tried
         )
 
-    def _name(self, model: TargetModel) -> str:
+    def served_name(self, model: TargetModel) -> str:
+        """Returns what clients call a model."""
         return self._settings.model_name or model.model_id
 
     def _on_change(self) -> None:

@@ -43,7 +43,9 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "start_time": gateway.start_time_s,
             "models": sorted(gateway.pool.models()),
             "open_request_count": gateway.open_answers.num_open,
-            "targets": await asyncio.gather(*(_target(link) for link in gateway.pool.links)),
+            "targets": await asyncio.gather(
+                *(_target(gateway, link) for link in gateway.pool.links)
+            ),
             # Load tools take the mean over everything since the start from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
@@ -71,12 +73,13 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"aborted_request_count": gateway.open_answers.abort(body.rid)}
 
 
-async def _target(link: TargetLink) -> dict[str, Any]:
+async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:
     model = await link.ask_model()
     return {
         "address": link.address,
         "state": link.state.value,
         "detail": link.detail,
+        "model": None if model is None else gateway.pool.served_name(model),
         "live_request_count": link.num_live,
         "reserved_token_count": link.num_reserved_tokens,
         "received_token_count": link.num_tokens,

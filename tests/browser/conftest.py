@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,8 +11,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -43,25 +45,34 @@ def demo_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def locked_url(demo_url: str) -> Iterator[str]:
+def ports(demo_url: str) -> Iterator[int]:
+    """Ports beside the demo's; none is given out twice, as services bind them late."""
+    return free_ports(4)
+
+
+@pytest.fixture(scope="session")
+def locked_url(demo_url: str, ports: Iterator[int]) -> Iterator[str]:
     """Another gateway in front of the same target, with a key."""
-    port = next(free_ports(4))
-    with urllib.request.urlopen(f"{demo_url}server_info") as info:
-        [target] = json.load(info)["targets"]
-    arguments = ["--port", str(port), "--target", target["address"]]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gateway", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OUTRIDER_GATEWAY_API_KEY": KEY},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    targets = ["--target", _address(demo_url)]
+    port = next(ports)
+    with _process("gateway", port, *targets, env={"OUTRIDER_GATEWAY_API_KEY": KEY}):
         url = f"http://127.0.0.1:{port}/"
-        _wait_until_ready(url)
+        _wait_until(lambda: _json(f"{url}ready") is not None)
         yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def several_url(demo_url: str, ports: Iterator[int]) -> Iterator[str]:
+    """A gateway in front of two targets: `demo` with its drafts, and `bare` without any."""
+    bare, port = next(ports), next(ports)
+    targets = ["--target", _address(demo_url), "--target", f"127.0.0.1:{bare}"]
+    with (
+        _process("services.target", bare, "--served-model-name", "bare"),
+        _process("gateway", port, *targets),
+    ):
+        url = f"http://127.0.0.1:{port}/"
+        _wait_until(lambda: len(_json(f"{url}v1/models")["data"]) == 2)
+        yield url
 
 
 @pytest.fixture
@@ -90,12 +101,40 @@ def tab(open_tab: OpenTab) -> PlaygroundPage:
     return tab
 
 
-def _wait_until_ready(url: str) -> None:
+@contextmanager
+def _process(
+    module: str, port: int, *arguments: str, env: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Runs a service."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, "--port", str(port), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def _address(demo_url: str) -> str:
+    [target] = _json(f"{demo_url}server_info")["targets"]
+    return str(target["address"])
+
+
+def _json(url: str) -> Any:
+    with urllib.request.urlopen(url) as response:
+        return json.load(response)
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    """Waits for a server that may not listen yet."""
     deadline_s = time.monotonic() + 60.0
     while True:
-        try:
-            urllib.request.urlopen(f"{url}ready").close()
-            return
-        except urllib.error.URLError:
-            assert time.monotonic() < deadline_s, "the gateway does not come up"
-            time.sleep(0.05)
+        with contextlib.suppress(urllib.error.URLError):
+            if is_so():
+                return
+        assert time.monotonic() < deadline_s, "the service does not come up"
+        time.sleep(0.05)

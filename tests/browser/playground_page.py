@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ class PlaygroundPage:
     def choose(self, algorithm: str, rival: str = "none") -> None:
         self.page.select_option("#algorithm", algorithm)
         self.page.select_option("#rival", rival)
+
+    def never_end(self) -> None:
+        """Lets answers go on past the end token: there is time to stop them, however slow."""
+        self.page.route(
+            "**/v1/chat/completions",
+            lambda route: route.continue_(
+                post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True})
+            ),
+        )
 
     def send(self, text: str) -> None:
         self.page.fill("#prompt", text)

@@ -36,9 +36,14 @@ def take_trees(open_tab: OpenTab) -> None:
     _save(phone, "playground-phone-rounds.png")
 
 
-def take_comparison(open_tab: OpenTab) -> None:
-    """Takes the picture of two answers side by side."""
+def take_answers(open_tab: OpenTab) -> None:
+    """Takes the pictures of two answers side by side, and of a request that is refused."""
     _save(_asked(open_tab(height=850), rival="off"), "playground-compare.png")
+    tab = open_tab(width=820, height=460)
+    tab.until_served()
+    tab.set(max_tokens=0)
+    tab.ask(QUESTION)
+    _save(tab, "playground-error.png")
 
 
 def _asked(tab: PlaygroundPage, rival: str = "none") -> PlaygroundPage:
@@ -90,7 +95,7 @@ def _with_demo(take: Callable[[OpenTab], None], env: Mapping[str, str]) -> bool:
 def main() -> int:
     """Returns 0 when every picture is written."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    taken = _with_demo(take_comparison, {}) and _with_demo(take_trees, SHAPE)
+    taken = _with_demo(take_answers, {}) and _with_demo(take_trees, SHAPE)
     return 0 if taken else 1
 
 

@@ -54,6 +54,19 @@ ROUNDS = [
         "tokens": [{"id": 8, "text": "h", "source": "bonus"}],
     },
 ]
+FENCED = ["So:\n", "``", "`py\nx =", " `", "```1\n", "  ```", "\n", "on", " ```", "\n"]
+
+
+def test_code_is_what_stands_between_fences_at_the_start_of_a_line(open_tab: OpenTab) -> None:
+    found = open_tab().page.evaluate(
+        """async (texts) => {
+            const { Fences } = await import("./playground/fences.js");
+            const fences = new Fences();
+            return texts.map((each) => fences.holds(each));
+        }""",
+        FENCED,
+    )
+    assert found == [False, False, True, True, True, True, False, False, False, False]
 
 
 def _call(open_tab: OpenTab, module: str, function: str, *arguments: object) -> Any:

@@ -77,6 +77,7 @@ def test_the_legend_explains_each_mark_by_more_than_colour(tab: PlaygroundPage) 
 def test_text_arrives_piece_by_piece_and_escape_stops_it(
     tab: PlaygroundPage, demo_url: str
 ) -> None:
+    tab.never_end()
     tab.set(temperature=2, max_tokens=1500)
     tab.send(MOON)
     counts: list[int] = []
@@ -100,6 +101,7 @@ def test_text_arrives_piece_by_piece_and_escape_stops_it(
 
 
 def test_the_stop_button_ends_both_sides_of_a_comparison(tab: PlaygroundPage) -> None:
+    tab.never_end()
     tab.set(temperature=2, max_tokens=1500)
     tab.choose("any", "off")
     tab.send(MOON)
@@ -369,14 +371,26 @@ _CONTRAST = """() => {
     const colour = rgb(getComputedStyle(node).backgroundColor);
     return colour[3] === 255 || !node.parentElement ? colour : ground(node.parentElement);
   };
-  const kinds = "h1, h2, p, label, dt, dd, button, .token, footer, li";
+  const kinds = "h1, h2, p, label, dt, dd, button, .token, footer, li, kbd, #server, select";
   const texts = [...document.querySelectorAll(kinds)]
     .filter((each) => each.checkVisibility() && each.textContent.trim() && !each.disabled);
-  return texts.map((each) => {
-    const [one, other] = [light(rgb(getComputedStyle(each).color)), light(ground(each))];
-    const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-    return [ratio, each.className || each.id || each.tagName];
-  });
+  const ratio = (colour, node) => {
+    const [one, other] = [light(rgb(colour)), light(ground(node))];
+    return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+  };
+  const name = (node) => node.className || node.id || node.tagName;
+  const hints = document.querySelectorAll("textarea").values();
+  const fields = [...document.querySelectorAll("select, input, textarea")]
+    .filter((each) => each.checkVisibility());
+  return {
+    texts: [
+      ...texts.map((each) => [ratio(getComputedStyle(each).color, each), name(each)]),
+      ...hints.map((each) => [ratio(getComputedStyle(each, "::placeholder").color, each), each.id]),
+    ],
+    borders: fields.map((each) => [
+      ratio(getComputedStyle(each).borderTopColor, each.parentElement), each.id,
+    ]),
+  };
 }"""
 
 
@@ -387,10 +401,13 @@ def test_text_stands_out_from_its_ground(open_tab: OpenTab, scheme: str) -> None
     tab.set(seed=SEED)
     tab.choose("STANDALONE")
     tab.ask(MOON)
+    tab.page.click("#parameters-toggle")
     ratios: Any = tab.page.evaluate(_CONTRAST)
-    assert len(ratios) > 30
-    # WCAG 2.2, 1.4.3: 4.5 for text of this size.
-    assert [each for each in ratios if each[0] < 4.5] == []
+    assert len(ratios["texts"]) > 30
+    assert len(ratios["borders"]) == 8
+    # WCAG 2.2, 1.4.3: 4.5 for text of this size; 1.4.11: 3 for what shows where a field is.
+    assert [each for each in ratios["texts"] if each[0] < 4.5] == []
+    assert [each for each in ratios["borders"] if each[0] < 3] == []
 
 
 def test_the_theme_follows_the_system_until_it_is_chosen(open_tab: OpenTab) -> None:

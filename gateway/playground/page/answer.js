@@ -8,11 +8,13 @@ export class Answer {
   /**
    * @param {import("./parameters.js").Side} side how it is speculated
    * @param {number} seed of the request
+   * @param {string | null} model that answers; null when there is no other
    */
-  constructor({ name, speculation }, seed) {
+  constructor({ name, speculation }, seed, model) {
     this.name = name;
     this.speculation = speculation;
     this.seed = seed;
+    this.model = model;
     /** @type {Round[]} */
     this.rounds = [];
     /** Text, all of it. */

@@ -1,6 +1,7 @@
 /** An answer as text, every token marked with where it came from. */
 
 import { element } from "./element.js";
+import { Fences } from "./fences.js";
 import { figuresOf, shown } from "./figures.js";
 
 const WORDS = {
@@ -17,6 +18,7 @@ export class AnswerView {
   #footer = element("footer");
   #problem = element("div");
   #numShown = 0;
+  #fences = new Fences();
 
   /**
    * @param {import("./answer.js").Answer} answer
@@ -43,7 +45,7 @@ export class AnswerView {
   update() {
     const { rounds, isOpen, tail } = this.#answer;
     for (; this.#numShown < rounds.length; this.#numShown += 1) {
-      this.#caret.before(...tokensOf(rounds[this.#numShown], this.#numShown));
+      this.#caret.before(...this.#tokensOf(rounds[this.#numShown], this.#numShown));
     }
     if (!isOpen && this.#caret.isConnected) this.#caret.replaceWith(tail);
     this.root.setAttribute("aria-busy", String(isOpen));
@@ -65,6 +67,21 @@ export class AnswerView {
     }
   }
 
+  /**
+   * @param {import("./figures.js").Round} round
+   * @param {number} index
+   */
+  #tokensOf(round, index) {
+    return round.tokens
+      .filter((token) => token.text !== "")
+      .map((token) => {
+        const code = this.#fences.holds(token.text) ? " code" : "";
+        const title = `${WORDS[token.source]} · round ${round.round} · id ${token.id}`;
+        const attributes = { class: `token ${token.source}${code}`, "data-round": index, title };
+        return element("span", attributes, token.text);
+      });
+  }
+
   #click(event) {
     const token = event.target.closest("[data-round]");
     if (token !== null && getSelection()?.isCollapsed !== false) {
@@ -80,26 +97,6 @@ export class AnswerView {
       element("p", { class: "problem-box", role: "alert" }, error.message, code),
     );
   }
-}
-
-/**
- * @param {import("./figures.js").Round} round
- * @param {number} index
- */
-function tokensOf(round, index) {
-  return round.tokens
-    .filter((token) => token.text !== "")
-    .map((token) =>
-      element(
-        "span",
-        {
-          class: `token ${token.source}`,
-          "data-round": index,
-          title: `${WORDS[token.source]} · round ${round.round} · id ${token.id}`,
-        },
-        token.text,
-      ),
-    );
 }
 
 /**
@@ -120,6 +117,7 @@ function footerOf(answer) {
   const speed = element("span", { class: "figure" }, `${shown(figures.tokensPerSecond, 1)} tokens/s`);
   const perRound = figures.tokensPerRound === null ? "" : ` · ${shown(figures.tokensPerRound, 2)} a round`;
   const name = element("span", { class: "name" }, ` · ${answer.name}`);
-  const facts = [` · ${figures.numTokens} tokens${perRound}`, name, ` · seed\u00a0${answer.seed}`];
+  const model = answer.model === null ? "" : ` · ${answer.model}`;
+  const facts = [model, ` · ${figures.numTokens} tokens${perRound}`, name, ` · seed\u00a0${answer.seed}`];
   return [speed, ...facts, ...state.flatMap((each) => [" · ", each])];
 }

@@ -2,6 +2,8 @@
 
 import { readEvents } from "./event_reader.js";
 
+/** @typedef {{id: string, algorithms: string[]}} Model with the drafts attached to it now */
+
 /** What the gateway refused, or why it could not be asked. */
 export class ApiError extends Error {
   /**
@@ -22,16 +24,12 @@ export class Client {
     this.keys = keys;
   }
 
-  /**
-   * @returns {Promise<{model: string, algorithms: string[]}>} what is served, and the algorithms
-   *   of the drafts that are attached now
-   */
+  /** @returns {Promise<Model[]>} what is served, at least one */
   async served() {
     const models = await (await this.#ask("v1/models")).json();
     if (models.data.length === 0) throw new ApiError("no model is served yet", 503, "no_model");
     const info = await (await this.#ask("server_info")).json();
-    const algorithms = info.targets.flatMap((target) => target.draft_algorithms ?? []);
-    return { model: models.data[0].id, algorithms: [...new Set(algorithms)].sort() };
+    return models.data.map(({ id }) => ({ id, algorithms: algorithmsOf(info.targets, id) }));
   }
 
   /**
@@ -71,6 +69,16 @@ export class Client {
     if (!response.ok) throw await refusal(response);
     return response;
   }
+}
+
+/**
+ * @param {{model: string | null, draft_algorithms: string[] | null}[]} targets
+ * @param {string} model
+ * @returns {string[]} of the drafts of all targets that serve the model
+ */
+function algorithmsOf(targets, model) {
+  const serving = targets.filter((target) => target.model === model);
+  return [...new Set(serving.flatMap((target) => target.draft_algorithms ?? []))].sort();
 }
 
 /**

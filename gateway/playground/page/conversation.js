@@ -38,6 +38,7 @@ export class Conversation {
     this.#parameters = parameters;
     this.onRefused = onRefused;
     this.model = "";
+    this.isOnlyModel = true;
     this.clear();
     this.#transcript.addEventListener("scroll", () => {
       this.#isFollowing = this.#isAtEnd();
@@ -77,7 +78,8 @@ export class Conversation {
   async ask(question) {
     if (this.isRunning) return;
     const { seed, sides, sampling, system } = this.#parameters;
-    const answers = sides.map((side) => new Answer(side, seed));
+    const model = this.isOnlyModel ? null : this.model;
+    const answers = sides.map((side) => new Answer(side, seed, model));
     const turn = this.#begin(question, answers);
     const body = { model: this.model, messages: this.#prompt(system, question), seed, ...sampling };
     this.#running = new AbortController();

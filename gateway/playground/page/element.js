@@ -37,6 +37,20 @@ export function part(id) {
 }
 
 /**
+ * Offers other choices, unless they are the same: a list that is open would close.
+ *
+ * @param {HTMLSelectElement} select keeps its choice while that is offered
+ * @param {string[][]} options value and text
+ */
+export function refill(select, options) {
+  const offered = [...select.options].map((each) => [each.value, each.text]);
+  if (JSON.stringify(offered) === JSON.stringify(options)) return;
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+  if (options.some(([value]) => value === chosen)) select.value = chosen;
+}
+
+/**
  * @template {Element} T
  * @param {T} made
  * @param {Attributes} attributes

@@ -4,16 +4,20 @@ import { Client } from "./client.js";
 import { Conversation } from "./conversation.js";
 import { part } from "./element.js";
 import { KeyStore } from "./key_store.js";
+import { ModelPicker } from "./model_picker.js";
 import { Parameters } from "./parameters.js";
 import { ServerStatus } from "./server_status.js";
 import { Theme } from "./theme.js";
 
 const client = new Client(new KeyStore());
 const parameters = new Parameters();
-const server = new ServerStatus(client, ({ model, algorithms }) => {
-  conversation.model = model;
-  parameters.offer(algorithms);
+const picker = new ModelPicker((model, isOnly) => {
+  conversation.model = model.id;
+  conversation.isOnlyModel = isOnly;
+  parameters.offer(model.algorithms);
+  server.showUp(model, isOnly);
 });
+const server = new ServerStatus(client, (models) => picker.offer(models));
 const conversation = new Conversation(client, parameters, (error) => {
   if (error.status === 401) server.askForKey();
 });
@@ -55,5 +59,6 @@ for (const button of document.querySelectorAll(".panes button")) {
   });
 }
 
-prompt.focus();
+// On a phone that would open the keyboard over the page.
+if (matchMedia("(pointer: fine)").matches) prompt.focus();
 server.run();

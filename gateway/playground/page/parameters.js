@@ -1,6 +1,6 @@
 /** Sampling parameters and the choice of drafts, as the form has them. */
 
-import { element, part } from "./element.js";
+import { part, refill } from "./element.js";
 
 const OFF = "off";
 const ANY = "any";
@@ -63,14 +63,4 @@ function sideOf(choice) {
   if (choice === OFF) return { name: "plain decoding", speculation: { disable: true, trace: true } };
   if (choice === ANY) return { name: "any draft", speculation: { trace: true } };
   return { name: choice, speculation: { algorithm: choice, trace: true } };
-}
-
-/**
- * @param {HTMLSelectElement} select keeps its choice while that is offered
- * @param {string[][]} options
- */
-function refill(select, options) {
-  const chosen = select.value;
-  select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
-  if (options.some(([value]) => value === chosen)) select.value = chosen;
 }

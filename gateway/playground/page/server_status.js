@@ -10,7 +10,7 @@ export class ServerStatus {
 
   /**
    * @param {import("./client.js").Client} client
-   * @param {(served: {model: string, algorithms: string[]}) => void} onServed
+   * @param {(models: import("./client.js").Model[]) => void} onServed
    */
   constructor(client, onServed) {
     this.#client = client;
@@ -27,15 +27,22 @@ export class ServerStatus {
   /** Asks once and shows the answer. */
   async ask() {
     try {
-      const served = await this.#client.served();
-      const drafts = served.algorithms.join(", ") || "no draft";
-      this.#show("up", `${served.model} · ${drafts}`);
+      const models = await this.#client.served();
       part("key-form").hidden = true;
-      this.#onServed(served);
+      this.#onServed(models);
     } catch (error) {
       if (error.status === 401) this.askForKey();
       else this.#show("down", error.message);
     }
+  }
+
+  /**
+   * @param {import("./client.js").Model} model that answers
+   * @param {boolean} isOnly or else the picker names it
+   */
+  showUp({ id, algorithms }, isOnly) {
+    const drafts = algorithms.join(", ") || "no draft";
+    this.#show("up", isOnly ? `${id} · ${drafts}` : drafts);
   }
 
   /** The server refused a request for want of a key, or of the right one. */
@@ -57,6 +64,7 @@ export class ServerStatus {
 
   #show(state, words) {
     part("server-dot").className = `dot ${state}`;
+    if (part("server").textContent === words) return; // said once is enough
     part("server").textContent = words;
     part("server").title = words;
   }

@@ -10,6 +10,7 @@ const TARGET = TOP;
 const DRAFT = TOP + LANE + 6;
 const AXIS = DRAFT + LANE + 6;
 const HEIGHT = AXIS + 18;
+const LABEL_WIDTH = 20;
 const TICKS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 
 export class Timeline {
@@ -46,17 +47,18 @@ export class Timeline {
     const begin = spans[0].begin;
     const scale = WIDTH / Math.max(spans.at(-1).end - begin, 1e-6);
     const at = (ms) => (ms - begin) * scale;
+    const labels = labelsOf(spans, at);
     this.#box.replaceChildren(
       shape(
         "svg",
         { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": summaryOf(rounds, current) },
-        ...spans.map((span) => this.#spanOf(span, at, span.index === current)),
+        ...spans.map((span, place) => this.#spanOf(span, at, labels[place], span.index === current)),
         ...axisOf(begin, spans.at(-1).end, at),
       ),
     );
   }
 
-  #spanOf(span, at, isCurrent) {
+  #spanOf(span, at, label, isCurrent) {
     const { round, begin, plan, end } = span;
     const bar = (kind, from, to, y, height) =>
       shape("rect", { class: kind, x: at(from), y, width: Math.max(at(to) - at(from) - 0.75, 0.75), height, rx: 1.5 });
@@ -71,8 +73,9 @@ export class Timeline {
     } else if (round.draft_ms !== null) {
       parts.push(bar("draft", begin, begin + Math.min(round.draft_ms, end - begin), DRAFT, LANE));
     }
-    const middle = Math.min(Math.max((at(plan) + at(end)) / 2, 9), WIDTH - 9);
-    parts.push(shape("text", { class: "small", x: middle, y: TOP - 5, "text-anchor": "middle" }, `+${round.tokens.length}`));
+    if (label !== null) {
+      parts.push(shape("text", { class: "small", x: label, y: TOP - 5, "text-anchor": "middle" }, `+${round.tokens.length}`));
+    }
     return shape(
       "g",
       { class: isCurrent ? "span current" : "span", click: () => this.#onSelect(span.index) },
@@ -103,6 +106,17 @@ function spansOf(rounds, [first, last]) {
     now = end;
   }
   return spans;
+}
+
+/** Where the number of tokens stands above each bar; null where it would touch the one before. */
+function labelsOf(spans, at) {
+  let last = -Infinity;
+  return spans.map(({ plan, end }) => {
+    const middle = Math.min(Math.max((at(plan) + at(end)) / 2, 9), WIDTH - 9);
+    if (middle - last < LABEL_WIDTH) return null;
+    last = middle;
+    return middle;
+  });
 }
 
 function axisOf(begin, end, at) {
