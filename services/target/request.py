@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -88,12 +88,8 @@ class ModelLimits:
             raise InvalidArgument.prompt_too_long(len(token_ids), self.max_sequence_tokens - 1)
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self.vocab_size:
-            raise InvalidArgument.of(
-                "TOKEN_OUT_OF_RANGE",
-                "prompt_token_ids",
-                f"prompt holds token {low if low < 0 else high}; "
-                f"ids must be in [0, {self.vocab_size})",
-            )
+            message = self._unknown_token("prompt", low if low < 0 else high)
+            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "prompt_token_ids", message)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises:
@@ -119,12 +115,14 @@ class ModelLimits:
                 "prompt_logprobs", scoring.num_top, f"[0, {MAX_TOP_LOGPROBS}]"
             )
 
-    def _check_token_ids(self, field_name: str, token_ids: object) -> None:
-        for token_id in token_ids:  # type: ignore[attr-defined]
+    def _check_token_ids(self, field_name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise InvalidArgument.out_of_range(
-                    field_name, token_id, f"[0, {self.vocab_size - 1}]"
-                )
+                message = self._unknown_token(field_name, token_id)
+                raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", field_name, message)
+
+    def _unknown_token(self, where: str, token_id: int) -> str:
+        return f"{where} holds token {token_id}; ids must be in [0, {self.vocab_size})"
 
 
 @dataclass(slots=True)

@@ -108,6 +108,7 @@ class OpenSession:
 
     async def _submit(self, submit: pb.Submit, record: RequestRecord) -> None:
         try:
+            _check_timeout(submit)
             self._stream.check_room()
             await self._requests.submit(submit.request, record, self._stream, submit.request_id)
         except OutriderError as error:
@@ -130,9 +131,9 @@ class OpenSession:
         return True
 
     def _timer(self, submit: pb.Submit) -> asyncio.TimerHandle | None:
-        if not submit.HasField("timeout_duration"):
+        timeout_s = _timeout_s(submit)
+        if timeout_s is None:
             return None
-        timeout_s = submit.timeout_duration.ToNanoseconds() / 1e9
         loop = asyncio.get_running_loop()
         return loop.call_later(timeout_s, self._expire, submit.request_id, timeout_s)
 
@@ -150,3 +151,16 @@ class OpenSession:
         if request is not None:
             request.end()
             self._requests.open_requests.remove()
+
+
+def _timeout_s(submit: pb.Submit) -> float | None:
+    if not submit.HasField("timeout_duration"):
+        return None
+    return submit.timeout_duration.ToNanoseconds() / 1e9
+
+
+def _check_timeout(submit: pb.Submit) -> None:
+    timeout_s = _timeout_s(submit)
+    if timeout_s is not None and timeout_s <= 0.0:
+        message = f"timeout_duration is {timeout_s:g} s; it must be above 0"
+        raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", message)

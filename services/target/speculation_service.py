@@ -21,7 +21,7 @@ from services.target.feature_outlet import RingOutlet
 from services.target.generate_service import ServedModel
 from services.target.patience import Patience
 from services.target.verifier import VerificationMode
-from shared.errors import FailedPrecondition, InvalidArgument, Unavailable
+from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle, State
@@ -32,6 +32,7 @@ from shared.telemetry.wire_meter import StreamMeter, WireMeter
 from shared.tokens import Candidate
 
 logger = logging.getLogger(__name__)
+_LONGEST_NAME = 256
 Context = aio.ServicerContext[Any, Any]
 _MODES = {
     VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
@@ -66,8 +67,9 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         attachment, stream = self._attachment(attach)
         attachment_id = attachment.identity.attachment_id
         ring = self._open_ring(attach, attachment)
+        attached = self._attached(attachment, ring)
+        cause = "its connection broke or was closed"
         try:
-            attached = self._attached(attachment, ring)
             # All of it before the draft hears that it is attached: from then on it may rely on it.
             drains = self._drains[attachment_id] = asyncio.Queue()
             self._engine.attach(attachment)
@@ -81,12 +83,16 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                     yield response
             finally:
                 reader.cancel()
+            cause = "it ended its stream"
+        except OutriderError as error:
+            cause = error.message
+            raise
         finally:
             self._drains.pop(attachment_id, None)
             self._engine.detach(attachment_id)
             if ring is not None:
                 self._rings.close(ring)
-            logger.info("draft %s detached from %s", attach.worker_id, attachment_id)
+            logger.info("draft %s detached from %s: %s", attach.worker_id, attachment_id, cause)
 
     def drain(self, grace_s: float) -> None:
         """Asks every draft to detach within the grace."""
@@ -203,6 +209,11 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         known = self._model.tokenizer_sha256
         if attach.tokenizer_sha256 and attach.tokenizer_sha256 != known:
             raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, known)
+        for name in ("worker_id", "model_id", "algorithm"):
+            length = len(getattr(attach, name))
+            if length > _LONGEST_NAME:
+                message = f"{name} has {length:,} characters; at most {_LONGEST_NAME} are accepted"
+                raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", name, message)
         for name in ("max_sequence_count", "max_node_count"):
             if getattr(attach, name) < 1:
                 raise InvalidArgument.of(

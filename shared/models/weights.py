@@ -64,7 +64,9 @@ def read_weights(
     _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes))
     targets = _allocate(parts, dtype, device)
     places = _places(parts, targets)
-    progress = tqdm(total=len(parts), desc="weights", unit="tensor", disable=not show_progress)
+    progress = tqdm(
+        total=len(parts), desc="weights", unit="tensor", disable=None if show_progress else True
+    )
     with progress:
         for path, file_parts in _by_file(checkpoint, parts).items():
             weights = open_weights(path, device)

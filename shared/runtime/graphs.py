@@ -86,7 +86,9 @@ class ForwardGraphs:
             for has_tail in (True, False)
             if has_tail or num_rows <= _bucket_of(self.limits.max_sequences, self.limits)
         ]
-        for key in tqdm(keys, desc="CUDA graphs", unit="graph", disable=not show_progress):
+        for key in tqdm(
+            keys, desc="CUDA graphs", unit="graph", disable=None if show_progress else True
+        ):
             self._graph_of(key)
         after = torch.cuda.mem_get_info(self._pool.device)[0]
         logger.info("%s CUDA graphs take %.2f GiB", len(keys), (before - after) / 2**30)

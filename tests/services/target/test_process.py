@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -181,6 +182,23 @@ async def test_session_carries_many_requests_and_fails_one_alone(folder: Path) -
     assert [e for e in events if e.request_id == 3][-1].response.HasField("finished")
 
 
+@pytest.mark.parametrize("timeout_ns", [0, -5_000_000_000])
+async def test_request_without_time_is_refused_alone(folder: Path, timeout_ns: int) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        call = pb_grpc.TargetServiceStub(channel).Session()
+        for key in (1, 2):
+            submit = pb.Submit(request_id=key, request=_generate([1]))
+            if key == 1:
+                submit.timeout_duration.FromNanoseconds(timeout_ns)
+            await call.write(pb.SessionRequest(submit=submit))
+        await call.done_writing()
+        events = [event async for message in call for event in message.events]
+    [refused] = [event.failure for event in events if event.request_id == 1]
+    assert refused.reason == "TIMEOUT_OUT_OF_RANGE"
+    assert f"is {timeout_ns / 1e9:g} s; it must be above 0" in refused.message
+    assert events[-1].response.HasField("finished")
+
+
 async def test_duplicate_request_id_ends_the_session(folder: Path) -> None:
     async with _serve(folder) as (_, channel, _admin):
         call = pb_grpc.TargetServiceStub(channel).Session()
@@ -353,6 +371,7 @@ async def test_draft_that_dies_mid_stream_changes_nothing(folder: Path) -> None:
     [
         ({"tokenizer_sha256": "cd" * 32}, "TOKENIZER_MISMATCH"),
         ({"max_sequence_count": 0}, "ATTACH_OUT_OF_RANGE"),
+        ({"algorithm": "A" * 257}, "ATTACH_OUT_OF_RANGE"),
         ({"feature_spec": _spec(layers=[9])}, "FEATURE_SPEC_UNSUPPORTED"),
         ({"feature_spec": speculation_pb.FeatureSpec(layer_indices=[1])}, "TENSOR_MALFORMED"),
     ],
@@ -395,6 +414,29 @@ async def test_malformed_tree_ends_the_stream_and_not_the_target(
         assert error.reason == "TREE_MALFORMED"
         assert text in error.message
         assert len(await _tokens(channel, _generate([1]))) == 8
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [("half-close", "it ended its stream"), ("bad tree", "node 0 has parent 1")],
+)
+async def test_log_says_why_a_draft_detached(
+    folder: Path, end: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "services.target.speculation_service")
+    async with _serve(folder) as (_, channel, _admin):
+        draft = _Draft(channel)
+        await draft.attach()
+        if end == "bad tree":
+            await draft.propose(1, 0, 1, [1], [1])
+            await _failure(draft.call)
+        else:
+            await draft.call.done_writing()
+            assert await draft.call.read() is aio.EOF
+        await _until(lambda: "detached" in caplog.text)
+    assert f"draft w detached from attachment-1: {cause}" in caplog.text.replace(
+        "malformed token tree: ", ""
+    )
 
 
 async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> None:

@@ -84,5 +84,5 @@ def test_prompt_that_cannot_be_served_is_named(prompt: tuple[int, ...], message:
 
 
 def test_stop_token_outside_the_vocabulary_is_named() -> None:
-    with pytest.raises(InvalidArgument, match="stop_token_ids is 100"):
+    with pytest.raises(InvalidArgument, match="stop_token_ids holds token 100; ids must be in"):
         LIMITS.check(_request(StopParams(1, stop_token_ids=frozenset({100}))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,9 +192,16 @@ def test_weights_are_cast(folder: Path, dtype: torch.dtype) -> None:
     assert decoder.logits(torch.ones(2, 32, dtype=dtype)).dtype == torch.float32
 
 
-def test_progress_is_shown_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_when_asked(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     capsys.readouterr()
     load(folder)
     assert capsys.readouterr().err == ""
     load_decoder(folder, dtype=torch.float32, device=CPU, show_progress=True)
-    assert "weights: 100%" in capsys.readouterr().err
+    assert ("weights: 100%" in capsys.readouterr().err) is is_terminal
