@@ -76,11 +76,13 @@ async def _cost(load: Load, settings: StreamSettings, process: HttpProcess) -> F
 
 
 async def latency(load: Load, stack: GatewayStack) -> Figures:
-    """The same streams with token ids, which tell when the target sent them.
+    """The same streams with token ids, which tell when the target sent them; after a warm-up.
 
     Where the gateway and the bare one differ is what the gateway adds.
     """
-    settings = StreamSettings(HOST, stack.gateway.port, load.num_tokens, stack.vocab_size)
+    settings = StreamSettings(
+        HOST, stack.gateway.port, load.num_tokens, stack.vocab_size, load.duration_s / 4
+    )
     counts = await _streams(load, load.num_streams, settings)
     bare = await _streams(load, load.num_streams, replace(settings, port=stack.bare.port))
     return {

@@ -39,6 +39,8 @@ class StreamSettings:
 
     Attributes:
         vocab_size: of the synthetic target; 0 does not look at token times.
+        warm_up_s: of each stream; token times are not looked at meanwhile: streams that start
+            all at once wait for each other's prompts.
         sample: looks at the time of one read in so many.
     """
 
@@ -46,6 +48,7 @@ class StreamSettings:
     port: int
     num_tokens: int
     vocab_size: int = 0
+    warm_up_s: float = 0.0
     sample: int = 8
 
     def request(self) -> bytes:
@@ -106,7 +109,7 @@ class StreamClient:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(self._request)
-        tail = b""
+        tail, warm_s = b"", time.monotonic() + self._settings.warm_up_s
         while not tail.endswith(_LAST):
             data = await reader.read(2**18)
             if not data:
@@ -114,7 +117,8 @@ class StreamClient:
                 return
             # An event may be split between two reads: its end is counted, not its start.
             self._counts.num_chunks += (tail[-1:] + data).count(b"\n\n")
-            self._look(data)
+            if time.monotonic() >= warm_s:
+                self._look(data)
             tail = (tail + data)[-len(_LAST) :]
         self._counts.num_streams += 1
 
