@@ -7,6 +7,7 @@ whose shape is `{"type": "error", "error": {type, message}, "request_id"}`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -21,6 +22,9 @@ from starlette.responses import Response
 from shared.errors import InvalidArgument, OutriderError, StatusCode
 from shared.telemetry.request_id import current_request_id
 
+_FIELD_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+_UNION_FORMS = frozenset({"str", "int", "float", "bool"})
+_MAX_SHOWN = 64  # characters of a value in a message
 _ANTHROPIC_ROUTES = "/v1/messages"
 
 _HTTP_STATUS = {
@@ -139,14 +143,30 @@ def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
     if problem["type"] == "json_invalid":
         reason = problem.get("ctx", {}).get("error", problem["msg"])
         return InvalidArgument(f"the body is not JSON: {reason}", reason="JSON_INVALID")
-    names = [str(part) for part in problem["loc"][1:] if not _is_union_form(part)]
-    if not names:
+    field = _field(problem["loc"][1:])
+    if not field:
         message = "the body must be a JSON object, sent as content-type application/json"
         return InvalidArgument(message, reason="BODY_INVALID")
-    field = ".".join(names)
-    return InvalidArgument.of("FIELD_INVALID", field, f"{field}: {problem['msg']}")
+    if problem["type"] == "missing":
+        return InvalidArgument.of("FIELD_INVALID", field, f"{field} is missing")
+    message = f"{field} is {_shown(problem['input'])}: {problem['msg']}"
+    return InvalidArgument.of("FIELD_INVALID", field, message)
 
 
-def _is_union_form(part: str | int) -> bool:
-    """Pydantic puts the form of a union it tried into the path: `str`, `list[int]`."""
-    return isinstance(part, str) and (part in ("str", "int") or part.startswith("list["))
+def _field(path: Sequence[str | int]) -> str:
+    """Returns a field as messages spell it: `messages[0].role`.
+
+    Pydantic puts the form of a union it tried into the path, too: `str`, `list[int]`, a class.
+    """
+    names = [part for part in path if isinstance(part, int) or _is_name(part)]
+    return "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in names).removeprefix(".")
+
+
+def _is_name(part: str) -> bool:
+    return _FIELD_NAME.fullmatch(part) is not None and part not in _UNION_FORMS
+
+
+def _shown(value: object) -> str:
+    """Returns a value as a message shows it: its beginning, if it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from gateway.chat_prompt import chat_text, toolbox_of
 from gateway.completion_prompts import echoed_texts, given_prompts, prompt_tokens
 from gateway.constraints import constraint_of
+from gateway.field_names import client_names
 from gateway.generation import PromptScoring, TargetModel
 from gateway.limits import RequestLimits
 from gateway.plan import Plan
@@ -20,6 +21,7 @@ from gateway.text.model_text import ModelText
 from gateway.wanted_output import WantedOutput
 from shared.errors import InvalidArgument
 
+_PROMPT_IN_CHAT = {"prompt": "messages"}  # what a client knows its prompt by
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 
@@ -52,15 +54,18 @@ class Planner:
         output = self.text.style.output(text, toolbox)
         wanted = WantedOutput(body, model, trace_id, top_logprobs, max_tokens, output)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        return self._plan(wanted, request_id, name, [await self._encode(text)])
+        prompt = await self._encode(text)
+        with client_names(_PROMPT_IN_CHAT):
+            return self._plan(wanted, request_id, name, [prompt])
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Returns the token ids of a chat."""
         return await self._encode(chat_text(body, toolbox_of(body), self.text, self.limits))
 
     async def _encode(self, text: str) -> list[int]:
-        # The template writes the special tokens itself.
-        return await self.text.tokenizer.encode(text, add_special_tokens=False)
+        with client_names(_PROMPT_IN_CHAT):
+            # The template writes the special tokens itself.
+            return await self.text.tokenizer.encode(text, add_special_tokens=False)
 
     async def completion(
         self, body: CompletionRequest, name: str, model: TargetModel, trace_id: str

@@ -10,6 +10,7 @@ import orjson
 
 from gateway.output.parts import CallArguments, CallBegun, Content, Part, Reasoning
 
+_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "input"}
 _DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -80,9 +81,6 @@ class BlockEvents:
             return b""
         self._kind = None
         return named_event("content_block_stop", index=self._index)
-
-
-_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "input"}
 
 
 def _kind(part: Part) -> str:

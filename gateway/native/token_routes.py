@@ -74,10 +74,7 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
         )
         return [await gateway.planner.chat_prompt(chat)]
     texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
-    limit = gateway.limits.max_prompts
-    if not 1 <= len(texts) <= limit:
-        message = f"prompt holds {len(texts)} prompts; it must hold [1, {limit}]"
-        raise InvalidArgument.of("PROMPTS_OUT_OF_RANGE", "prompt", message)
+    gateway.limits.check_prompts(len(texts))
     add = body.add_special_tokens is not False
     return [await gateway.text.tokenizer.encode(text, add_special_tokens=add) for text in texts]
 

@@ -73,7 +73,7 @@ def _message(field: str, item: InputItem) -> ChatMessage:
     if item.type != "message":
         raise unimplemented(f"{field}.type", f"an item of type {item.type[:64]!r}")
     if item.role not in _ROLES:
-        message = f"role is {item.role!r}; it must be one of {', '.join(sorted(_ROLES))}"
+        message = f"{field}.role is {item.role!r}; it must be one of {', '.join(sorted(_ROLES))}"
         raise InvalidArgument.of("FIELD_INVALID", f"{field}.role", message)
     content = item.content
     if isinstance(content, list):

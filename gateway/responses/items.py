@@ -12,6 +12,9 @@ from gateway.output.parts import CallBegun, Content, Part, Reasoning
 Event = tuple[str, dict[str, Any]]
 Logprobs = list[dict[str, Any]]
 
+_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
 
 @dataclass(slots=True)
 class Item:
@@ -148,10 +151,6 @@ class Items:
         if kind == "message" and self._message_ids:
             return self._message_ids.pop()
         return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
-
-
-_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def _kind(part: Part) -> str:

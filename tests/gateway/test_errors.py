@@ -137,7 +137,7 @@ async def test_malformed_json_is_a_400(client: httpx.AsyncClient) -> None:
     [
         ({"model": "fake"}, "messages"),
         ({**CHAT, "temperature": "hot"}, "temperature"),
-        ({**CHAT, "messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({**CHAT, "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({**CHAT, "stop": 5}, "stop"),
         ({**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
@@ -152,6 +152,25 @@ async def test_a_wrong_field_is_a_400_with_its_name(
 ) -> None:
     response = await client.post("/v1/chat/completions", json=body)
     assert (await error_of(response))[:2] == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("extra", "shown"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot': "),
+        ({"tool_choice": "maybe"}, "tool_choice is 'maybe': "),
+        (
+            {"stream_options": {"include_usage": "x" * 99}},
+            f"stream_options.include_usage is '{'x' * 63}…: ",
+        ),
+        ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+    ],
+)
+async def test_a_field_of_the_wrong_type_is_shown_with_its_value(
+    client: httpx.AsyncClient, extra: dict[str, Any], shown: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json={**CHAT, **extra})
+    assert (await error_of(response))[3].startswith(shown)
 
 
 async def test_a_body_that_is_not_said_to_be_json_is_a_400(client: httpx.AsyncClient) -> None:
