@@ -127,6 +127,7 @@ class EmbeddedDraft:
             max_sequences=max_sequences,
             mirrors_noise=self._terms.mode is VerificationMode.COUPLED,
             max_conditional=MAX_CONDITIONAL_CANDIDATES,
+            draws_chains=self._terms.mode.draws_chains,
         )
 
     def _feature_spec(self) -> FeatureSpec | None:

@@ -15,10 +15,13 @@ from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
+from services.embedded_problems import check_drafter, check_embedded
+from services.target.choices import DeviceRoundsChoice
 from services.target.device_rounds import RoundSource
 from services.target.engine import Engine
 from services.target.process import attachment_terms
-from services.target.settings import DeviceRoundsChoice, TargetSettings
+from services.target.settings import TargetSettings
+from services.target.verifier import VerificationMode
 from shared.settings import load_settings, shown_settings
 from shared.telemetry.tracing import NO_TRACER, Tracer
 
@@ -58,12 +61,13 @@ def embedded_settings(
         env: `OUTRIDER_DRAFT_*` is read.
 
     Raises:
-        SettingsError: names every bad setting of the draft.
+        SettingsError: names every bad setting of the draft, alone or together with the target's.
     """
     inherited = [f"--device={settings.device}", f"--dtype={settings.dtype.value}"]
     chosen = load_settings(
         DraftSettings, service="draft", arguments=[*arguments, *inherited], env=env
     )
+    check_embedded(settings, chosen)
     if chosen.algorithm.reads_features and chosen.target_model_path is None:
         return replace(chosen, target_model_path=settings.model_path)
     return chosen
@@ -79,12 +83,14 @@ def build_embedded_draft(
         SettingsError: memory does not hold what the settings ask for.
     """
     drafter = build_drafter(chosen)
+    check_drafter(settings, drafter)
+    shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
     # Before the draft's thread has the drafter.
     rounds = _rounds(target, settings, chosen, drafter)
     recorder = DraftRecorder(tracer)
     engine = DraftEngine(
         drafter,
-        chosen.shape,
+        shape,
         chunk_tokens=chosen.chunked_prefill_size,
         max_sequences=chosen.max_running_requests,
         recorder=recorder,
@@ -93,7 +99,7 @@ def build_embedded_draft(
     )
     engine.start()
     warm_up(engine, drafter.limits.feature_spec)
-    worker = worker_identity(chosen, drafter.limits, worker_id="embedded")
+    worker = replace(worker_identity(chosen, drafter.limits, worker_id="embedded"), shape=shape)
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds)
     return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
@@ -106,7 +112,8 @@ def _rounds(
     is_wanted = settings.device_rounds is DeviceRoundsChoice.ON or (
         settings.device_rounds is DeviceRoundsChoice.AUTO and target.device.type == "cuda"
     )
-    if not is_wanted or type(drafter) is not EagleDrafter:
+    is_coupled = settings.verification is VerificationMode.COUPLED
+    if not (is_wanted and is_coupled) or type(drafter) is not EagleDrafter:
         return None
     if chosen.page_size != settings.page_size:
         log.warning(

@@ -199,6 +199,11 @@ class TreeShape:
             )
 
     @property
+    def as_chain(self) -> TreeShape:
+        """The chain as deep as the tree."""
+        return self if self.topk == 1 else TreeShape(self.num_steps, 1, self.num_steps + 1)
+
+    @property
     def max_node_count(self) -> int:
         """Most nodes a tree of this shape has; the root is not a node."""
         if self.topk == 1:

@@ -12,6 +12,7 @@ from shared.speculation.confidence import coupled_confidence, point_mass_confide
 from shared.speculation.noise import gumbel_noise
 from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
 from shared.speculation.row_sampling import RowSampling, row_sampling
+from shared.tokens import TokenTree
 
 Path = tuple[int, ...]
 
@@ -40,6 +41,10 @@ class DraftScores:
         num_rows, depth = len(paths[0]), len(paths[0][0])
         # Rows of one sequence draw the token at one position, so they share their noise.
         return self._score(logits, paths, range(depth, depth + 1), num_rows)
+
+    def finished(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+        """Returns trees grown by these scores: there is nothing to add."""
+        return trees
 
     def of_ragged(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
         """Returns log probabilities of acceptance `[L, V]` float32, -inf for removed tokens.

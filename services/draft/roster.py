@@ -150,6 +150,8 @@ class Roster:
             is_probe=opening.is_probe,
             wish=opening.wish,
             max_conditional=terms.max_conditional,
+            # A greedy target takes the likeliest token, so that is what to propose.
+            draws_chains=terms.draws_chains and not opening.sampling.is_greedy,
         )
         self._sequences[key] = sequence
         self.recorder.opened(key, opening)

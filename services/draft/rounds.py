@@ -152,11 +152,12 @@ class Rounds:
         return not sequence.is_probe and self._drafter.backlog(sequence) > self._chunk_tokens
 
     def _propose(self, ready: Sequence[DraftSequence]) -> list[Proposal]:
-        by_shape: dict[TreeShape, list[DraftSequence]] = {}
+        by_shape: dict[tuple[TreeShape, bool], list[DraftSequence]] = {}
         for sequence in ready:
-            by_shape.setdefault(self._shape_for(sequence), []).append(sequence)
+            batch_key = self._shape_for(sequence), sequence.draws_chains
+            by_shape.setdefault(batch_key, []).append(sequence)
         proposals: list[Proposal] = []
-        for shape, sequences in by_shape.items():
+        for (shape, _), sequences in by_shape.items():
             batch = self._with_room(sequences)
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []

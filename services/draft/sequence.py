@@ -32,6 +32,7 @@ class DraftSequence:
         round: round the next candidate is for.
         mirrors_noise: the target draws with noise keyed by (seed, position, token), so the draft
             adds the same noise before it picks candidates.
+        draws_chains: the target verifies chains by the laws that their tokens were drawn from.
         vocab_size: trees may hold only tokens below it.
         max_nodes: most nodes of a tree the target takes.
         wish: what the target wants of the next tree.
@@ -53,6 +54,7 @@ class DraftSequence:
     max_nodes: int
     shape: TreeShape | None = None
     is_probe: bool = False
+    draws_chains: bool = False
     draft_s: float = 0.0
     wish: TreeWish = ANY_TREE
     max_conditional: int = 0

@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft, embedded_settings
+from services.target.choices import DraftPlacement
 from services.target.engine_factory import build_engine
 from services.target.metrics import TargetMetrics, engine_figures
 from services.target.process import TargetProcess
-from services.target.settings import DraftPlacement, TargetSettings
+from services.target.settings import TargetSettings
 from services.target.tensor_parallel import Followers
 from shared.errors import OutriderError
 from shared.settings import load_settings, split_arguments

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from services.target.path_rules import PathRule
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import RowMasks
 from shared.runtime.host_copy import HostCopy
@@ -26,14 +27,7 @@ from shared.speculation.logprobs import (
 from shared.speculation.penalties import TokenCounts
 from shared.speculation.row_sampling import RowSampling
 from shared.speculation.token_masks import masked_logits
-from shared.speculation.verify import (
-    AcceptedPath,
-    Thresholds,
-    accept_path,
-    accept_point_mass,
-    draw_tokens,
-    point_mass_draws,
-)
+from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens
 from shared.tokens import TokenLogprobs, TokenTree
 
 
@@ -140,31 +134,21 @@ class CoupledDraw:
         return Decision(path.node_indices, committed, tuple(logprobs[row] for row in path_rows))
 
 
-class PointMassDraw:
-    """Rows accept by fresh randomness. All of it happens in `read`, before the next forward.
-
-    Args:
-        generator: on the host; the source of fresh randomness.
-        thresholds: below 1 they are lossy.
-    """
+class FreshDraw:
+    """Rows accept by fresh randomness. All of it happens in `read`, before the next forward."""
 
     token_ids = None
 
-    def __init__(self, laws: RowLaws, generator: torch.Generator, thresholds: Thresholds) -> None:
+    def __init__(self, laws: RowLaws, rule: PathRule) -> None:
         self._laws = laws
-        self._generator = generator
-        self._thresholds = thresholds
+        self._rule = rule
 
     @torch.inference_mode()
     def read(self) -> list[Decision]:
         """See `Draw`."""
         laws = self._laws
         log_probs = target_log_probs(laws.allowed_logits, laws.sampling, laws.counts)
-        draws = point_mass_draws(log_probs, [entry.tree for entry in laws.drawn], self._generator)
-        paths = [
-            accept_point_mass(entry.tree, each, self._thresholds)
-            for entry, each in zip(laws.drawn, draws, strict=True)
-        ]
+        paths = self._rule(log_probs, [entry.tree for entry in laws.drawn])
         return [
             self._decision(entry, _within(laws.masks, path, entry.tree, rows), rows)
             for entry, path, rows in zip(laws.drawn, paths, laws.row_slices(), strict=True)
@@ -183,7 +167,11 @@ class PointMassDraw:
 def _within(
     masks: RowMasks | None, path: AcceptedPath, tree: TokenTree, rows: slice
 ) -> AcceptedPath:
-    """Returns what of a path its grammar could follow."""
+    """Returns what of a path its grammar could follow.
+
+    Rows that may not draw have a law all the same, that without the grammar, so what is decided
+    above them is right whatever the rule.
+    """
     return path if masks is None else masks.cut(path, tree, rows.start)
 
 

@@ -88,7 +88,7 @@ def _verifier(settings: TargetSettings) -> Verifier:
     generator = torch.Generator()
     generator.seed()
     return Verifier(
-        settings.verification_mode,
+        settings.verification,
         generator=generator,
         thresholds=Thresholds(
             single=settings.speculative_accept_threshold_single,

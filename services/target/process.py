@@ -62,7 +62,7 @@ class EmbeddedPort(Protocol):
 def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
     """Returns what every draft of this target is told."""
     return AttachmentTerms(
-        mode=settings.verification_mode,
+        mode=settings.verification,
         max_nodes=settings.max_tree_nodes,
         max_sequences=settings.max_draft_sequences,
         longest_wait_s=settings.candidate_wait_ms / 1000.0,

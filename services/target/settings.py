@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.target.choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
 from services.target.fallback import Fallback
+from services.target.verification_problems import verification_problems
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
 from shared.model_options import Dtype, KvDtype, ModelOptions, Quantisation, device_problems
@@ -14,21 +15,6 @@ from shared.service_settings import ServiceSettings, tls_problems
 from shared.settings import setting
 
 DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
-
-
-class DeviceRoundsChoice(enum.Enum):
-    """Whether rounds stay on the device where they can."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class DraftPlacement(enum.Enum):
-    """Where drafts run."""
-
-    REMOTE = "remote"
-    EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +82,17 @@ class TargetSettings(ServiceSettings):
         DeviceRoundsChoice.AUTO,
         "run the rounds of an embedded EAGLE or EAGLE3 head on the device; auto: on a GPU",
     )
-    verification_mode: VerificationMode = setting(
-        VerificationMode.COUPLED,
+    verification_mode: VerificationChoice = setting(
+        VerificationChoice.COUPLED,
         "coupled: output is a function of prompt and seed; point-mass: fresh randomness",
+    )
+    speculative_use_rejection_sampling: bool = setting(
+        False,
+        "verify chains of an embedded draft by rejection, with fresh randomness; seeds have no "
+        "effect",
+    )
+    speculative_use_block_verification: bool = setting(
+        False, "reject whole chains instead of tokens, which accepts more; implies rejection"
     )
     speculative_accept_threshold_single: float = setting(
         1.0, "point-mass only; below 1 accepts more and is lossy", minimum=0.0, maximum=1.0
@@ -144,16 +138,7 @@ class TargetSettings(ServiceSettings):
     )
 
     def __post_init__(self) -> None:
-        problems: list[str] = []
-        is_exact = (
-            self.speculative_accept_threshold_single == 1.0
-            and self.speculative_accept_threshold_acc == 1.0
-        )
-        if not is_exact and self.verification_mode is VerificationMode.COUPLED:
-            problems.append(
-                "--speculative-accept-threshold-single and -acc need "
-                "--verification-mode point-mass; the coupled rule has no thresholds"
-            )
+        problems = verification_problems(self)
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             problems.append(
                 "--speculative-adaptive-config has no effect without --speculative-adaptive"
@@ -162,6 +147,15 @@ class TargetSettings(ServiceSettings):
         problems += tls_problems(self)
         if problems:
             raise SettingsError(tuple(problems))
+
+    @property
+    def verification(self) -> VerificationMode:
+        """The rule that all flags together name."""
+        if self.speculative_use_block_verification:
+            return VerificationMode.BLOCK
+        if self.speculative_use_rejection_sampling:
+            return VerificationMode.REJECTION
+        return VerificationMode(self.verification_mode.value)
 
     @property
     def admin_port(self) -> int:

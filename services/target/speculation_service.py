@@ -37,6 +37,9 @@ Context = aio.ServicerContext[Any, Any]
 _MODES = {
     VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
     VerificationMode.POINT_MASS: pb.VERIFICATION_MODE_POINT_MASS,
+    # Laws never cross the wire, so trees that do are point masses.
+    VerificationMode.REJECTION: pb.VERIFICATION_MODE_POINT_MASS,
+    VerificationMode.BLOCK: pb.VERIFICATION_MODE_POINT_MASS,
 }
 
 

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.target.draw import CoupledDraw, Draw, PointMassDraw, RowLaws
+from services.target.draw import CoupledDraw, Draw, FreshDraw, RowLaws
+from services.target.path_rules import DrawnChainRule, PathRule, PointMassRule
 from services.target.running_counts import RunningCounts
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import TokenMasks
+from shared.speculation.block_verification import BLOCK
+from shared.speculation.rejection import REJECTION
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.speculation.tree import row_depths
 from shared.speculation.verify import EXACT, Thresholds
@@ -22,13 +25,20 @@ class VerificationMode(enum.Enum):
 
     COUPLED = "coupled"
     POINT_MASS = "point-mass"
+    REJECTION = "rejection"
+    BLOCK = "block"
+
+    @property
+    def draws_chains(self) -> bool:
+        """Whether drafts draw their chains and hand over the laws."""
+        return self in (VerificationMode.REJECTION, VerificationMode.BLOCK)
 
 
 class Verifier:
     """Decides by one rule.
 
     Args:
-        generator: on the host; the source of fresh randomness of the point-mass rule.
+        generator: on the host; the source of fresh randomness of all rules but the coupled one.
         thresholds: of the point-mass rule; below 1 they are lossy.
     """
 
@@ -40,8 +50,7 @@ class Verifier:
         thresholds: Thresholds = EXACT,
     ) -> None:
         self.mode = mode
-        self.thresholds = thresholds
-        self._generator = generator
+        self._rule = _path_rule(mode, generator, thresholds)
         self._sampling = _LastSampling()
         self._counts = RunningCounts()
         self._masks = TokenMasks()
@@ -70,9 +79,22 @@ class Verifier:
         # On a GPU the host does this while the forward, which is queued, runs.
         masks = self._masks.of(drawn, logits)
         laws = RowLaws(drawn, logits, positions, sampling, counts, masks)
-        if self.mode is VerificationMode.COUPLED:
-            return CoupledDraw(laws)
-        return PointMassDraw(laws, self._generator, self.thresholds)
+        return CoupledDraw(laws) if self._rule is None else FreshDraw(laws, self._rule)
+
+
+def _path_rule(
+    mode: VerificationMode, generator: torch.Generator, thresholds: Thresholds
+) -> PathRule | None:
+    """Returns the rule of a mode that uses fresh randomness; None of the coupled one."""
+    match mode:
+        case VerificationMode.COUPLED:
+            return None
+        case VerificationMode.POINT_MASS:
+            return PointMassRule(generator, thresholds)
+        case VerificationMode.REJECTION:
+            return DrawnChainRule(REJECTION, generator)
+        case VerificationMode.BLOCK:
+            return DrawnChainRule(BLOCK, generator)
 
 
 class _LastSampling:

@@ -95,6 +95,13 @@ def gumbel_noise_of(
     return _gumbel(torch.stack(words, dim=-1).gather(-1, chosen).squeeze(-1))
 
 
+def fresh_generator() -> torch.Generator:
+    """Returns a generator of the host that nobody can foresee."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
 def fresh_seeds(num_seeds: int, generator: torch.Generator) -> Tensor:
     """Returns `[num_seeds]` int64 seeds for noise that is used once; `generator` is the host's."""
     low, high = -(2**63), 2**63 - 1

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from services.draft.draft_scores import DraftScores
+import torch
+
+from services.draft.chain_draws import LevelScores, level_scores
 from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_loan import HeadLoan
@@ -27,6 +29,7 @@ from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.runtime.head_runner import HeadOutput, HeadRunner
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
+from shared.speculation.noise import fresh_generator
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
 CONTEXT_MARGIN = 33
@@ -43,11 +46,14 @@ class EagleDrafter:
         *,
         max_context_tokens: int,
         keeps_features: bool,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Args:
         keeps_features: see `HeadContexts`.
+        generator: see `StandaloneDrafter`.
         """
         self._runner = runner
+        self._generator = generator or fresh_generator()
         self._max_context_tokens = max_context_tokens
         self._contexts = HeadContexts(
             runner,
@@ -151,7 +157,8 @@ class EagleDrafter:
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts = self._contexts
-        growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
+        growth = TreeGrowth(shape)
+        scores = level_scores(sequences, shape, self._runner.device, self._generator)
         output = contexts.compute(
             [(sequence, self.backlog(sequence)) for sequence in sequences], with_logits=True
         )
@@ -171,11 +178,11 @@ class EagleDrafter:
         if self._outcomes.budget:
             learn_levels(tails, levels)
             self._tails.keep(sequences, tails, outputs)
-        grown = zip(sequences, growth.finish(), strict=True)
-        return [Proposal(sequence, result.tree) for sequence, result in grown]
+        trees = scores.finished([result.tree for result in growth.finish()])
+        return list(map(Proposal, sequences, trees))
 
     def _children(
-        self, scores: DraftScores, output: HeadOutput, tails: Sequence[TreeTail], shape: TreeShape
+        self, scores: LevelScores, output: HeadOutput, tails: Sequence[TreeTail], shape: TreeShape
     ) -> Children:
         """As many as the tree needs, and those that verdicts may end in beside them."""
         width = min(shape.topk + self._outcomes.budget, self._runner.head.vocabulary.size)

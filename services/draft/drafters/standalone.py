@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from services.draft.draft_scores import DraftScores
+from services.draft.chain_draws import LevelScores, level_scores
 from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
@@ -26,6 +26,7 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.runtime.runner import ModelRunner
 from shared.speculation.growth import Children, TreeGrowth, choose_children
+from shared.speculation.noise import fresh_generator
 from shared.tokens import TreeShape, Verdict
 
 CONTEXT_MARGIN = 33
@@ -35,8 +36,20 @@ CONTEXT_MARGIN = 33
 class StandaloneDrafter:
     """See `Drafter`; state per sequence is its `SequenceKv`."""
 
-    def __init__(self, runner: ModelRunner, leases: KvLeases, *, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        leases: KvLeases,
+        *,
+        max_context_tokens: int,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Args:
+        generator: of the host; the source of what is drawn for targets that verify by the
+            draft's laws. Unforeseeable when left out.
+        """
         self._runner = runner
+        self._generator = generator or fresh_generator()
         self._max_context_tokens = max_context_tokens
         self._kv = DraftKv(
             leases, max_context_tokens=max_context_tokens, margin_tokens=CONTEXT_MARGIN
@@ -99,7 +112,8 @@ class StandaloneDrafter:
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         shape = self._grown_shape(shape)
-        growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
+        growth = TreeGrowth(shape)
+        scores = level_scores(sequences, shape, self._runner.device, self._generator)
         rows = [self._open_rows(sequence) for sequence in sequences]
         tails = [TreeTail(self._states[s.key], s.token_ids[-1]) for s in sequences]
         levels = [self._children(scores, rows, tails, shape)]
@@ -114,8 +128,8 @@ class StandaloneDrafter:
             learn_levels(tails, levels)
         for sequence, tail in zip(sequences, tails, strict=True):
             self._states[sequence.key].tail = tail.tail
-        grown = zip(sequences, growth.finish(), strict=True)
-        return [Proposal(sequence, result.tree) for sequence, result in grown]
+        trees = scores.finished([result.tree for result in growth.finish()])
+        return list(map(Proposal, sequences, trees))
 
     def close(self, sequence: DraftSequence) -> None:
         self._outcomes.drop(sequence)
@@ -147,7 +161,7 @@ class StandaloneDrafter:
 
     def _children(
         self,
-        scores: DraftScores,
+        scores: LevelScores,
         rows: Sequence[SequenceRows],
         tails: Sequence[TreeTail],
         shape: TreeShape,

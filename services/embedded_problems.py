@@ -1,0 +1,52 @@
+"""What is wrong with the draft a target hosts, taken together with the target's own settings."""
+
+from __future__ import annotations
+
+from services.draft.algorithm import Algorithm
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.settings import DraftSettings
+from services.target.settings import TargetSettings
+from services.target.verification_problems import rejection_flag
+from shared.errors import SettingsError
+
+_WITHOUT_LAWS = {
+    Algorithm.NGRAM: "repeats tokens and draws none",
+    Algorithm.DFLASH: "scores a block at once, not each token after those before it",
+}
+
+
+def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
+    """Raises:
+    SettingsError: names every setting of the draft that the target's rule cannot do with.
+    """
+    if not settings.verification.draws_chains:
+        return
+    flag, algorithm = rejection_flag(settings), draft.algorithm
+    problems = []
+    if algorithm in _WITHOUT_LAWS:
+        problems.append(
+            f"{flag} needs the law that each token was drawn from; {algorithm.value} "
+            f"{_WITHOUT_LAWS[algorithm]}"
+        )
+    elif draft.speculative_eagle_topk not in (None, 1):
+        problems.append(
+            f"--speculative-eagle-topk is {draft.speculative_eagle_topk}; {flag} needs chains, 1"
+        )
+    if draft.speculative_outcome_budget:
+        problems.append(
+            f"--speculative-outcome-budget is {draft.speculative_outcome_budget}; {flag} needs 0, "
+            f"because chains prepared for chosen verdicts are not drawn from a law"
+        )
+    if problems:
+        raise SettingsError(tuple(problems))
+
+
+def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
+    """Raises:
+    SettingsError: the target's rule cannot do with what was loaded.
+    """
+    if settings.verification.draws_chains and isinstance(drafter, MultiLayerDrafter):
+        raise SettingsError(
+            (f"{rejection_flag(settings)} needs a head of one layer; this one has several",)
+        )

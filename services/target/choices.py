@@ -1,0 +1,27 @@
+"""What some of the target's flags choose between."""
+
+from __future__ import annotations
+
+import enum
+
+
+class DeviceRoundsChoice(enum.Enum):
+    """Whether rounds stay on the device where they can."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class VerificationChoice(enum.Enum):
+    """Whether draft and target share their randomness."""
+
+    COUPLED = "coupled"
+    POINT_MASS = "point-mass"
+
+
+class DraftPlacement(enum.Enum):
+    """Where drafts run."""
+
+    REMOTE = "remote"
+    EMBEDDED = "embedded"
