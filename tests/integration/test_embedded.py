@@ -86,6 +86,34 @@ async def test_output_is_the_same_and_drafted(
     await process.stop(grace_s=0.0)
 
 
+@pytest.mark.parametrize(
+    "flag", ["--speculative-use-rejection-sampling", "--speculative-use-block-verification"]
+)
+async def test_drawn_chains_are_verified(folder: Path, flag: str) -> None:
+    """With temperature 0 the output is plain decoding's all the same."""
+    process = _process(folder, "--speculative-draft-model-path", str(folder), flag)
+    await process.start()
+    async with (
+        open_channel(f"127.0.0.1:{process.port}") as channel,
+        open_channel(f"127.0.0.1:{process.admin_port}") as admin,
+    ):
+        stub = pb_grpc.TargetServiceStub(channel)
+        outputs: list[list[int]] = []
+        for temperature, disabled in ((0.0, True), (0.0, False), (1.0, False)):
+            call = stub.Generate(_request(temperature, disabled=disabled))
+            responses = [response async for response in call]
+            outputs.append([token for each in responses for token in each.delta.token_ids])
+            accepted = responses[-1].finished.speculation.accepted_token_count
+            assert (accepted == 0) == disabled
+        assert outputs[0] == outputs[1] != outputs[2]
+        assert len(outputs[2]) == 60
+        info = await admin_service_pb2_grpc.AdminServiceStub(admin).GetServerInfo(
+            admin_service_pb2.GetServerInfoRequest()
+        )
+        assert info.settings[flag.removeprefix("--")] == "true"
+    await process.stop(grace_s=0.0)
+
+
 async def test_other_tokenizer_is_refused_at_start(folder: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", TinyShape(vocab_size=300), seed=3, with_tokenizer=True)
     path = tmp_path / "tokenizer.json"

@@ -1,0 +1,77 @@
+"""An embedded draft that answers within the target's step: everything but its thread is real."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from services.draft.drafters.drafter import Drafter
+from services.draft.engine import Deliver, DraftEngine
+from services.draft.events import Event, LinkClosed, LinkOpened, LinkTerms, Output
+from services.draft.roster import Roster
+from services.draft.rounds import Rounds
+from services.draft.worker import WorkerIdentity
+from services.embedded import EmbeddedDraft
+from services.target.attachment_terms import AttachmentTerms
+from services.target.engine import Engine
+from services.target.verifier import VerificationMode
+from shared.tokens import TreeShape
+
+if TYPE_CHECKING:
+    from services.target.attachment import DraftMessage
+
+_LINK = 1
+
+
+class SteppedDraftEngine:
+    """Stands in for `DraftEngine` with one link; steps when it is told to."""
+
+    def __init__(self, drafter: Drafter, shape: TreeShape, *, max_sequences: int) -> None:
+        self.roster = Roster(drafter, max_sequences=max_sequences, deliver=self._deliver)
+        self.rounds = Rounds(self.roster, drafter, shape, chunk_tokens=512, deliver=self._deliver)
+        self._outlet: Deliver = lambda output: None
+
+    def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
+        self._outlet = deliver
+        self.submit(LinkOpened(_LINK, terms))
+        return _LINK
+
+    def close_link(self, link: int) -> None:
+        self.submit(LinkClosed(link))
+
+    def submit(self, event: Event) -> None:
+        self.roster.apply(event)
+
+    def step(self) -> None:
+        """Does all there is to do."""
+        while self.rounds.step():
+            pass
+
+    def _deliver(self, output: Output) -> None:
+        self._outlet(output)
+
+
+class HostedDraft(EmbeddedDraft):
+    """Hosted by `target`; attach it with `attach("")`."""
+
+    def __init__(
+        self,
+        target: Engine,
+        drafter: Drafter,
+        shape: TreeShape,
+        mode: VerificationMode,
+        *,
+        max_sequences: int = 64,
+    ) -> None:
+        self.stepped = SteppedDraftEngine(drafter, shape, max_sequences=max_sequences)
+        spec = drafter.limits.feature_spec
+        worker = WorkerIdentity(
+            "w", "m", "TEST", None, max_sequences, None, feature_spec=spec, shape=shape
+        )
+        # The target's clock advances a second whenever it is read.
+        terms = AttachmentTerms(mode, max_nodes=64, max_sequences=max_sequences, longest_wait_s=0.5)
+        super().__init__(target, cast(DraftEngine, self.stepped), worker, terms)
+
+    def send(self, message: DraftMessage) -> bool:
+        is_taken = super().send(message)
+        self.stepped.step()
+        return is_taken

@@ -1,0 +1,344 @@
+"""Chains drawn by an embedded draft: the target's law comes out, whatever the draft's is.
+
+Target engine, link, draft rounds and drafters are the real ones; the draft's thread is left out,
+so that all randomness comes from seeds in one order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.sequence import DraftSequence
+from services.target.engine import Engine
+from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
+from services.target.request import GenerationRequest
+from services.target.verifier import VerificationMode
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.heads.config import HeadKind
+from shared.models.heads.loader import load_head
+from shared.models.heads.target_tensors import TargetFolder
+from shared.models.loader import load_decoder
+from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import ModelRunner
+from shared.speculation.rejection import DrawnChain
+from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree, TreeShape
+from tests.helpers.checkpoints import TinyShape, build_model
+from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.engines import (
+    CPU,
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    build_engine,
+    request,
+    run,
+    tiny_decoder,
+)
+from tests.helpers.grammars import EOS, regex
+from tests.helpers.hosted_draft import HostedDraft
+from tests.shared.speculation.naive import chi_square_p_value, naive_law
+
+PROMPT = [3, 1, 4, 1, 5]
+NUM_TOKENS = 4
+NUM_REQUESTS = 900
+CHAIN = TreeShape(3, 1, 4)
+RULES = [VerificationMode.REJECTION, VerificationMode.BLOCK]
+SAMPLINGS = {
+    "top-k": SamplingParams(temperature=0.5, top_k=3),
+    "everything": SamplingParams(
+        temperature=1.3,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.05,
+        frequency_penalty=0.7,
+        presence_penalty=-0.4,
+        repetition_penalty=1.3,
+        logit_bias={7: 1.5, 2: -1.0},
+    ),
+}
+Outputs = dict[tuple[int, ...], float]
+LawOf = Callable[[GenerationRequest], Outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("target")
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Decoder:
+    return tiny_decoder(folder)
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A model that ranks tokens much as the target does, is less sure of them, and has a
+    vocabulary padded further."""
+    folder = tmp_path_factory.mktemp("draft")
+    target = build_model("llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3).state_dict()
+    model = build_model("llama", TinyShape(vocab_size=VOCAB_SIZE + 6), seed=5)
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            known = target[name]
+            noise = 0.02 * torch.randn(known.shape, generator=source)
+            parameter[: len(known)] = (0.35 if "lm_head" in name else 1.0) * known + noise
+    model.save_pretrained(folder)
+    return load_decoder(folder, dtype=torch.float32, device=CPU)
+
+
+class Sharpened(StandaloneDrafter):
+    """Hands over other laws than its tokens were drawn from."""
+
+    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        return [
+            replace(each, tree=_sharpened(each.tree)) for each in super().propose(sequences, shape)
+        ]
+
+
+def _sharpened(tree: TokenTree) -> TokenTree:
+    assert isinstance(tree, DrawnChain)
+    return DrawnChain.of(tree.token_ids, (3.0 * tree.draft_log_probs).log_softmax(-1))
+
+
+def _standalone(
+    decoder: Decoder, drafter: type[StandaloneDrafter] = StandaloneDrafter
+) -> StandaloneDrafter:
+    pool = KvPool(decoder.kv_layout(PAGE_SIZE), 600, CPU)
+    return drafter(
+        ModelRunner(decoder, pool),
+        KvLeases(600, PAGE_SIZE),
+        max_context_tokens=128,
+        generator=torch.Generator().manual_seed(6),
+    )
+
+
+def _eagle3(folder: Path, target: Path) -> EagleDrafter:
+    tiny = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=15, has_embedding=False)
+    tensors = TargetFolder(target, dtype=torch.float32, device=CPU)
+    head = load_head(
+        write_head(folder, tiny), HeadKind.EAGLE3, tensors, dtype=torch.float32, device=CPU
+    )
+    return EagleDrafter(
+        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 600, CPU)),
+        KvLeases(600, PAGE_SIZE),
+        max_context_tokens=128,
+        keeps_features=False,
+        generator=torch.Generator().manual_seed(6),
+    )
+
+
+@dataclass
+class Service:
+    """An engine with a draft it hosts."""
+
+    engine: Engine
+    draft: HostedDraft
+
+    def sample(self, asked: GenerationRequest, count: int) -> tuple[Counter[tuple[int, ...]], int]:
+        """Returns how often each output came, and how many tokens were accepted."""
+        found: Counter[tuple[int, ...]] = Counter()
+        num_accepted = 0
+        for _ in range(0, count, 60):
+            collector = run(self.engine, [asked] * 60)
+            for key in collector.events:
+                found[tuple(collector.token_ids(key))] += 1
+                num_accepted += collector.finished(key).stats.num_accepted
+        return found, num_accepted
+
+
+def _asked(sampling: SamplingParams, grammar: CompiledGrammar | None = None) -> GenerationRequest:
+    return request(PROMPT, sampling, StopParams(NUM_TOKENS), grammar=grammar)
+
+
+def _service(
+    decoder: Decoder, drafter: Drafter, mode: VerificationMode, shape: TreeShape = CHAIN
+) -> Service:
+    engine = build_engine(
+        decoder,
+        num_pages=600,
+        max_running=60,
+        max_step_rows=512,
+        mode=mode,
+        eos_token_ids=frozenset({EOS}),
+    )
+    draft = HostedDraft(engine, drafter, shape, mode)
+    draft.attach("")
+    return Service(engine, draft)
+
+
+@pytest.fixture(scope="module")
+def law_of() -> LawOf:
+    """The exact law of the output, from the model in transformers."""
+    model = build_model("llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3)
+
+    @torch.no_grad()
+    def law_of(asked: GenerationRequest) -> Outputs:
+        law: Outputs = {}
+        heads: Outputs = {(): 1.0}
+        for _ in range(NUM_TOKENS):
+            logits = model(torch.tensor([[*PROMPT, *head] for head in heads])).logits[:, -1]
+            longer = {
+                (*head, token): weight * prob
+                for (head, weight), row in zip(heads.items(), logits, strict=True)
+                for token, prob in enumerate(_row_law(asked, head, row.tolist()))
+                if prob
+            }
+            law |= {head: weight for head, weight in longer.items() if _has_ended(asked, head)}
+            heads = {head: weight for head, weight in longer.items() if head not in law}
+            if not heads:
+                break
+        return law | heads
+
+    return law_of
+
+
+def _has_ended(asked: GenerationRequest, head: tuple[int, ...]) -> bool:
+    return head[-1] == EOS or (asked.grammar is not None and _matcher(asked, head).has_ended)
+
+
+def _matcher(asked: GenerationRequest, head: tuple[int, ...]) -> GrammarMatcher:
+    assert asked.grammar is not None
+    matcher = asked.grammar.matcher()
+    for token in head:
+        matcher.advance(token)
+    return matcher
+
+
+def _row_law(asked: GenerationRequest, head: tuple[int, ...], logits: list[float]) -> list[float]:
+    forbidden: list[int] = []
+    if asked.grammar is not None:
+        [mask] = _matcher(asked, head).tree_masks(EMPTY_TREE)
+        assert mask is not None
+        forbidden = [i for i in range(VOCAB_SIZE) if not mask[i // 8] >> (i % 8) & 1]
+    return naive_law(logits, asked.sampling, prompt=PROMPT, output=head, banned=forbidden)
+
+
+def _p_value(found: Counter[tuple[int, ...]], law: Outputs) -> float:
+    """Of whole outputs; those expected less than ten times share a cell."""
+    total = found.total()
+    assert set(found) <= set(law), "an output that the target cannot have drawn"
+    common = [tokens for tokens, prob in law.items() if prob * total >= 10]
+    observed = [found[tokens] for tokens in common]
+    expected = [law[tokens] * total for tokens in common]
+    return chi_square_p_value(
+        [*observed, total - sum(observed)], [*expected, total - sum(expected)]
+    )
+
+
+def _position_p_values(found: Counter[tuple[int, ...]], law: Outputs) -> list[float]:
+    """Of the token at each position; an output that has ended has none there."""
+    p_values = []
+    for position in range(NUM_TOKENS):
+        counts: Counter[int | None] = Counter()
+        probs: dict[int | None, float] = {}
+        for tokens, count in found.items():
+            counts[dict(enumerate(tokens)).get(position)] += count
+        for tokens, prob in law.items():
+            token = dict(enumerate(tokens)).get(position)
+            probs[token] = probs.get(token, 0.0) + prob
+        expected = [prob * found.total() for prob in probs.values()]
+        p_values.append(chi_square_p_value([counts[token] for token in probs], expected))
+    return p_values
+
+
+def _assert_follows(found: Counter[tuple[int, ...]], law: Outputs) -> None:
+    assert sum(law.values()) == pytest.approx(1.0)
+    assert _p_value(found, law) > 1e-3
+    assert min(_position_p_values(found, law)) > 1e-3
+
+
+@pytest.mark.parametrize("mode", RULES)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_output_follows_the_targets_law(
+    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode, name: str
+) -> None:
+    asked = _asked(SAMPLINGS[name])
+    found, num_accepted = _service(decoder, _standalone(near), mode).sample(asked, NUM_REQUESTS)
+    assert num_accepted > NUM_REQUESTS / 4
+    _assert_follows(found, law_of(asked))
+
+
+@pytest.mark.parametrize("mode", RULES)
+def test_laws_that_tokens_were_not_drawn_from_are_noticed(
+    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+) -> None:
+    """Negative control of the statistics."""
+    asked = _asked(SAMPLINGS["top-k"])
+    service = _service(decoder, _standalone(near, Sharpened), mode)
+    found, _ = service.sample(asked, NUM_REQUESTS)
+    assert _p_value(found, law_of(asked)) < 1e-6
+
+
+def test_head_with_a_vocabulary_of_its_own_keeps_the_law(
+    folder: Path, decoder: Decoder, law_of: LawOf, tmp_path: Path
+) -> None:
+    asked = _asked(SamplingParams(temperature=2.0, top_k=8))
+    service = _service(decoder, _eagle3(tmp_path, folder), VerificationMode.BLOCK)
+    found, num_accepted = service.sample(asked, 600)
+    assert num_accepted > 60
+    _assert_follows(found, law_of(asked))
+
+
+@pytest.mark.parametrize("mode", RULES)
+def test_grammar_keeps_the_law(
+    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+) -> None:
+    """The draft does not know the grammar; some of its chains go on beyond the end."""
+    asked = _asked(SamplingParams(), regex("(a|ab|bc|x)(0|1|12)?"))
+    found, num_accepted = _service(decoder, _standalone(near), mode).sample(asked, 600)
+    assert num_accepted > 0
+    _assert_follows(found, law_of(asked))
+
+
+@pytest.mark.parametrize("mode", RULES)
+def test_trees_without_laws_are_decided_as_point_masses(
+    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+) -> None:
+    """Trees with branches are never drawn."""
+    asked = _asked(SAMPLINGS["top-k"])
+    service = _service(decoder, _standalone(near), mode, TreeShape(2, 2, 5))
+    found, num_accepted = service.sample(asked, 600)
+    assert num_accepted > 0
+    _assert_follows(found, law_of(asked))
+
+
+@pytest.mark.parametrize("mode", RULES)
+def test_greedy_output_is_that_of_plain_decoding(
+    decoder: Decoder, near: Decoder, mode: VerificationMode
+) -> None:
+    """Beside requests that draw."""
+    stop, prompts = StopParams(24, ignore_eos=True), ([1, 2, 3], [11], [3] * 12)
+    requests = [request(prompt, stop=stop) for prompt in prompts]
+    expected = [run(build_engine(decoder), [each]).token_ids(0) for each in requests]
+    drawing = [request(prompt, SamplingParams(), stop) for prompt in prompts]
+    service = _service(decoder, _standalone(near), mode)
+    collector = run(service.engine, [*requests, *drawing])
+    assert [collector.token_ids(key) for key in range(3)] == expected
+    assert sum(collector.finished(key).stats.num_accepted for key in range(3)) > 0
+    assert all(collector.finished(key).stats.num_verified_rounds for key in range(3, 6))
+
+
+def test_log_probabilities_come_with_drawn_chains(decoder: Decoder, near: Decoder) -> None:
+    asked = request(PROMPT, SamplingParams(), StopParams(24, ignore_eos=True), top_logprobs=2)
+    collector = run(_service(decoder, _standalone(near), RULES[1]).engine, [asked])
+    assert collector.finished(0).stats.num_accepted > 0
+    tokens, found = collector.token_ids(0), collector.logprobs(0)
+    assert len(found) == len(tokens) == 24
+    assert all(len(each.top) == 2 and each.log_prob <= each.top[0][1] for each in found)
+
+
+def test_a_seed_has_no_effect(decoder: Decoder, near: Decoder) -> None:
+    asked = request(PROMPT, SamplingParams(seed=1), StopParams(24))
+    collector = run(_service(decoder, _standalone(near), RULES[0]).engine, [asked, asked])
+    assert collector.token_ids(0) != collector.token_ids(1)

@@ -1,0 +1,83 @@
+"""What verification by the draft's laws cannot do with is refused at start, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.verifier import VerificationMode
+from shared.errors import SettingsError
+from tests.helpers.mtp_heads import TinyMtp, write_mtp
+
+REJECTION, BLOCK = "--speculative-use-rejection-sampling", "--speculative-use-block-verification"
+EMBEDDED = ("--draft", "embedded")
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ((), VerificationMode.COUPLED),
+        (("--verification-mode", "point-mass"), VerificationMode.POINT_MASS),
+        ((REJECTION,), VerificationMode.REJECTION),
+        ((BLOCK,), VerificationMode.BLOCK),
+        ((REJECTION, BLOCK), VerificationMode.BLOCK),
+    ],
+)
+def test_flags_name_one_rule(flags: tuple[str, ...], mode: VerificationMode) -> None:
+    settings, _ = read_settings([*EMBEDDED, *flags], {})
+    assert settings.verification is mode
+
+
+@pytest.mark.parametrize("flag", [REJECTION, BLOCK])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "{flag} needs --draft embedded"),
+        (
+            (*EMBEDDED, "--verification-mode", "point-mass"),
+            "{flag} and --verification-mode point-mass name two rules",
+        ),
+        ((*EMBEDDED, "--device-rounds", "on"), "--device-rounds on: .*{flag} needs auto or off"),
+        (
+            (*EMBEDDED, "--speculative-accept-threshold-acc", "0.5"),
+            "the (rejection|block) rule has no thresholds",
+        ),
+        ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "{flag} .*; NGRAM repeats tokens"),
+        ((*EMBEDDED, "--speculative-algorithm", "DFLASH"), "{flag} .*; DFLASH scores a block"),
+        (
+            (
+                *EMBEDDED,
+                *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
+                *("--speculative-num-draft-tokens", "6"),
+            ),
+            "--speculative-eagle-topk is 2; {flag} needs chains",
+        ),
+        (
+            (*EMBEDDED, "--speculative-outcome-budget", "4"),
+            "--speculative-outcome-budget is 4; {flag} needs 0",
+        ),
+    ],
+)
+def test_what_would_not_be_exact_is_refused(
+    flag: str, flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message.format(flag=flag)):
+        read_settings([*flags, flag], {})
+
+
+def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path, TinyMtp(num_layers=2))
+    arguments = [
+        *(*EMBEDDED, "--model-path", str(folder), "--device", "cpu", "--port", "0"),
+        *("--max-total-tokens", "1024", "--speculative-algorithm", "MTP", BLOCK),
+        *("--speculative-draft-model-path", str(folder)),
+    ]
+    settings, draft_settings = read_settings(arguments, {})
+    assert draft_settings is not None
+    engine = build_engine(settings, lambda report: None)
+    with pytest.raises(SettingsError, match=f"{BLOCK} needs a head of one layer"):
+        build_embedded_draft(engine, settings, draft_settings)
