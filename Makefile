@@ -120,15 +120,22 @@ load-draft: $(STAMP) ## gRPC load on a running draft, to its knee
 tune: $(STAMP) ## the best tree shape, placement and concurrency for a workload; ARGS="--help"
 	@$(PY) -m tests.tune $(ARGS)
 
-test-clients: $(STAMP) .venv-clients/.installed ## other people's clients against the gateway
-	@$(PY) -m tests.clients --node-modules .venv-clients/node_modules $(ARGS)
+# Each in an environment of its own: their dependencies do not fit together, or ours.
+CLIENTS := sdk litellm aiperf guidellm lm_eval node
 
-.venv-clients/.installed: tests/clients/requirements.txt tests/clients/package.json
-	@$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --requirement tests/clients/requirements.txt
-	cp tests/clients/package.json .venv-clients/
-	cd .venv-clients && npm install --silent
-	touch .installed
+test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients; ARGS="--only aiperf"
+	@$(PY) -m tests.clients --environments .venv-clients $(ARGS)
+
+.venv-clients/%/.installed: tests/clients/%.txt
+	@$(PYTHON) -m venv .venv-clients/$*
+	.venv-clients/$*/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+# Without npm there is nothing to install, and the client of Node is skipped by name.
+.venv-clients/node/.installed: tests/clients/package.json
+	@mkdir -p .venv-clients/node
+	cp $< .venv-clients/node/
+	if command -v npm > /dev/null; then (cd .venv-clients/node && npm install --silent); touch $@; fi
 
 up: ## the three services in containers, in the background
 	$(COMPOSE) up --build --detach

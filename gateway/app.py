@@ -23,6 +23,8 @@ from gateway.native.generate_routes import add_generate_routes
 from gateway.native.server_routes import add_server_routes
 from gateway.native.token_routes import add_token_routes
 from gateway.playground.routes import add_playground_routes
+from gateway.reference.document import DocumentedApp
+from gateway.reference.routes import add_reference_routes
 from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
@@ -37,7 +39,8 @@ _JSON = "application/json"
 
 def create_app(gateway: Gateway) -> FastAPI:
     """Returns the ASGI application."""
-    app = FastAPI(title="Outrider", version=gateway.version)
+    # FastAPI's own pages load their scripts from elsewhere.
+    app = DocumentedApp(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.add_exception_handler(OutriderError, failures.on_outrider_error)
     app.add_exception_handler(RequestValidationError, failures.on_validation_error)
     app.add_exception_handler(HTTPException, failures.on_http_exception)
@@ -51,6 +54,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_server_routes(app, gateway)
     _add_operations_routes(app, gateway)
     add_playground_routes(app)
+    add_reference_routes(app)
     # The last one added runs first.
     app.add_middleware(BodyLimit, max_body_bytes=gateway.limits.max_body_bytes)
     app.add_middleware(Access, quotas=gateway.quotas)

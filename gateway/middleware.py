@@ -23,7 +23,7 @@ from shared.telemetry.request_id import (
 
 _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 _OPEN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/version", "/docs", "/redoc", "/openapi.json"}
+    {"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"}
 )
 _FREE_PATHS = frozenset({"/abort_request"})  # who is at a limit must be able to end something
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)

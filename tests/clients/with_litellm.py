@@ -19,6 +19,7 @@ CALL = {
 
 def main() -> None:
     litellm.telemetry = False
+    litellm.suppress_debug_info = True
     whole = litellm.completion(**CALL)
     text = whole.choices[0].message.content
     assert text

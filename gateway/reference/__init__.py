@@ -1,0 +1,1 @@
+"""What the gateway tells about its own interface: the OpenAPI document and a page of it."""

@@ -1,0 +1,118 @@
+"""The OpenAPI document, with the statuses and content types that the routes really answer with.
+
+FastAPI knows the bodies of requests. It takes 422 for the status of a wrong one, and does not know
+what middleware and our own errors answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+
+Schema = dict[str, Any]
+_STREAMED = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
+)
+_DESCRIPTIONS = {
+    400: "a field is missing, malformed, out of range or not implemented",
+    401: "the API key is missing or wrong",
+    404: "no such model, response or route",
+    410: "somebody aborted the request",
+    413: "the body is larger than the gateway takes",
+    429: "the target's queue is full, or a limit of the key is reached; see `retry-after`",
+    500: "the gateway or the engine failed",
+    501: "not set up here; the message names the setting",
+    503: "no target takes requests, or the gateway is stopping",
+    504: "it took longer than allowed",
+}
+_OF_KEYED: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
+_OF_POST = (413, 429)
+_NULLABLE_TEXT: Schema = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERRORS: dict[str, Schema] = {
+    "Error": {
+        "type": "object",
+        "description": "OpenAI's shape. `param` names the field as the client sent it.",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": _NULLABLE_TEXT,
+                    "code": {"type": "string"},
+                },
+            }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "description": "Anthropic's shape, of the routes below `/v1/messages`.",
+        "required": ["type", "error", "request_id"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+            "request_id": {"type": "string"},
+        },
+    },
+}
+
+
+class DocumentedApp(FastAPI):
+    """An application whose document is true of its errors and streams."""
+
+    def openapi(self) -> Schema:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            _complete(document)
+            self.openapi_schema = document
+        return self.openapi_schema
+
+
+def _complete(document: Schema) -> None:
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas.update(_ERRORS)
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            _add_content(responses, path)
+            for status in _statuses(path, method, operation["tags"]):
+                responses[str(status)] = _error(status, path)
+
+
+def _add_content(responses: Schema, path: str) -> None:
+    if path in _STREAMED:
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if path in ("/health", "/ready"):
+        not_ready = {**responses["200"], "description": "takes no requests now"}
+        responses["503"] = not_ready
+
+
+def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
+    if "operations" in tags:
+        return ()
+    statuses = _OF_KEYED
+    if method == "post":
+        statuses += _OF_POST
+    if path in _STREAMED:
+        statuses += (410,)
+    return (*statuses, 501) if path == "/flush_cache" else statuses
+
+
+def _error(status: int, path: str) -> Mapping[str, Any]:
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    schema = {"$ref": f"#/components/schemas/{name}"}
+    content = {"application/json": {"schema": schema}}
+    return {"description": _DESCRIPTIONS[status], "content": content}

@@ -1,0 +1,91 @@
+"""The OpenAPI document: what it says of answers is what the routes answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.reference.fields import SchemaField, Type, fields, types
+from tests.gateway.driving import CHAT
+
+
+async def _document(client: httpx.AsyncClient) -> dict[str, Any]:
+    document: dict[str, Any] = (await client.get("/openapi.json")).json()
+    return document
+
+
+async def test_no_route_claims_fastapis_own_status_for_a_wrong_body(
+    client: httpx.AsyncClient,
+) -> None:
+    document = await _document(client)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+async def test_answers_to_wrong_bodies_are_documented(client: httpx.AsyncClient) -> None:
+    document = await _document(client)
+    for path, operations in document["paths"].items():
+        if "post" in operations and path != "/flush_cache":
+            response = await client.post(path, content=b"{")
+            assert str(response.status_code) in operations["post"]["responses"]
+            said = operations["post"]["responses"][str(response.status_code)]["content"]
+            schema = said["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            required = document["components"]["schemas"][schema]["required"]
+            assert set(required) <= set(response.json())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_content_types_of_answers_are_documented(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    document = await _document(client)
+    path = "/v1/chat/completions"
+    response = await client.post(path, json={**CHAT, "stream": stream})
+    kind = response.headers["content-type"].partition(";")[0]
+    assert kind in document["paths"][path]["post"]["responses"]["200"]["content"]
+    kind = (await client.get("/metrics")).headers["content-type"].partition(";")[0]
+    assert kind in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+
+
+async def test_every_reference_leads_somewhere(client: httpx.AsyncClient) -> None:
+    document = await _document(client)
+    schemas = document["components"]["schemas"]
+    for each in _references(document):
+        assert each.removeprefix("#/components/schemas/") in schemas
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        nested = [each for one in value.values() for each in _references(one)]
+        return nested + ([value["$ref"]] if isinstance(value.get("$ref"), str) else [])
+    return [each for one in value for each in _references(one)] if isinstance(value, list) else []
+
+
+async def test_the_page_names_every_route_and_field_and_loads_nothing(
+    client: httpx.AsyncClient,
+) -> None:
+    document = await _document(client)
+    response = await client.get("/docs")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    for path in document["paths"]:
+        assert f"</b> {path}</h3>" in response.text
+    for name, schema in document["components"]["schemas"].items():
+        assert f'id="schema-{name}"' in response.text
+        assert all(f"<code>{field.name}</code>" in response.text for field in fields(schema))
+    for loading in ("<script", "<link", "src=", "@import", "//"):
+        assert loading not in response.text
+
+
+def test_types_are_told_in_words() -> None:
+    ref = {"$ref": "#/components/schemas/Tool"}
+    either = {"anyOf": [{"type": "array", "items": ref}, {"type": "string"}, {"type": "null"}]}
+    assert types(either) == (Type("list of Tool", "Tool"), Type("string"))
+    assert types({"enum": ["a", 1]}) == (Type("'a' | 1"),)
+    assert types({}) == (Type("any"),)
+    schema = {"properties": {"n": {"type": "integer", "description": "how many"}}, "required": "n"}
+    assert fields(schema) == (SchemaField("n", (Type("integer"),), True, "how many"),)
