@@ -27,15 +27,20 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
-from services.target.assignment import MAX_CONDITIONAL_CANDIDATES
-from services.target.attachment import Attachment, DraftIdentity, DraftMessage, OpenedSequence
-from services.target.attachment_terms import AttachmentTerms
 from services.target.device_rounds import RoundSource
+from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
+from services.target.drafts.attachment import (
+    Attachment,
+    DraftIdentity,
+    DraftMessage,
+    OpenedSequence,
+)
+from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.feature_outlet import InProcessOutlet
+from services.target.drafts.feature_rows import FeatureRows as TargetRows
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.feature_outlet import InProcessOutlet
-from services.target.feature_rows import FeatureRows as TargetRows
-from services.target.feature_store import FeatureSpec
-from services.target.patience import Patience
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull
 from shared.tokens import Verdict

@@ -44,7 +44,7 @@ TORCH_FREE = (
     "shared.kv.pages",
     "shared.ngram",
     "services.serve",
-    "services.target.attachments",
+    "services.target.drafts.attachments",
     "services.target.scheduler",
     "services.target.sequence",
 )

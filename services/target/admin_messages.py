@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.target.attachment import AttachmentStatus
+from services.target.drafts.attachment import AttachmentStatus
 from services.target.step_report import EngineGauges
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.attachments import Attachments
+from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
 from services.target.miss_ladder import MissLadder
 from services.target.request import Delta, Failed, Finished

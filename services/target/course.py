@@ -11,7 +11,7 @@ from services.target.acceptance import (
     LevelRates,
     expected_tokens,
 )
-from services.target.attachment import Attachment
+from services.target.drafts.attachment import Attachment
 from services.target.sequence import Sequence
 from shared.tokens import ANY_TREE, TokenTree, TreeShape, TreeWish
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from services.target.attachment import Attachment
 from services.target.averages import Average
 from services.target.course import Course
+from services.target.drafts.attachment import Attachment
 from services.target.goodput import Device, Part, WaitTime, cycle
 from services.target.step_times import StepTimes
 from shared.tokens import TreeShape

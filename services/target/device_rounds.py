@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.target.feature_store import FeatureStore
+from services.target.drafts.feature_store import FeatureStore
 from services.target.sequence import Sequence as TargetSequence
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.kv.pages import PagePool

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from services.target.attachment import Attachment, AttachmentStatus, Offer
+from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
+from services.target.drafts.feature_store import FeatureSpec
 from services.target.fallback import NgramFallback
-from services.target.feature_store import FeatureSpec
 from services.target.inbox import Inbox
 from services.target.request import EventSink, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler
@@ -93,7 +93,7 @@ class Engine:
         """
         self._check_alive()
         self.limits.check(request)
-        self._inbox.post(lambda: self._loop.admissions.admit(request, sink, key))
+        self._inbox.post(lambda: self._loop.new_sequences.queue(request, sink, key))
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request; its pages are free once no step in flight uses them. Unknown

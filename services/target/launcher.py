@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from services.target.drafts.feature_feed import FeatureFeed
 from services.target.draw import Decision, Draw
-from services.target.feature_feed import FeatureFeed
 from services.target.launched_step import LaunchedStep
 from services.target.prompt_scores import SplitLogits
 from services.target.step import UNREAD, kv_moves, sequence_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.engine import Engine
-from services.target.outcome_tally import OutcomeTally
 from services.target.settings import TargetSettings
 from services.target.speculation_counts import SpeculationCounts
 from services.target.step_report import StepReport

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates
-from services.target.attachment import Attachment
 from services.target.course import Course, Population
 from services.target.decode_costs import DecodeCosts
+from services.target.drafts.attachment import Attachment
 from services.target.goodput import Group, best_choices, goodput_of
 from services.target.sequence import Sequence
 

@@ -13,7 +13,8 @@ from grpc import aio
 
 from services.target.admin_messages import attachment_message, gauge_values
 from services.target.admission import Admission
-from services.target.attachment_terms import AttachmentTerms
+from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.generate_service import ServedModel, TargetServicer
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
@@ -21,7 +22,6 @@ from services.target.model_facts import ModelFacts
 from services.target.request_record import RequestRecorder
 from services.target.request_service import RequestService
 from services.target.settings import TargetSettings
-from services.target.speculation_service import SpeculationServicer
 from services.target.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up
 from shared.errors import EngineFailed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.target.attachment import Attachment
 from services.target.device_rounds import DeviceRounds
-from services.target.feature_feed import FeatureFeed
+from services.target.drafts.attachment import Attachment
+from services.target.drafts.feature_feed import FeatureFeed
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.target.attachment import Attachment
-from services.target.attachments import Attachments
 from services.target.committer import Committer
 from services.target.device_rounds import DeviceRounds
+from services.target.drafts.attachment import Attachment
+from services.target.drafts.attachments import Attachments
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport

@@ -12,9 +12,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
-from services.target.attachment import Attachment
 from services.target.course import Course, Kept, seen_round
 from services.target.decode_costs import DecodeCosts
+from services.target.drafts.attachment import Attachment
 from services.target.goodput import best_cut, path_survivals
 from services.target.outlooks import Outlooks
 from services.target.probe_budget import ProbeBudget

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.target.attachments import Attachments
 from services.target.committer import Committer
+from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
 from services.target.launched_step import LaunchedStep
 from services.target.miss_ladder import MissLadder

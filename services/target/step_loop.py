@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.target.admissions import Admissions
-from services.target.attachment import Attachment
-from services.target.attachments import Attachments
 from services.target.committer import Committer
-from services.target.draft_exchange import DraftExchange
+from services.target.drafts.attachment import Attachment
+from services.target.drafts.attachments import Attachments
+from services.target.drafts.draft_exchange import DraftExchange
+from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.feature_store import FeatureStores
 from services.target.fallback import NgramFallback
-from services.target.feature_feed import FeatureFeed
-from services.target.feature_store import FeatureStores
 from services.target.host_gap import HostGap
 from services.target.launched_step import LaunchedStep
 from services.target.launcher import Launcher
 from services.target.miss_ladder import MissLadder
+from services.target.new_sequences import NewSequences
 from services.target.request import EventSink, ModelLimits
 from services.target.round_factory import RoundFactory
 from services.target.round_steps import RoundSteps
@@ -74,7 +74,7 @@ class StepLoop:
         self.attachments = Attachments(self._ladder, speculation)
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()
-        self.admissions = Admissions(
+        self.new_sequences = NewSequences(
             limits, scheduler, self._subscriptions, self.attachments.drafts
         )
         self._launcher = Launcher(runner, verifier, self._features)
@@ -116,7 +116,7 @@ class StepLoop:
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
         )
-        self._rounds.assign(self.admissions.announce(plan.admitted, now_s), now_s)
+        self._rounds.assign(self.new_sequences.start(plan.admitted, now_s), now_s)
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.target.outcome_tally import OutcomeTally
+from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.speculation_counts import SpeculationCounts
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from services.target.adaptive_config import AdaptiveConfig, Candidates, shape_of
-from services.target.attachment import Attachment
 from services.target.course import Course
 from services.target.decode_costs import DecodeCosts
+from services.target.drafts.attachment import Attachment
 from services.target.goodput import (
     NOTHING,
     Choice,

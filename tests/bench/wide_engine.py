@@ -14,8 +14,8 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
-from services.target.attachment_terms import AttachmentTerms
 from services.target.device_rounds import RoundSource
+from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.inbox import Inbox
 from services.target.request import GenerationRequest, ModelLimits

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from services.target.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
-from services.target.feature_rows import FeatureRows
-from services.target.feature_store import FeatureSpec
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.inbox import Inbox
-from services.target.patience import Patience
 from services.target.request import (
     Delta,
     Event,

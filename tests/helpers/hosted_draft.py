@@ -11,13 +11,13 @@ from services.draft.roster import Roster
 from services.draft.rounds import Rounds
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
-from services.target.attachment_terms import AttachmentTerms
+from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.verifier import VerificationMode
 from shared.tokens import TreeShape
 
 if TYPE_CHECKING:
-    from services.target.attachment import DraftMessage
+    from services.target.drafts.attachment import DraftMessage
 
 _LINK = 1
 

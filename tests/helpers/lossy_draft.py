@@ -6,8 +6,8 @@ import random
 from collections import deque
 
 from services.draft.events import LinkClosed
-from services.target.attachment import DraftMessage
-from services.target.draft_messages import draft_messages
+from services.target.drafts.attachment import DraftMessage
+from services.target.drafts.draft_messages import draft_messages
 from shared.tokens import Candidate
 from tests.helpers.wired_draft import LINK, WiredDraft
 

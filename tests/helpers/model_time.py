@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.target.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.patience import Patience
 from services.target.request import Failed, Finished, GenerationRequest
 from services.target.speculation_controller import SpeculationController
 from shared.kv.batch import ForwardBatch

@@ -15,11 +15,11 @@ from services.draft.link_codec import attach_request, event_from_response, reque
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds
 from services.draft.worker import WorkerIdentity
-from services.target.assignment import MAX_CONDITIONAL_CANDIDATES
-from services.target.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.draft_messages import draft_messages, feature_spec
+from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_messages import draft_messages, feature_spec
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.patience import Patience
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.trees import candidate_from_message
 from shared.tokens import Candidate, TreeShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target import patience
+from services.target.drafts import patience
 
 
 @pytest.fixture(autouse=True)

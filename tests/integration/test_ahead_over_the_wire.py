@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.target.draft_exchange import DraftExchange
-from services.target.outcome_tally import OutcomeTally
+from services.target.drafts.draft_exchange import DraftExchange
+from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.step_report import StepReport
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.relay import relayed

@@ -15,7 +15,7 @@ import torch
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.fan_out import FanOut
-from services.target.outcome_tally import OutcomeTally
+from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases

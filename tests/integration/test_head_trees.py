@@ -16,7 +16,7 @@ from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence
-from services.target.outcome_tally import OutcomeTally
+from services.target.drafts.outcome_tally import OutcomeTally
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

@@ -17,7 +17,7 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.fan_out import FanOut
-from services.target.outcome_tally import OutcomeTally
+from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases

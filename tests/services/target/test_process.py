@@ -15,11 +15,11 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.target.drafts.speculation_service import Context, SpeculationServicer
 from services.target.engine_factory import build_engine
 from services.target.generate_service import ServedModel
 from services.target.process import TargetProcess, attachment_terms
 from services.target.settings import TargetSettings
-from services.target.speculation_service import Context, SpeculationServicer
 from shared.errors import OutriderError, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
@@ -423,7 +423,7 @@ async def test_malformed_tree_ends_the_stream_and_not_the_target(
 async def test_log_says_why_a_draft_detached(
     folder: Path, end: str, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "services.target.speculation_service")
+    caplog.set_level(logging.INFO, "services.target.drafts.speculation_service")
     async with _serve(folder) as (_, channel, _admin):
         draft = _Draft(channel)
         await draft.attach()

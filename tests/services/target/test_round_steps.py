@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.target.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.device_rounds import RoundSource
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.feature_store import FeatureSpec
-from services.target.patience import Patience
 from services.target.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.pool import KvPool

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from services.target.attachment import DraftMessage
+from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
 from services.target.event_messages import response_message
 from services.target.request import Delta, GenerationRequest, Started

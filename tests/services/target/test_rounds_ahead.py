@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.target.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.outcome_tally import OutcomeTally
-from services.target.patience import Patience
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.tokens import (

@@ -9,7 +9,7 @@ import pytest
 
 from services.target import outlooks
 from services.target.adaptive_config import AdaptiveConfig, Candidates
-from services.target.attachment import DraftMessage
+from services.target.drafts.attachment import DraftMessage
 from services.target.probe_budget import PROBE_SHARE
 from services.target.request import GenerationRequest
 from services.target.speculation_controller import SpeculationController

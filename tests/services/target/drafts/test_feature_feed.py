@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
-from services.target.feature_store import FeatureSpec
 from shared.errors import FailedPrecondition
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool

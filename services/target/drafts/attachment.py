@@ -6,10 +6,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.target.feature_outlet import FeatureOutlet, InlineOutlet
-from services.target.feature_rows import FeatureRows
-from services.target.outcome_tally import OutcomeTally
-from services.target.patience import Patience
+from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
+from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.drafts.patience import Patience
 from services.target.turnarounds import Turnarounds
 from shared.tokens import (
     ANY_TREE,
@@ -24,7 +24,7 @@ from shared.tokens import (
 
 if TYPE_CHECKING:
     from services.target.device_rounds import RoundSource
-    from services.target.feature_store import FeatureSpec
+    from services.target.drafts.feature_store import FeatureSpec
     from services.target.sequence import Sequence
 
 

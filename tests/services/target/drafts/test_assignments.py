@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.attachments import Attachments
+from services.target.drafts.attachments import Attachments
 from tests.helpers.one_draft import make_attachment, make_sequence, with_one_draft
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from services.target.attachment import Attachment
-from services.target.feature_needs import FeatureNeed, FeatureNeeds
-from services.target.feature_rows import FeatureRows
-from services.target.feature_store import FeatureSpec, FeatureStore, FeatureStores
+from services.target.drafts.attachment import Attachment
+from services.target.drafts.feature_needs import FeatureNeed, FeatureNeeds
+from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.feature_store import FeatureSpec, FeatureStore, FeatureStores
 from services.target.step_plan import StepPlan
 from shared.runtime.runner import RunnerOutput
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from services.target.draft_registry import DraftRegistry
+from services.target.drafts.draft_registry import DraftRegistry
 from services.target.request import EventSink, GenerationRequest, ModelLimits, Started
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
@@ -13,7 +13,7 @@ from services.target.subscriptions import Subscriptions
 from shared.errors import InvalidArgument, QueueFull
 
 
-class Admissions:
+class NewSequences:
     """The way of requests into the queue and out of it. Owned by the engine thread."""
 
     def __init__(
@@ -29,7 +29,7 @@ class Admissions:
         self._drafts = drafts
         self._ids = itertools.count(1)
 
-    def admit(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
+    def queue(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
         """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
         sequence = Sequence.of(next(self._ids), request, self._limits)
         try:
@@ -40,7 +40,7 @@ class Admissions:
             return
         self._subscriptions.add(sequence, sink, key)
 
-    def announce(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
+    def start(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
         """Announces the sequences that leave the queue for the first time, and returns them; the
         others were preempted and return."""
         started = [sequence for sequence in admitted if not sequence.started]

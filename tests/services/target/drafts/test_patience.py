@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.patience import FIRST_PROBE_S, MISSES_UNTIL_COLD, Patience
+from services.target.drafts.patience import FIRST_PROBE_S, MISSES_UNTIL_COLD, Patience
 
 
 def test_silent_draft_is_waited_for_only_now_and_then() -> None:

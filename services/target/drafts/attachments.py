@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from services.target.assignments import Assignments
-from services.target.attachment import Attachment, AttachmentStatus
-from services.target.candidate_intake import CandidateIntake
-from services.target.draft_registry import DraftRegistry
-from services.target.feature_needs import FeatureNeeds
+from services.target.drafts.assignments import Assignments
+from services.target.drafts.attachment import Attachment, AttachmentStatus
+from services.target.drafts.candidate_intake import CandidateIntake
+from services.target.drafts.draft_registry import DraftRegistry
+from services.target.drafts.feature_needs import FeatureNeeds
+from services.target.drafts.outcome_tally import RecentOutcomes
+from services.target.drafts.readiness import Readiness
+from services.target.drafts.verdicts import Verdicts
 from services.target.miss_ladder import MissLadder
-from services.target.outcome_tally import RecentOutcomes
-from services.target.readiness import Readiness
 from services.target.sequence import Sequence
 from services.target.speculation_controller import SpeculationController
 from services.target.step_report import StepReport
-from services.target.verdicts import Verdicts
 
 
 class Attachments:

@@ -6,9 +6,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from services.target.attachment import Attachment, Offer
-from services.target.attachments import Attachments
-from services.target.feature_feed import FeatureFeed
+from services.target.drafts.attachment import Attachment, Offer
+from services.target.drafts.attachments import Attachments
+from services.target.drafts.feature_feed import FeatureFeed
 from services.target.round_steps import RoundSteps
 from services.target.sequence import Sequence as TargetSequence
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.target.assignments import Assignments
-from services.target.attachment import Attachment
-from services.target.feature_rows import FeatureRows
+from services.target.drafts.assignments import Assignments
+from services.target.drafts.attachment import Attachment
+from services.target.drafts.feature_rows import FeatureRows
 from services.target.sequence import Sequence
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from services.target.attachment import Attachment
 from services.target.course import Course, Kept
-from services.target.outcome_tally import Foreseen
+from services.target.drafts.attachment import Attachment
+from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
 from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree, TreeWish, Verdict
 

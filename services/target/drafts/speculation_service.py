@@ -11,15 +11,15 @@ from typing import Any
 
 from grpc import aio
 
-from services.target.assignment import MAX_CONDITIONAL_CANDIDATES
-from services.target.attachment import Attachment, DraftIdentity
-from services.target.attachment_terms import AttachmentTerms
-from services.target.draft_messages import draft_messages, feature_spec, ring_message
-from services.target.draft_stream import DraftStream
+from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
+from services.target.drafts.attachment import Attachment, DraftIdentity
+from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.draft_messages import draft_messages, feature_spec, ring_message
+from services.target.drafts.draft_stream import DraftStream
+from services.target.drafts.feature_outlet import RingOutlet
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.feature_outlet import RingOutlet
 from services.target.generate_service import ServedModel
-from services.target.patience import Patience
 from services.target.verifier import VerificationMode
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import deque
 
-from services.target.attachment import DraftMessage
+from services.target.drafts.attachment import DraftMessage
 
 
 class DraftStream:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from services.target.assignment import Assignment
-from services.target.assignments import Assignments
-from services.target.draft_registry import DraftRegistry
+from services.target.drafts.assignment import Assignment
+from services.target.drafts.assignments import Assignments
+from services.target.drafts.draft_registry import DraftRegistry
 from services.target.sequence import Sequence
 from services.target.speculation_controller import Ready, SpeculationController
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.attachment import Attachment, DraftMessage
+from services.target.drafts.attachment import Attachment, DraftMessage
 from shared.errors import InvalidArgument
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.target.assignment import Assignment
-from services.target.assignments import Assignments
+from services.target.drafts.assignment import Assignment
+from services.target.drafts.assignments import Assignments
+from services.target.drafts.outcome_tally import RecentOutcomes
 from services.target.miss_ladder import MissLadder
-from services.target.outcome_tally import RecentOutcomes
 from services.target.round_trace import DraftAnswer
 from services.target.sequence import Sequence
 from services.target.speculation_controller import SpeculationController

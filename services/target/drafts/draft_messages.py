@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from services.target.attachment import DraftMessage, OpenedSequence
-from services.target.feature_rows import FeatureRows
-from services.target.feature_store import FeatureSpec
+from services.target.drafts.attachment import DraftMessage, OpenedSequence
+from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.sampling import sampling_message
 from shared.rpc.trees import verdict_batch_message, wanted_shape_message

@@ -6,11 +6,11 @@ only one that matches is ever verified. No torch.
 
 from __future__ import annotations
 
-from services.target.assignment import Assignment
-from services.target.assignments import Assignments
-from services.target.attachment import Offer
-from services.target.draft_registry import DraftRegistry
-from services.target.outcome_tally import RecentOutcomes
+from services.target.drafts.assignment import Assignment
+from services.target.drafts.assignments import Assignments
+from services.target.drafts.attachment import Offer
+from services.target.drafts.draft_registry import DraftRegistry
+from services.target.drafts.outcome_tally import RecentOutcomes
 from shared.tokens import Candidate
 
 
