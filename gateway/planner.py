@@ -68,14 +68,23 @@ class Planner:
             return await self.text.tokenizer.encode(text, add_special_tokens=False)
 
     async def completion(
-        self, body: CompletionRequest, name: str, model: TargetModel, trace_id: str
+        self,
+        body: CompletionRequest,
+        name: str,
+        model: TargetModel,
+        trace_id: str,
+        *,
+        scored_from: int | None = None,
     ) -> Plan:
+        """Args:
+        scored_from: first prompt token that gets log probabilities, whatever is echoed.
+        """
         refuse_unimplemented(body)
         num_drawn = self._num_drawn(body)
         top_logprobs = None
         if body.logprobs is not None:
             top_logprobs = check_top_logprobs("logprobs", body.logprobs)
-        scoring = _echo_scoring(body, top_logprobs)
+        scoring = _scoring(body, top_logprobs, scored_from)
         if num_drawn is not None:  # the best are found by them
             top_logprobs = top_logprobs or 0
         tokenizer = self.text.tokenizer
@@ -145,8 +154,10 @@ class Planner:
         )
 
 
-def _echo_scoring(body: CompletionRequest, top_logprobs: int | None) -> PromptScoring | None:
+def _scoring(
+    body: CompletionRequest, top_logprobs: int | None, scored_from: int | None
+) -> PromptScoring | None:
     """Returns what prompt tokens get: an echo with log probabilities holds the prompt's, too."""
-    if body.prompt_logprob_start is not None:
-        return PromptScoring(body.prompt_logprob_start, top_logprobs or 0)
+    if scored_from is not None:
+        return PromptScoring(scored_from, top_logprobs or 0)
     return PromptScoring(0, top_logprobs) if body.echo and top_logprobs is not None else None

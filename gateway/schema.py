@@ -135,9 +135,6 @@ class CompletionRequest(GenerationBody):
     echo: Flag = False
     logprobs: int | None = None
     add_special_tokens: bool | None = None
-    prompt_logprob_start: int | None = Field(
-        default=None, description="with logprobs: also those of the prompt from this position on"
-    )
 
 
 class ContentPart(Body):

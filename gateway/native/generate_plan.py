@@ -101,11 +101,11 @@ async def generate_plan(
     names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
     with client_names({**names, "prompt": field, "logprobs": "top_logprobs_num", **_PROMPT_NAMES}):
         completion = _completion(body, sampling, prompt, num_top)
-        plan = await planner.completion(completion, name, model, trace_id)
+        start = _prompt_start(body, num_top)
+        plan = await planner.completion(completion, name, model, trace_id, scored_from=start)
     is_batch = len(plan.generations) > 1 or _is_batch(prompt)
     field = f"sampling_params.{plan.grammar_field}"
     plan = replace(plan, request_id=body.rid or uuid.uuid4().hex, grammar_field=field)
-    start = completion.prompt_logprob_start
     return GeneratePlan(plan, is_batch, num_top, body.return_text_in_logprobs, start)
 
 
@@ -128,7 +128,6 @@ def _completion(
         skip_special_tokens=sampling.skip_special_tokens,
         include_stop_str_in_output=sampling.no_stop_trim,
         logprobs=num_top,
-        prompt_logprob_start=_prompt_start(body, num_top),
         priority=body.priority,
         speculation=body.speculation,
     )

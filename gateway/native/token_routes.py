@@ -20,6 +20,7 @@ _TOKENIZE_FIELDS = KnownFields(
         {"chat_template", "continue_final_message", "documents", "mm_processor_kwargs"}
     ),
 )
+_DETOKENIZE_FIELDS = KnownFields(frozenset(), frozenset())
 
 
 def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -47,6 +48,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         _, model = gateway.pool.model(body.model)
+        _DETOKENIZE_FIELDS.refuse(body.unknown_fields)
         rows = [row for row in body.tokens if not isinstance(row, int)]
         is_batch = bool(rows)
         if not is_batch:

@@ -222,8 +222,8 @@ async def test_strict_tool_is_held_to_its_schema_when_the_model_calls(
             "tool_choice",
             "tool_unknown",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "field_invalid"),
-        ({"tools": TOOLS, "tool_choice": "any"}, None, "field_invalid"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "field_invalid"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "field_invalid"),
         (
             {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
             "tool_choice",

@@ -4,7 +4,6 @@
  * path is a straight line along the top; other branches take the rows below.
  */
 
-
 const CHARACTER = 7.3;
 const GAP = 22;
 const MARGIN = 12;
