@@ -90,6 +90,8 @@ def _dflash(folder: Path, num_pages: int) -> Drafter:
 
 HEADS: dict[str, tuple[int, Build]] = {
     "MTP": (1, _mtp),
+    "MTP of 2 layers": (2, _mtp),
+    "MTP of 3 layers": (3, _mtp),
     "DFLASH": (1, _dflash),
 }
 

@@ -16,18 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from services.draft.chain_draws import LevelScores, level_scores
-from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
+from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_loan import HeadLoan
 from services.draft.drafters.head_tails import HeadTails, reroot
+from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
-from shared.runtime.head_runner import HeadOutput, HeadRunner
+from shared.runtime.head_runner import HeadRunner
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.speculation.noise import fresh_generator
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
@@ -64,15 +66,10 @@ class EagleDrafter:
             min_rows=self._num_open_rows,
         )
         self._tails = HeadTails(self._contexts, runner.device)
-        self._outcomes = OutcomeDrafter(
-            self._tails.tail_of,
-            self._tails.compute,
-            max_depth=CONTEXT_MARGIN - 1,
-            keeps_rows=False,
-        )
+        self._outcomes = outcome_drafter(self._tails)
 
     @property
-    def foresight(self) -> Foresight | None:
+    def foresight(self) -> OutcomeDrafter:
         return self._outcomes
 
     @property
@@ -166,14 +163,14 @@ class EagleDrafter:
             contexts.publish(sequence)
         tails = [TreeTail(contexts.kv_of(s), s.token_ids[-1]) for s in sequences]
         outputs = [output]
-        levels = [self._children(scores, output, tails, shape)]
+        levels = [self._children(scores, output.logits, tails, shape)]
         growth.add(levels[0].best(shape.topk))
         while not growth.is_complete:
             beam = growth.select_beam()
             hidden = parent_states(output.states, beam.parents)
             output = contexts.run(beam_rows(beam, tails), hidden)
             outputs.append(output)
-            levels.append(self._children(scores, output, tails, shape))
+            levels.append(self._children(scores, output.logits, tails, shape))
             growth.add(levels[-1].best(shape.topk))
         if self._outcomes.budget:
             learn_levels(tails, levels)
@@ -182,11 +179,15 @@ class EagleDrafter:
         return list(map(Proposal, sequences, trees))
 
     def _children(
-        self, scores: LevelScores, output: HeadOutput, tails: Sequence[TreeTail], shape: TreeShape
+        self,
+        scores: LevelScores,
+        logits: Tensor,
+        tails: Sequence[TreeTail | LayerRows],
+        shape: TreeShape,
     ) -> Children:
         """As many as the tree needs, and those that verdicts may end in beside them."""
         width = min(shape.topk + self._outcomes.budget, self._runner.head.vocabulary.size)
-        return choose_children(scores(output.logits, [tail.paths for tail in tails]), width)
+        return choose_children(scores(logits, [tail.paths for tail in tails]), width)
 
     def _grown_shape(self, shape: TreeShape) -> TreeShape:
         """Levels beyond the last kept node of a chain, and children beyond the vocabulary, would be
@@ -196,3 +197,10 @@ class EagleDrafter:
             num_steps=min(shape.num_steps, shape.max_node_count),
             topk=min(shape.topk, self._runner.head.vocabulary.size),
         )
+
+
+def outcome_drafter(tails: HeadTails) -> OutcomeDrafter:
+    """Returns what drafts ahead with the tails of a head."""
+    return OutcomeDrafter(
+        tails.tail_of, tails.compute, max_depth=CONTEXT_MARGIN - 1, keeps_rows=False
+    )

@@ -53,28 +53,35 @@ class HeadTails:
         served = [each for each in work if self._has_room(each)]
         if not served:
             return []
-        self._compute_roots([each for each in served if self._contexts.backlog(each.sequence)])
-        states = [
-            node.parent.state
-            for each in served
-            for node in each.nodes
-            if node.parent is not None and node.parent.state is not None
-        ]
-        rows = [
-            each.tail.lay_out(each.nodes, self._contexts.kv_of(each.sequence).lease.pages)
-            for each in served
-        ]
-        self._learn(served, self._contexts.run(rows, torch.stack(states)))
+        due = [each for each in served if self._is_root_due(each)]
+        if due:
+            self._compute_roots(due)
+        self._compute_nodes(served)
         return [each.sequence for each in served]
 
+    def _is_root_due(self, work: TailWork) -> bool:
+        """Whether a verdict committed tokens that are not computed."""
+        return self._contexts.backlog(work.sequence) > 0
+
     def _compute_roots(self, work: Sequence[TailWork]) -> None:
-        if not work:
-            return
         counts = [(each.sequence, self._contexts.backlog(each.sequence)) for each in work]
         output = self._contexts.compute(counts, with_logits=True)
         for each in work:
             each.tail.base = self._contexts.kv_of(each.sequence).num_computed
         self._learn([replace(each, nodes=[each.tail.root]) for each in work], output)
+
+    def _compute_nodes(self, work: Sequence[TailWork]) -> None:
+        states = [
+            node.parent.state
+            for each in work
+            for node in each.nodes
+            if node.parent is not None and node.parent.state is not None
+        ]
+        rows = [
+            each.tail.lay_out(each.nodes, self._contexts.kv_of(each.sequence).lease.pages)
+            for each in work
+        ]
+        self._learn(work, self._contexts.run(rows, torch.stack(states)))
 
     def _learn(self, work: Sequence[TailWork], output: HeadOutput) -> None:
         learn_rows(work, output.logits, self._device)

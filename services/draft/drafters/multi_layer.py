@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.eagle import EagleDrafter, outcome_drafter
+from services.draft.drafters.layer_forwards import LayerForwards
 from services.draft.drafters.layer_rows import LayerRows
+from services.draft.drafters.layer_tails import LayerTails
 from services.draft.sequence import DraftSequence
-from shared.kv.batch import SequenceRows, build_batch
-from shared.speculation.growth import Beam, TreeGrowth, choose_children, parent_states
+from shared.kv.batch import SequenceRows
+from shared.kv.leases import KvLeases
+from shared.runtime.head_runner import HeadRunner
+from shared.speculation.growth import Beam, TreeGrowth, parent_states
 from shared.tokens import TreeShape
 
 
@@ -30,9 +33,25 @@ class MultiLayerDrafter(EagleDrafter):
     """See `Drafter`. Its leases must not cache prefixes: a row's key there is too short for what
     the deeper layers read."""
 
-    @property
-    def foresight(self) -> None:
-        """Every tree follows its verdict: open rows change with each token."""
+    def __init__(
+        self,
+        runner: HeadRunner,
+        leases: KvLeases,
+        *,
+        max_context_tokens: int,
+        keeps_features: bool,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            runner,
+            leases,
+            max_context_tokens=max_context_tokens,
+            keeps_features=keeps_features,
+            generator=generator,
+        )
+        self._forwards = LayerForwards(runner, self._contexts)
+        self._layer_tails = LayerTails(self._contexts, self._forwards, runner.device)
+        self._outcomes = outcome_drafter(self._layer_tails)
 
     @property
     def _num_layers(self) -> int:
@@ -47,70 +66,45 @@ class MultiLayerDrafter(EagleDrafter):
         states = self._contexts.hidden(counts)
         for layer in range(self._num_layers):
             rows = [self._settled_rows(*each, layer=layer) for each in counts]
-            states = self._compute(rows, states, layer)
+            states = self._forwards.run(rows, states, layer)
         for sequence, count in counts:
-            self._settle(sequence, count)
+            self._forwards.settle(sequence, count)
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        forwards = self._forwards
         growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
-        tails = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]
+        own = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]
         counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
-        rows, hidden = [tail.all_rows(0) for tail in tails], self._contexts.hidden(counts)
-        states = self._compute(rows, hidden, 0)
-        frontier = self._add_level(growth, scores, tails, rows, states, shape)
+        rows, hidden = [each.all_rows(0) for each in own], self._contexts.hidden(counts)
+        states = forwards.run(rows, hidden, 0)
+        roots = [forwards.root_states(own, states, rows, 0)]
+        first = self._children(scores, forwards.logits(roots[0]), own, shape)
+        growth.add(first.best(shape.topk))
+        frontier = roots[0]
         # A layer without a level to score still has committed rows to settle.
         for level in range(1, max(shape.num_steps, self._num_layers)):
             layer = min(level, self._num_layers - 1)
-            beam = None if growth.is_complete else _next_beam(growth, tails)
+            beam = None if growth.is_complete else _next_beam(growth, own)
             if level == layer:
-                hidden = states.index_select(0, self._sources(tails, rows, layer))
-                rows = [tail.all_rows(layer) for tail in tails]
+                hidden = forwards.take_over(own, states, rows, layer)
+                rows = [each.all_rows(layer) for each in own]
             else:
                 assert beam is not None
                 hidden = parent_states(frontier, beam.parents)
-                rows = [tail.beam_rows(layer) for tail in tails]
-            states = self._compute(rows, hidden, layer)
+                rows = [each.beam_rows(layer) for each in own]
+            states = forwards.run(rows, hidden, layer)
+            if level == layer:
+                roots.append(forwards.root_states(own, states, rows, layer))
             if beam is not None:
-                frontier = self._add_level(growth, scores, tails, rows, states, shape)
+                frontier = forwards.beam_states(own, states, rows)
+                children = self._children(scores, forwards.logits(frontier), own, shape)
+                growth.add(children.best(shape.topk))
         for sequence, count in counts:
-            self._settle(sequence, count - (self._num_layers - 1))
+            forwards.settle(sequence, count - (self._num_layers - 1))
+        if self._outcomes.budget:
+            self._layer_tails.plant(sequences, torch.stack(roots, dim=1), first)
         grown = zip(sequences, growth.finish(), strict=True)
         return [Proposal(sequence, result.tree) for sequence, result in grown]
-
-    def _add_level(
-        self,
-        growth: TreeGrowth,
-        scores: DraftScores,
-        tails: Sequence[LayerRows],
-        rows: Sequence[SequenceRows],
-        states: Tensor,
-        shape: TreeShape,
-    ) -> Tensor:
-        """Adds the children of the last beam; returns the states `[S * K, H]` of its rows."""
-        index, end = list[int](), 0
-        for tail, own in zip(tails, rows, strict=True):
-            end += len(own.token_ids)
-            index += range(end - len(tail.paths), end)
-        frontier = states.index_select(0, self._index(index))
-        logits = self._runner.logits(frontier)
-        growth.add(choose_children(scores(logits, [tail.paths for tail in tails]), shape.topk))
-        return frontier
-
-    def _sources(
-        self, tails: Sequence[LayerRows], rows: Sequence[SequenceRows], layer: int
-    ) -> Tensor:
-        """Returns which of the rows of the layer before each row of `layer` reads."""
-        index, start = list[int](), 0
-        for tail, before in zip(tails, rows, strict=True):
-            index += [start + row for row in tail.sources(layer)]
-            start += len(before.token_ids)
-        return self._index(index)
-
-    def _compute(self, rows: Sequence[SequenceRows], hidden: Tensor, layer: int) -> Tensor:
-        """Returns the states `[T, H]` of all rows."""
-        runner = self._runner
-        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
-        return runner.states(batch, hidden, layer=layer)
 
     def _settled_rows(self, sequence: DraftSequence, count: int, *, layer: int) -> SequenceRows:
         """Lays out the next `count` rows, whose tokens every layer knows."""
@@ -125,14 +119,6 @@ class MultiLayerDrafter(EagleDrafter):
             tail_mask=None,
             logit_rows=(),
         )
-
-    def _settle(self, sequence: DraftSequence, count: int) -> None:
-        """Counts rows that all layers have computed for good."""
-        self._contexts.kv_of(sequence).num_computed += count
-        self._contexts.drop_features(sequence)
-
-    def _index(self, rows: Sequence[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self._runner.device)
 
 
 def _next_beam(growth: TreeGrowth, tails: Sequence[LayerRows]) -> Beam:

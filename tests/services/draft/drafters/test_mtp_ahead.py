@@ -1,0 +1,163 @@
+"""Next-token layers ahead of the verdict against an oracle that recomputes every path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from torch import Tensor
+
+from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.fan_out import FanOut
+from services.draft.sequence import DraftSequence
+from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.drafting import GREEDY, SAMPLED, committed, draft_sequence, propose, random_text
+from tests.helpers.head_oracle import Values, best_paths, path_values
+from tests.helpers.mtp_heads import MtpOracle
+from tests.helpers.mtp_setup import MTPS, MtpSetup, mtp_setup
+
+CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
+FAN_OUT = FanOut(5)
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """The oracle behind tokens that a verdict has yet to commit: they are a path to it."""
+
+    oracle: MtpOracle
+    num_supposed: int
+
+    def known_tokens(self) -> list[int]:
+        return self.oracle.known_tokens()
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor:
+        known = len(token_ids) - self.num_supposed
+        whole = (*token_ids[known:], *path)
+        return self.oracle.continue_path(token_ids[:known], features, whole)
+
+
+@pytest.fixture(scope="module")
+def setups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpSetup]:
+    return {name: mtp_setup(tmp_path_factory.mktemp("mtp"), mtp) for name, mtp in MTPS.items()}
+
+
+def _drafter(setup: MtpSetup, *, num_pages: int = 200) -> EagleDrafter:
+    drafter = setup.drafter(num_pages=num_pages)
+    drafter.foresight.budget = FAN_OUT.budget
+    return drafter
+
+
+def _ahead(
+    drafter: EagleDrafter, shape: TreeShape, *flights: tuple[DraftSequence, TokenTree]
+) -> list[Proposal]:
+    for sequence, tree in flights:
+        drafter.foresight.begin(sequence, tree, shape, FAN_OUT)
+    proposals: list[Proposal] = []
+    while drafter.foresight.has_work:
+        proposals += drafter.foresight.advance()
+        drafter.check()
+    return proposals
+
+
+def _committed(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
+    """Returns what the verdict commits that a proposal is for."""
+    assert proposal.condition is not None
+    node = proposal.condition.node_index
+    path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
+    return (*path, proposal.condition.bonus_token_id)
+
+
+def _oracle(
+    setup: MtpSetup, sequence: DraftSequence, supposed: Sequence[int], shape: TreeShape
+) -> Values:
+    features = setup.features(sequence.token_ids)[: sequence.num_tokens - 1]
+    oracle = _Behind(setup.oracle, len(supposed))
+    tokens = [*sequence.token_ids, *supposed]
+    return best_paths(oracle, tokens, features, sequence.sampling, shape)
+
+
+def _assert_same(
+    setup: MtpSetup,
+    sequence: DraftSequence,
+    tree: TokenTree,
+    block: Sequence[Proposal],
+    shape: TreeShape,
+) -> None:
+    assert len(block) == FAN_OUT.budget
+    for proposal in block:
+        expected = _oracle(setup, sequence, _committed(tree, proposal), shape)
+        assert path_values(proposal.tree) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, TreeShape(1, 2, 3)], ids=str)
+@pytest.mark.parametrize("name", MTPS)
+def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
+    name: str, setups: dict[str, MtpSetup], shape: TreeShape, sampling: SamplingParams
+) -> None:
+    setup, source = setups[name], random.Random(2)
+    sequence, drafter = draft_sequence(random_text(3, 9), sampling), _drafter(setup)
+    setup.open(drafter, sequence)
+    [tree] = propose(drafter, shape, sequence)
+    for _ in range(4):
+        block = _ahead(drafter, shape, (sequence, tree))
+        _assert_same(setup, sequence, tree, block, shape)
+        # The next trees are made with the features of this verdict.
+        chosen = source.choice(block)
+        setup.commit(drafter, sequence, _committed(tree, chosen))
+        tree = chosen.tree
+    drafter.close(sequence)
+    drafter.check()
+
+
+@pytest.mark.parametrize("name", ["deepseek 2", "mimo 3"])
+def test_sequences_prepare_together_and_alike(name: str, setups: dict[str, MtpSetup]) -> None:
+    setup = setups[name]
+    drafter = _drafter(setup)
+    sequences = [
+        draft_sequence(random_text(n, length), [GREEDY, SAMPLED][n % 2], number=n)
+        for n, length in enumerate((5, 17, 9))
+    ]
+    for sequence in sequences:
+        setup.open(drafter, sequence)
+    trees = propose(drafter, TREE, *sequences)
+    block = _ahead(drafter, TREE, *zip(sequences, trees, strict=True))
+    for sequence, tree in zip(sequences, trees, strict=True):
+        own = [each for each in block if each.sequence is sequence]
+        _assert_same(setup, sequence, tree, own, TREE)
+
+
+@pytest.mark.parametrize("name", ["deepseek 2", "mimo 3"])
+def test_a_proposal_after_drafting_ahead_is_what_it_would_have_been(
+    name: str, setups: dict[str, MtpSetup]
+) -> None:
+    setup = setups[name]
+    sequence, drafter = draft_sequence(random_text(4, 9)), _drafter(setup)
+    setup.open(drafter, sequence)
+    for number in range(4):
+        [tree] = propose(drafter, TREE, sequence)
+        _ahead(drafter, TREE, (sequence, tree))
+        setup.commit(drafter, sequence, random_text(number, 2))
+    [found] = propose(drafter, TREE, sequence)
+    other, twin = setup.drafter(), draft_sequence(sequence.token_ids)
+    setup.open(other, twin)
+    [expected] = propose(other, TREE, twin)
+    assert path_values(found) == pytest.approx(path_values(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek 1", "deepseek 2"])
+def test_a_verdict_without_its_features_is_not_drafted_ahead_of(
+    name: str, setups: dict[str, MtpSetup]
+) -> None:
+    setup = setups[name]
+    sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
+    setup.open(drafter, sequence)
+    [tree] = propose(drafter, CHAIN, sequence)
+    [chosen, *_] = _ahead(drafter, CHAIN, (sequence, tree))
+    drafter.commit(sequence, committed(sequence, _committed(tree, chosen)), None)
+    assert _ahead(drafter, CHAIN, (sequence, chosen.tree)) == []
