@@ -121,7 +121,7 @@ tune: $(STAMP) ## the best tree shape, placement and concurrency for a workload;
 	@$(PY) -m tests.tune $(ARGS)
 
 # Each in an environment of its own: their dependencies do not fit together, or ours.
-CLIENTS := sdk litellm aiperf guidellm lm_eval node
+CLIENTS := sdk litellm aiperf guidellm lm_eval smg node
 
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients; ARGS="--only aiperf"
 	@$(PY) -m tests.clients --environments .venv-clients $(ARGS)

@@ -35,6 +35,8 @@ _WITH_DEMO = (
     _python("litellm", "litellm"),
     _python("aiperf", "aiperf"),
     _python("guidellm", "guidellm"),
+    _python("smg", "smg"),
+    _python("smg-stubs", "smg"),
     _python("lm-eval", "lm_eval"),
     # Reads what lm-eval left behind, so it comes after it.
     Client(
@@ -57,6 +59,7 @@ def _schemathesis(url: str, max_examples: int) -> Client:
 def _variables(url: str, home: str) -> dict[str, str]:
     return {
         "OUTRIDER_URL": url,
+        "OUTRIDER_TARGET": stacks.DEMO_TARGET,
         "OUTRIDER_TOKENIZER": str(DEMO_MODEL),
         "HOME": home,
         "OPENAI_API_KEY": "none",

@@ -13,6 +13,8 @@ from services.probe import grpc_is_serving, http_is_ready
 
 _HOST = "127.0.0.1"
 _DEMO_PORTS = (18500, 18510, 18520)
+DEMO_TARGET = f"{_HOST}:{_DEMO_PORTS[1]}"
+"""Where the demo's target serves gRPC, the contract of other gateways as well."""
 _SYNTHETIC_PORT = 18530
 _START_TIMEOUT_S = 120.0
 
@@ -62,7 +64,11 @@ async def synthetic() -> AsyncIterator[str]:
 
 
 async def _start(*arguments: str, **options: int) -> asyncio.subprocess.Process:
-    environment = {**os.environ, "OUTRIDER_LOG_LEVEL": "error"}
+    environment = {
+        **os.environ,
+        "OUTRIDER_LOG_LEVEL": "error",
+        "OUTRIDER_TARGET_GRPC_VLLM_ENGINE": "true",
+    }
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", *arguments, env=environment, **options
     )
