@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 SMOOTHING = 0.1
 """Weight of a new sample once there are enough."""
@@ -11,6 +12,8 @@ OUTLIER = 4.0
 """A sample counts as at most this many times the average, so that one stall moves it a little."""
 
 NUM_FIRST = 3
+NUM_STEADY = 6
+WINDOW = 9
 
 
 @dataclass(slots=True)
@@ -33,21 +36,43 @@ class Average:
 
 
 @dataclass(slots=True)
-class Duration:
-    """An exponential average of a duration whose first sample may hold compilation or a cold
-    cache: the first counts only if the second is not shorter."""
+class Typical:
+    """What a duration is when nothing disturbs it: the middle one of its last samples, or of the
+    lower ones while there are few.
 
-    value_s: float = 0.0
-    num_samples: int = 0
+    First samples hold allocation, compilation and cold caches, later ones what else the machine
+    does. Both only ever add, so a mean would keep them for many samples, and one of few samples
+    would keep a choice from being made again that has been tried once, cold.
+    """
 
-    def add(self, sample_s: float) -> None:
-        """Takes a sample in, in seconds."""
-        self.num_samples += 1
-        if self.num_samples == 1:
-            self.value_s = sample_s
-        elif self.num_samples == 2:
-            self.value_s = min(self.value_s, sample_s)
-        else:
-            sample_s = min(sample_s, OUTLIER * self.value_s)
-            weight = max(1.0 / (self.num_samples - 1), SMOOTHING)
-            self.value_s += weight * (sample_s - self.value_s)
+    _samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _value: float | None = None
+
+    def add(self, sample: float) -> None:
+        """Takes a sample in."""
+        self._samples.append(sample)
+        self._value = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are remembered."""
+        return len(self._samples)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether there are enough for one or two to be disregarded."""
+        return len(self._samples) >= NUM_FIRST
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether there are enough for the first ones not to matter."""
+        return len(self._samples) >= NUM_STEADY
+
+    @property
+    def value(self) -> float:
+        """The typical sample; 0 before the first."""
+        if self._value is None:
+            ordered = sorted(self._samples)
+            place = (len(ordered) - 1) // (2 if self.is_steady else 3)
+            self._value = ordered[place] if ordered else 0.0
+        return self._value

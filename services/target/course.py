@@ -15,9 +15,9 @@ from services.target.drafts.attachment import Attachment
 from services.target.sequence import Sequence
 from shared.tokens import ANY_TREE, TokenTree, TreeShape, TreeWish
 
-POPULATION_MEMORY = 0.995
+POPULATION_MEMORY = 0.98
 POPULATION_STRENGTH = 2.0
-SEQUENCE_STRENGTH = 6.0
+SEQUENCE_STRENGTH = 8.0
 SMALLEST_SCALE, LARGEST_SCALE = 0.2, 1.3
 UNEXPLAINED = 4.0
 """Expected hits that a sequence's own scale must outweigh."""
@@ -59,6 +59,7 @@ class Course:
         opened_at: number of the step in which it came to this kind of draft.
         num_probe_rounds: rounds left in which it is drafted for to find out whether it pays.
         probed_at: number of the step in which its last probe began; None before any.
+        num_asked: trees asked for since it came, or since trees are wanted for it again.
         scale: how much more or less is accepted than the draft's probabilities say.
     """
 
@@ -73,6 +74,7 @@ class Course:
     opened_at: int = 0
     num_probe_rounds: int = 0
     probed_at: int | None = None
+    num_asked: int = 0
     scale: float = 1.0
     _expected: float = 0.0
     _hits: float = 0.0
@@ -87,6 +89,12 @@ class Course:
     @property
     def is_probing(self) -> bool:
         return self.num_probe_rounds > 0
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether its draft has to read a prompt, or what was committed in a pause, before it can
+        draft, so that the time it takes says little about the next."""
+        return self.num_asked <= 1
 
     @property
     def fixed_wish(self) -> TreeWish | None:

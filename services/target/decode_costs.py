@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from services.target.averages import Average
+from services.target.averages import Typical
 from services.target.course import Course
 from services.target.drafts.attachment import Attachment
-from services.target.goodput import Device, Part, WaitTime, cycle
+from services.target.goodput import Device, Part, WaitTime, cycle, is_best_together
 from services.target.step_times import StepTimes
 from shared.tokens import TreeShape
 
@@ -48,8 +48,7 @@ class DecodeCosts:
         self.step_times = StepTimes()
         self.num_rounds = 0
         self.sizes: dict[str, int] = {}
-        self._slowdown = Average()
-        self._stretch = Average()
+        self._stretch = Typical()
         self._window: _Window | None = None
 
     @property
@@ -60,8 +59,8 @@ class DecodeCosts:
     @property
     def device(self) -> Device:
         """What a choice is weighed by."""
-        stretch = self._stretch.value if self._stretch.num_samples else 1.0
-        return Device(self.step_times, max(self._slowdown.value, 1.0), max(stretch, 1.0))
+        stretch = self._stretch.value if self._stretch.is_steady else 1.0
+        return Device(self.step_times, self.step_times.slowdown, max(stretch, 1.0))
 
     def observe_step(self, num_rows: int, duration_s: float, *, is_quiet: bool) -> None:
         """Takes in a step without prompts.
@@ -69,32 +68,32 @@ class DecodeCosts:
         Args:
             is_quiet: no draft computed meanwhile, perhaps on the same device.
         """
-        if is_quiet:
-            self.step_times.observe(num_rows, duration_s)
-        elif self.are_known:
-            self._slowdown.add(duration_s / self.step_times(num_rows))
+        self.step_times.observe(num_rows, duration_s, is_quiet=is_quiet)
 
     def observe_wait(self, course: Course, heard_s: float) -> None:
         """Takes in the arrival of a tree that was asked for."""
-        if course.told_s is None or course.asked.is_paused:
+        if course.told_s is None or course.asked.is_paused or course.is_catching_up:
             return
         attachment = course.attachment
         attachment.turnarounds.observe(
             _asked_shape(course).num_steps,
             self._size(attachment),
-            max(heard_s - course.told_s, 0.0) / self.step_times.pace,
+            max(heard_s - course.told_s, 0.0),
             attachment.report.draft_s,
         )
 
     def wait_time(self, attachment: Attachment) -> WaitTime:
         """Returns how long a draft makes sequences wait."""
-        turnarounds, pace = attachment.turnarounds, self.step_times.pace
-        return lambda steps, size: pace * turnarounds(steps, size)
+        return attachment.turnarounds
 
     def usual_wait_s(self, course: Course) -> float:
         """Returns how long the tree that a sequence asked for usually takes."""
         wait_s = self.wait_time(course.attachment)
         return wait_s(_asked_shape(course).num_steps, self._size(course.attachment))
+
+    def is_known(self, course: Course) -> bool:
+        """Whether the draft of a sequence has answered often enough to be judged."""
+        return course.attachment.turnarounds.is_known
 
     def gathering_until_s(
         self, ready: SequenceOf[Course], late: SequenceOf[Course], now_s: float
@@ -104,7 +103,7 @@ class DecodeCosts:
         One step for all saves what two would take more, which is the longest wait. Without this,
         sequences that fell out of step would stay so.
         """
-        if not late:
+        if not late or not self._are_best_together([*ready, *late]):
             return -math.inf
         expected_s = max(
             math.inf if each.told_s is None else each.told_s + LATENESS * self.usual_wait_s(each)
@@ -114,6 +113,11 @@ class DecodeCosts:
         step_s = self.step_times
         saved_s = step_s(num_ready) + step_s(num_late) - step_s(num_ready + num_late)
         return expected_s if expected_s <= now_s + saved_s else -math.inf
+
+    def _are_best_together(self, courses: SequenceOf[Course]) -> bool:
+        wait_s = max(map(self.usual_wait_s, courses))
+        part = Part(len(courses), float(len(courses)), _num_rows(courses), wait_s)
+        return is_best_together(part, self.step_times, self.step_times.slowdown)
 
     def open_window(self, parts: SequenceOf[Part], num_drafted: int, now_s: float) -> None:
         """Begins to compare what a choice takes with what is expected of it."""

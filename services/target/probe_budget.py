@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROBE_SHARE = 0.015
+PROBE_SHARE = 0.0125
 """Share of the target's time that probes may cost."""
 
 LARGEST_CREDIT_S = 0.05

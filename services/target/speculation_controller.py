@@ -21,7 +21,7 @@ from services.target.probe_budget import ProbeBudget
 from services.target.sequence import Sequence
 from services.target.speculation_counts import SpeculationCounts
 from services.target.step_times import StepTimes
-from services.target.wishes import Wishes
+from services.target.wishes import LARGEST_PROBE_STEPS, Wishes
 from shared.tokens import NO_TREE, TokenTree, TreeShape, TreeWish
 
 NOT_WORTH_CUTTING = 1.01
@@ -29,6 +29,26 @@ NOT_WORTH_CUTTING = 1.01
 
 LARGEST_AGE = 256
 """Steps after which the time of a plain one is measured again."""
+
+
+MOST_PER_PROBE = 4.0
+"""A probe's round is charged at most this many times what one usually takes: a stall of the machine
+is not its doing, and would forbid the next ones for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    """A probe's round that has ended.
+
+    Attributes:
+        told_s: when it began.
+        num_told: tokens that all sequences had committed by then.
+        dearest_s: most that it is charged.
+    """
+
+    told_s: float
+    num_told: int
+    dearest_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +76,7 @@ class SpeculationController:
         self._num_steps = 0
         self._num_committed = 0
         self._told: list[Course] = []
-        self._probed: list[tuple[float, int]] = []
+        self._probed: list[_Probed] = []
         self._ended_s: float | None = None
         self._had_work = False
         self._is_quiet = True
@@ -209,6 +229,7 @@ class SpeculationController:
             self._costs.num_rounds += 1
             self._end_probe_round(course)
         course.asked = course.wish
+        course.num_asked = 0 if course.wish.is_paused else course.num_asked + 1
         self._told.append(course)
         return course.wish
 
@@ -237,7 +258,8 @@ class SpeculationController:
     def _end_probe_round(self, course: Course) -> None:
         if not course.is_probing or course.told_s is None:
             return
-        self._probed.append((course.told_s, course.num_told))
+        if self._costs.is_known(course):  # else it is the cold start of a draft, which comes once
+            self._probed.append(_Probed(course.told_s, course.num_told, self._dearest_s(course)))
         self._counts.num_probe_rounds += 1
         course.num_probe_rounds -= 1
         if not course.is_probing:
@@ -247,7 +269,13 @@ class SpeculationController:
     def _pay_probes(self, now_s: float) -> None:
         """A probe costs the time of its round less that in which plain steps commit as much."""
         num_running = max(len(self._wishes.sequence_ids), 1)
-        for told_s, num_told in self._probed:
+        for each in self._probed:
             plain_s = self.step_times(num_running) / num_running
-            self.budget.pay(now_s - told_s - (self._num_committed - num_told) * plain_s)
+            num_committed = self._num_committed - each.num_told
+            self.budget.pay(min(now_s - each.told_s - num_committed * plain_s, each.dearest_s))
         self._probed.clear()
+
+    def _dearest_s(self, course: Course) -> float:
+        num_rows = len(self._wishes.sequence_ids) + LARGEST_PROBE_STEPS
+        usual_s = self._costs.usual_wait_s(course) + self.step_times(num_rows)
+        return MOST_PER_PROBE * usual_s

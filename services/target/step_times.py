@@ -1,8 +1,9 @@
 """How long a decode step takes, by the rows of its forward: measured, not assumed. No torch.
 
 Steps with prompt chunks are left out. Between measured widths the time is interpolated, and never
-lets more rows cost less. Outside them it is taken for as short as it can be, flat above and in
-proportion below, which makes an untried width be tried and so measured.
+lets more rows cost less. Outside them it is taken for about as short as it can be, which makes an
+untried width be tried and so measured; a width counts as measured after a few steps, because the
+first ones of a width are often cold.
 
 What else the machine does slows all widths alike, so their times are kept relative to a *pace*
 that follows quickly, and stay comparable although they were measured at different moments.
@@ -11,24 +12,42 @@ that follows quickly, and stay comparable although they were measured at differe
 from __future__ import annotations
 
 import bisect
+import math
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import median
 
-from services.target.averages import NUM_FIRST, Average, Duration
+from services.target.averages import Average, Typical
 
 PACE_SMOOTHING = 0.25
-LARGEST_PACE_STEP = 2.0
-"""A step moves the pace as if it had taken at most this many times what was expected, or its
-inverse."""
+PACE_WINDOW = 5
+PACE_LEAK = 0.002
+"""Share of its way back to 1 that the pace goes with each step. It bounds drift, and makes widths
+that were last measured in a slow time be tried again."""
 
+LARGEST_LOG_PACE_STEP = math.log(2.0)
 NUM_EXACT_ROWS = 8
 """Widths up to here have a bucket each; above, four buckets an octave."""
 
 
 @dataclass(slots=True)
 class _Bucket:
+    """Steps of about one width.
+
+    Attributes:
+        quiet: their times, while no draft computed.
+        busy: while one did.
+    """
+
     rows: Average = field(default_factory=Average)
-    time: Duration = field(default_factory=Duration)
+    quiet: Typical = field(default_factory=Typical)
+    busy: Typical = field(default_factory=Typical)
     seen_at: int = 0
+
+    @property
+    def is_sure(self) -> bool:
+        return self.quiet.is_sure or self.busy.is_sure
 
 
 class StepTimes:
@@ -43,19 +62,41 @@ class StepTimes:
         self._num_steps = 0
         self._buckets: dict[int, _Bucket] = {}
         self._curve: tuple[list[float], list[float]] | None = None
+        self._slowdown = Average()
+        self._log_ratios: deque[float] = deque(maxlen=PACE_WINDOW)
 
-    def observe(self, num_rows: int, duration_s: float) -> None:
-        """Takes in a step that computed no prompt chunk."""
+    @property
+    def slowdown(self) -> float:
+        """How much longer a step takes while a draft computes, at least 1."""
+        return max(self._slowdown.value, 1.0) if self._slowdown.num_samples else 1.0
+
+    def observe(self, num_rows: int, duration_s: float, *, is_quiet: bool = True) -> None:
+        """Takes in a step that computed no prompt chunk.
+
+        Args:
+            is_quiet: no draft computed meanwhile, perhaps on the same device.
+        """
         bucket = self._buckets.setdefault(_bucket_of(num_rows), _Bucket())
-        if bucket.time.num_samples >= NUM_FIRST and bucket.time.value_s > 0:
-            ratio = duration_s / (bucket.time.value_s * self.pace)
-            ratio = min(max(ratio, 1 / LARGEST_PACE_STEP), LARGEST_PACE_STEP)
-            self.pace *= 1 + PACE_SMOOTHING * (ratio - 1)
+        if is_quiet:
+            self._follow_pace(bucket, duration_s)
+            bucket.quiet.add(duration_s / self.pace)
+        elif bucket.quiet.is_sure:
+            self._slowdown.add(duration_s / self.pace / bucket.quiet.value)
+        else:
+            bucket.busy.add(duration_s / self.pace)
         bucket.rows.add(float(num_rows))
-        bucket.time.add(duration_s / self.pace)
         self._num_steps += 1
         bucket.seen_at = self._num_steps
         self._curve = None
+
+    def _follow_pace(self, bucket: _Bucket, duration_s: float) -> None:
+        if not bucket.quiet.is_steady or duration_s <= 0:
+            return
+        log_ratio = math.log(duration_s / (bucket.quiet.value * self.pace))
+        self._log_ratios.append(min(max(log_ratio, -LARGEST_LOG_PACE_STEP), LARGEST_LOG_PACE_STEP))
+        # The middle one of several: a stall says nothing of the pace.
+        self.pace *= math.exp(PACE_SMOOTHING * median(self._log_ratios))
+        self.pace += PACE_LEAK * (1.0 - self.pace)
 
     def age(self, num_rows: int) -> int:
         """Returns how many steps ago one of about this width was seen; all of them if none was."""
@@ -74,26 +115,45 @@ class StepTimes:
         if place == 0:
             return times_s[0] * num_rows / rows[0]
         if place == len(rows):
-            return times_s[-1]
+            return times_s[-1] + _half_slope(rows, times_s) * (num_rows - rows[-1])
         left, right = rows[place - 1], rows[place]
         share = (num_rows - left) / (right - left)
         return times_s[place - 1] + share * (times_s[place] - times_s[place - 1])
 
     def measured(self) -> dict[int, float]:
-        """Returns the average seconds of each measured width, by rows."""
+        """Returns the typical seconds of each measured width, by rows."""
         return {
-            round(bucket.rows.value): self.pace * bucket.time.value_s
+            round(bucket.rows.value): self.pace * self._value_s(bucket)
             for _, bucket in sorted(self._buckets.items())
         }
 
+    def _value_s(self, bucket: _Bucket) -> float:
+        if bucket.quiet.is_sure or not bucket.busy.num_samples:
+            return bucket.quiet.value
+        # Steps beside a draft tell what one without would take, if nothing better is known.
+        return bucket.busy.value / self.slowdown
+
     def _fitted(self) -> tuple[list[float], list[float]]:
         if self._curve is None:
-            buckets = [bucket for _, bucket in sorted(self._buckets.items())]
+            buckets = _sure([bucket for _, bucket in sorted(self._buckets.items())])
             rows = [bucket.rows.value for bucket in buckets]
-            times_s = [bucket.time.value_s for bucket in buckets]
-            weights = [min(bucket.time.num_samples, 10) for bucket in buckets]
+            times_s = [self._value_s(bucket) for bucket in buckets]
+            weights = [bucket.quiet.num_samples or 1 for bucket in buckets]
             self._curve = rows, non_decreasing(times_s, weights)
         return self._curve
+
+
+def _sure(buckets: Iterable[_Bucket]) -> list[_Bucket]:
+    """Returns the widths that are measured well enough, or all where none is."""
+    known = list(buckets)
+    return [bucket for bucket in known if bucket.is_sure] or known
+
+
+def _half_slope(rows: list[float], times_s: list[float]) -> float:
+    """Returns the seconds a row beyond the widest takes at least: half of what the last did."""
+    if len(rows) < 2:
+        return 0.0
+    return 0.5 * (times_s[-1] - times_s[-2]) / (rows[-1] - rows[-2])
 
 
 def non_decreasing(values: list[float], weights: list[int]) -> list[float]:

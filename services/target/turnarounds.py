@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.target.averages import Average
+from services.target.averages import Average, Typical
 
 
 @dataclass(slots=True)
 class _Point:
     """Answers of one depth to one size of batch."""
 
-    turnaround_s: Average = field(default_factory=Average)
-    draft_s: Average = field(default_factory=Average)
+    turnaround_s: Typical = field(default_factory=Typical)
+    draft_s: Typical = field(default_factory=Typical)
 
 
 class Turnarounds:
@@ -30,6 +30,11 @@ class Turnarounds:
         self.turnaround_s = Average()
         self.draft_s = Average()
         self._points: dict[int, dict[int, _Point]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any depth was measured a few times."""
+        return any(_sure(depths) for depths in self._points.values())
 
     def observe(
         self, num_steps: int, num_sequences: int, turnaround_s: float, draft_s: float | None
@@ -50,7 +55,8 @@ class Turnarounds:
             self.draft_s.add(draft_s)
 
     def __call__(self, num_steps: int, num_sequences: int) -> float:
-        """Returns the expected seconds; 0 before anything was measured.
+        """Returns the expected seconds; 0 before a depth was measured a few times, so that a draft
+        is not judged by its first answers.
 
         Another batch size counts as the nearest measured one. Another depth is interpolated, or
         extrapolated by the drafter's own time a level.
@@ -85,6 +91,12 @@ class Turnarounds:
         return max(point.turnaround_s.value + slope_s * (num_steps - known), 0.0)
 
     def _nearest_batch(self, size: int) -> dict[int, _Point]:
-        if not self._points:
+        sure = {batch: _sure(depths) for batch, depths in self._points.items()}
+        known = [batch for batch, depths in sure.items() if depths]
+        if not known:
             return {}
-        return self._points[min(self._points, key=lambda each: (abs(each - size), each))]
+        return sure[min(known, key=lambda each: (abs(each - size), each))]
+
+
+def _sure(depths: dict[int, _Point]) -> dict[int, _Point]:
+    return {depth: point for depth, point in depths.items() if point.turnaround_s.is_sure}

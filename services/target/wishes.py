@@ -25,6 +25,9 @@ LARGEST_PROBE_STEPS = 3
 MIN_GAIN = 1.02
 """A choice must promise this much more than the one in force to replace it."""
 
+MIN_PAUSE_GAIN = 1.03
+"""The same where it drafts for fewer sequences: what is not tried any more is not learnt either."""
+
 
 class Wishes:
     """Revises wishes now and then, and whenever sequences came or went.
@@ -125,7 +128,9 @@ class Wishes:
         if len(held) < len(groups):
             return best
         rate = goodput_of(groups, held, num_plain, device)
-        is_clear = goodput_of(groups, best, num_plain, device) >= MIN_GAIN * rate
+        pauses = sum(len(each.members) for each in best) < sum(len(each.members) for each in held)
+        needed = MIN_PAUSE_GAIN if pauses else MIN_GAIN
+        is_clear = goodput_of(groups, best, num_plain, device) >= needed * rate
         return best if is_clear else held
 
     def _apply(

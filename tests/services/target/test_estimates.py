@@ -8,11 +8,11 @@ import random
 import pytest
 
 from services.target.acceptance import FIRST_RATE, Confidences, LevelRates, expected_tokens
-from services.target.averages import Average, Duration
+from services.target.averages import Average, Typical
 from services.target.course import seen_round
+from services.target.drafts.turnarounds import Turnarounds
 from services.target.probe_budget import ProbeBudget
 from services.target.step_times import StepTimes, non_decreasing
-from services.target.turnarounds import Turnarounds
 from shared.tokens import TokenTree
 
 
@@ -30,20 +30,62 @@ def test_a_stall_moves_an_average_a_little() -> None:
     assert average.value < 2.0
 
 
-def test_a_first_step_that_compiles_does_not_count() -> None:
-    duration = Duration()
-    for sample_s in (5.0, 0.01, 0.012):
-        duration.add(sample_s)
-    assert duration.value_s == pytest.approx(0.011)
+def test_first_samples_that_compile_and_later_stalls_do_not_count() -> None:
+    typical = Typical()
+    for sample_s in (5.0, 2.0, 0.011):
+        typical.add(sample_s)
+    assert typical.value == pytest.approx(0.011)
+    for sample_s in (0.010, 0.012, 0.011, 0.010, 0.9, 0.011):
+        typical.add(sample_s)
+    assert typical.value == pytest.approx(0.011)
+
+
+def test_what_lasts_becomes_typical() -> None:
+    typical = Typical()
+    for _ in range(9):
+        typical.add(1.0)
+    for _ in range(7):
+        typical.add(2.0)
+    assert typical.value == 2.0
 
 
 def test_step_times_are_interpolated_and_untried_ones_hoped_to_be_short() -> None:
     times = _measured(StepTimes(), {4: 0.010, 8: 0.014})
     assert times(4) == pytest.approx(0.010)
     assert times(6) == pytest.approx(0.012)
-    assert times(64) == pytest.approx(0.014)
+    assert times(64) == pytest.approx(0.014 + 56 * 0.0005), "half of what a row took last"
     assert times(2) == pytest.approx(0.005)
     assert StepTimes()(3) == 0.0
+
+
+def test_a_width_counts_once_it_was_tried_a_few_times() -> None:
+    times = _measured(StepTimes(), {1: 0.010, 4: 0.012})
+    times.observe(8, 0.5)
+    times.observe(8, 0.2)
+    assert times(8) < 0.016, "it may have been cold"
+    times.observe(8, 0.018)
+    assert times(8) == pytest.approx(0.018)
+
+
+def test_steps_beside_a_draft_tell_how_much_it_slows_them_down() -> None:
+    times = StepTimes()
+    for _ in range(3):
+        times.observe(16, 0.030, is_quiet=False)
+    assert times(16) == pytest.approx(0.030), "nothing better is known"
+    for _ in range(5):
+        times.observe(16, 0.020)
+    times.observe(16, 0.030, is_quiet=False)
+    assert times.slowdown == pytest.approx(1.5)
+    assert times(16) == pytest.approx(0.020)
+
+
+def test_the_pace_follows_all_widths_and_ignores_a_stall() -> None:
+    times = _measured(StepTimes(), {1: 0.010, 4: 0.012}, count=9)
+    times.observe(4, 1.0)
+    assert times(1) == pytest.approx(0.010, rel=0.02)
+    for _ in range(12):
+        times.observe(4, 0.024)
+    assert times(1) > 0.016, "the machine is slower, whatever the width"
 
 
 def test_more_rows_never_seem_to_cost_less() -> None:
@@ -70,7 +112,9 @@ def test_pooling_keeps_the_weighted_mean() -> None:
 
 def test_untried_depths_cost_the_drafters_own_time_a_level() -> None:
     turnarounds = Turnarounds()
-    turnarounds.observe(4, 2, 0.010, draft_s=0.008)
+    for duration_s in (0.9, 0.010, 0.010):
+        assert turnarounds(4, 2) == 0.0, "a draft is not judged by its first answers"
+        turnarounds.observe(4, 2, duration_s, draft_s=0.8 * duration_s)
     assert turnarounds(4, 2) == pytest.approx(0.010)
     assert turnarounds(6, 2) == pytest.approx(0.014)
     assert turnarounds(1, 2) == pytest.approx(0.004)
@@ -79,8 +123,9 @@ def test_untried_depths_cost_the_drafters_own_time_a_level() -> None:
 
 def test_depths_between_and_beyond_two_tried_ones_lie_on_their_line() -> None:
     turnarounds = Turnarounds()
-    turnarounds.observe(2, 1, 0.004, draft_s=None)
-    turnarounds.observe(6, 1, 0.008, draft_s=None)
+    for _ in range(3):
+        turnarounds.observe(2, 1, 0.004, draft_s=None)
+        turnarounds.observe(6, 1, 0.008, draft_s=None)
     assert turnarounds(4, 1) == pytest.approx(0.006)
     assert turnarounds(8, 1) == pytest.approx(0.010)
     assert turnarounds(4, 40) == pytest.approx(0.006), "the nearest batch size that is known"

@@ -166,7 +166,7 @@ def test_a_change_of_text_is_noticed_both_ways(decoder: Decoder) -> None:
     # 100 tokens after the first change it must have been found, whole trees at a time.
     deep = [shape for at, shape in draft.asked if 230 <= at < 270]
     assert deep
-    assert inside > 5
+    assert inside > 3, "more than a probe"
     # Then 100 plain tokens with a probe now and then.
     assert after < 40
 
@@ -294,7 +294,8 @@ def test_a_sequence_ends_up_with_the_kind_of_draft_that_suits_it(
     ]
     _, drafts = _timed(one, _fast_draft, [kinds[index] for index in order])
     by_name = {draft.name: draft for draft in drafts}
-    assert by_name["b"].num_batches > 2 * by_name["a"].num_batches
+    # Of the good one fewer batches are needed, because its trees are deep.
+    assert by_name["b"].num_batches > by_name["a"].num_batches
     assert by_name["b"].asked[-1][0] > NUM_TOKENS - 20, "it is the one that drafts in the end"
 
 

@@ -1,0 +1,199 @@
+"""`python -m tests.bench.adaptive`: what the goodput controller makes of hardware, text and load.
+
+Serves each scenario by the clock of its cost model, plainly, with shapes that are pinned, and with
+the controller, and prints tokens a second over plain decoding. Takes no notice of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.target.speculation_controller import SpeculationController
+from shared.models.decoder import Decoder
+from shared.tokens import TreeShape
+from tests.helpers.engines import tiny_decoder
+from tests.helpers.modelled_split import Kind, Served, Split, serve
+from tests.load.figures import table
+
+DEPTHS = (1, 2, 3, 5, 7)
+
+
+def cpu_step(rows: int) -> float:
+    """The demo on a CPU: a plain step of 12 ms, 4 rows 1.25 times that."""
+    return 0.012 + 0.001 * (min(rows, 64) - 1) + 0.0003 * max(rows - 64, 0)
+
+
+def cpu_tree(steps: int, size: int) -> float:
+    """The demo's draft on a CPU: a chain of 3 in 10 ms."""
+    return 0.001 + steps * (0.003 + 0.0006 * (size - 1))
+
+
+def gpu_step(rows: int) -> float:
+    """An 8B on a GPU: a plain step of 4.5 ms, 8 rows 4.6, dear beyond 64."""
+    return 0.0045 + 0.0000125 * rows + 0.00005 * max(rows - 64, 0)
+
+
+def gpu_tree(steps: int, size: int) -> float:
+    """A 1B on a GPU: a chain of 3 in 1 ms."""
+    return 0.0001 + steps * (0.0003 + 0.000005 * size)
+
+
+def always(right: float) -> Callable[[float, int], float]:
+    """Returns an acceptance that neither time nor text change."""
+    return lambda now_s, sequence_id: right
+
+
+def on_cpu(right: float, size: int = 1) -> Split:
+    """The demo, with cold starts and noise."""
+    draft = Kind(cpu_tree, always(right), hop_s=0.0005, prompt_s=0.01, num_cold=2)
+    return Split(cpu_step, (draft,), lambda now_s: size, num_cold=2, noise=0.05)
+
+
+def on_gpu(right: float, size: int = 1, hop_s: float = 0.0003) -> Split:
+    """An 8B and a 1B on a GPU each, with cold starts and noise."""
+    draft = Kind(gpu_tree, always(right), hop_s=hop_s, prompt_s=0.0015, num_cold=2)
+    return Split(gpu_step, (draft,), lambda now_s: size, num_cold=2, noise=0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A split that is served for a while.
+
+    Attributes:
+        learning_s: after which the choice must be good.
+    """
+
+    split: Split
+    duration_s: float
+    learning_s: float
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    **{
+        f"CPU, {size} at a time, {right:.0%} right": Scenario(on_cpu(right, size), 30.0, 6.0)
+        for size in (1, 4, 16)
+        for right in (0.0, 0.6, 0.8)
+    },
+    **{
+        f"GPU, {size} at a time, {right:.0%} right": Scenario(on_gpu(right, size), 12.0, 3.0)
+        for size in (1, 16, 64)
+        for right in (0.0, 0.6, 0.8)
+    },
+    **{
+        f"GPU, round trip {2000 * hop_s:.0f} ms, 80% right": Scenario(
+            on_gpu(0.8, hop_s=hop_s), 12.0, 3.0
+        )
+        for hop_s in (0.0025, 0.01)
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One scenario, served in every way.
+
+    Attributes:
+        pinned: by depth of the chain.
+    """
+
+    scenario: Scenario
+    plain: Served
+    pinned: Mapping[int, Served]
+    adaptive: Served
+
+    @property
+    def over_plain(self) -> float:
+        """Tokens a second over those of plain decoding, all of the learning included."""
+        end_s = self.scenario.duration_s
+        return self.adaptive.rate(0.0, end_s) / self.plain.rate(0.0, end_s)
+
+    @property
+    def over_best(self) -> float:
+        """Tokens a second after the learning, over those of the best of plain and pinned."""
+        return self._late(self.adaptive) / max(self._late(self.plain), *self.late_pinned.values())
+
+    @property
+    def late_pinned(self) -> dict[int, float]:
+        """Tokens a second of each pinned depth after the learning."""
+        return {depth: self._late(served) for depth, served in self.pinned.items()}
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The best fixed choice, and its speed over plain decoding."""
+        plain = self._late(self.plain)
+        depth, rate = max(self.late_pinned.items(), key=lambda each: each[1])
+        return (f"{depth} steps", rate / plain) if rate > plain else ("plain", 1.0)
+
+    def _late(self, served: Served) -> float:
+        return served.rate(self.scenario.learning_s, self.scenario.duration_s)
+
+
+def compare(
+    decoder: Decoder, scenario: Scenario, depths: Sequence[int] = DEPTHS, seed: int = 0
+) -> Comparison:
+    """Serves a scenario in every way."""
+    split, duration_s = scenario.split, scenario.duration_s
+    fixed = SpeculationController(None)
+    return Comparison(
+        scenario,
+        serve(decoder, split, duration_s, fixed, is_plain=True, seed=seed),
+        {
+            depth: serve(
+                decoder,
+                split,
+                duration_s,
+                SpeculationController(None),
+                pinned=TreeShape(depth, 1, depth + 1),
+                seed=seed,
+            )
+            for depth in depths
+        },
+        serve(decoder, split, duration_s, SpeculationController(), seed=seed),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="adaptive", description=__doc__)
+    parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    flags = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        decoder = tiny_decoder(Path(folder))
+        rows = [
+            _row(name, compare(decoder, scenario))
+            for name, scenario in SCENARIOS.items()
+            if flags.only in name
+        ]
+    header = (
+        "scenario",
+        "plain tok/s",
+        "best fixed",
+        "over plain",
+        "adaptive over plain",
+        "of best",
+    )
+    print(table(header, rows))
+    print("adaptive over plain: whole run, learning included; of best: after learning")
+    return 0
+
+
+def _row(name: str, found: Comparison) -> tuple[str, ...]:
+    best, gain = found.best
+    plain = found.plain.rate(0.0, found.scenario.duration_s)
+    return (
+        name,
+        f"{plain:.1f}",
+        best,
+        f"{gain:.2f}",
+        f"{found.over_plain:.2f}",
+        f"{found.over_best:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,338 @@
+"""A target and its drafts by the clock of a cost model: the real engine, with nothing computed.
+
+Everything that decides is real (step loop, scheduler, verifier, controller); forwards and drafts
+take the time that a `Split` says, and every answer is known beforehand. So minutes of serving take
+seconds, and the same ones whatever the machine does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.patience import Patience
+from services.target.engine import Engine
+from services.target.request import Delta, Event, Finished, GenerationRequest
+from services.target.speculation_controller import SpeculationController
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.runtime.runner import ModelRunner, RunnerOutput
+from shared.tokens import (
+    Candidate,
+    DraftReport,
+    SamplingParams,
+    StopParams,
+    TokenTree,
+    TreeShape,
+    TreeWish,
+)
+from tests.helpers.engines import VOCAB_SIZE, build_engine, request
+from tests.helpers.model_time import ModelClock
+
+PROMPT_TOKENS = 40
+CHAIN = TreeShape(3, 1, 4)
+_NUM_DRAWS = 65_521
+
+
+def answer(position: int) -> int:
+    """Returns the token that every text has at a position."""
+    return (7 * position + 3) % VOCAB_SIZE
+
+
+def _unchanged(now_s: float) -> float:
+    return 1.0
+
+
+def _alone(now_s: float) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A draft: how fast and how right it is.
+
+    Attributes:
+        tree_s: seconds of a batch of trees, by depth and sequences.
+        right: probability that a level is right where the one before was, by time and stream.
+        hop_s: from target to draft, and back.
+        prompt_s: to read a prompt.
+        num_cold: batches at the start that take `cold` times as long.
+        shape: of its trees while no other is wanted.
+        slower: how many times as long everything takes, by time.
+    """
+
+    tree_s: Callable[[int, int], float]
+    right: Callable[[float, int], float]
+    name: str = "draft"
+    hop_s: float = 0.0002
+    prompt_s: float = 0.0
+    num_cold: int = 0
+    cold: float = 10.0
+    shape: TreeShape = CHAIN
+    slower: Callable[[float], float] = _unchanged
+
+
+@dataclass(frozen=True)
+class Split:
+    """Hardware, text and load.
+
+    Attributes:
+        step_s: seconds of a forward by its rows.
+        num_streams: requests at a time, by time.
+        num_tokens: of an answer.
+        num_cold: first forwards of an octave of widths that take `cold` times as long.
+        noise: standard deviation of a duration's logarithm.
+        beside: how much longer a forward takes that begins while a draft computes.
+    """
+
+    step_s: Callable[[int], float]
+    drafts: tuple[Kind, ...]
+    num_streams: Callable[[float], int] = _alone
+    num_tokens: int = 96
+    num_cold: int = 0
+    cold: float = 5.0
+    noise: float = 0.0
+    beside: float = 1.0
+
+
+class _Noise:
+    def __init__(self, seed: int, sigma: float) -> None:
+        self._source, self._sigma = random.Random(seed), sigma
+
+    def __call__(self) -> float:
+        return math.exp(self._source.gauss(0.0, self._sigma)) if self._sigma else 1.0
+
+
+class KnownRunner(ModelRunner):
+    """Each row's logits say what comes next; nothing is computed."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool, clock: ModelClock, world: _World) -> None:
+        super().__init__(decoder, pool)
+        self._clock, self._world = clock, world
+        self._table = torch.stack(
+            [
+                torch.nn.functional.one_hot(torch.tensor(answer(position + 1)), VOCAB_SIZE)
+                for position in range(VOCAB_SIZE)
+            ]
+        ).float()
+
+    def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
+        self._clock.advance(self._world.step_s(len(batch.token_ids)))
+        positions = batch.positions.index_select(0, batch.logit_rows)
+        # Answers repeat, because the vocabulary is small.
+        logits = self._table[positions % VOCAB_SIZE]
+        return RunnerOutput(logits, torch.empty(len(batch.token_ids), 0), ())
+
+
+@dataclass
+class _World:
+    """Durations, as the split says and with its noise."""
+
+    split: Split
+    clock: ModelClock
+    seed: int
+    drafts: list[ModelledDraft] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._noise = _Noise(self.seed, self.split.noise)
+        self._seen: dict[int, int] = {}
+
+    def step_s(self, rows: int) -> float:
+        duration_s = self.split.step_s(rows) * self._noise()
+        width = rows.bit_length()
+        self._seen[width] = self._seen.get(width, 0) + 1
+        if self._seen[width] <= self.split.num_cold:
+            duration_s *= self.split.cold
+        if any(draft.free_s > self.clock.now_s for draft in self.drafts):
+            duration_s *= self.split.beside
+        return duration_s
+
+
+@dataclass
+class ModelledDraft:
+    """Obeys wishes, works off one batch after another, in the time that its kind says."""
+
+    engine: Engine
+    clock: ModelClock
+    kind: Kind
+    seed: int
+    free_s: float = 0.0
+    is_pinned: bool = False
+    shapes: list[tuple[float, TreeShape]] = field(default_factory=list)
+    sequence_ids: list[int] = field(default_factory=list)
+    _lengths: dict[int, int] = field(default_factory=dict)
+    _due: dict[int, tuple[int, TreeWish]] = field(default_factory=dict)
+    _unread: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        source = random.Random(self.seed)
+        self._draws = [source.random() for _ in range(_NUM_DRAWS)]
+
+    def attach(self) -> None:
+        kind = self.kind
+        identity = DraftIdentity(kind.name, kind.name, "m", kind.name, 64, 0.0, kind.shape)
+        self.engine.attach(Attachment(identity, self, Patience(0.25)))
+
+    def close(self) -> None:
+        raise AssertionError("the target gave the draft up")
+
+    def send(self, message: DraftMessage) -> bool:
+        self.clock.at(self.clock.now_s + self.kind.hop_s, lambda: self._receive(message))
+        return True
+
+    def _receive(self, message: DraftMessage) -> None:
+        for opened in message.opened:
+            self._lengths[opened.sequence_id] = len(opened.token_ids)
+            self._unread.append(opened.sequence_id)
+            self._due[opened.sequence_id] = opened.round, opened.wish
+        for verdict in message.verdicts:
+            self._lengths[verdict.sequence_id] = verdict.committed_token_count
+            self._due[verdict.sequence_id] = verdict.round + 1, verdict.wish
+        for sequence_id in message.closed:
+            del self._lengths[sequence_id]
+            self._due.pop(sequence_id, None)
+            if sequence_id in self._unread:
+                self._unread.remove(sequence_id)
+        if self.clock.now_s >= self.free_s:
+            self._work()
+
+    def _work(self) -> None:
+        """Answers all that is due, or else reads a prompt."""
+        ready = {
+            sequence_id: (round_, wish)
+            for sequence_id, (round_, wish) in self._due.items()
+            if not wish.is_paused and sequence_id not in self._unread
+        }
+        by_shape: dict[TreeShape, list[tuple[int, int]]] = {}
+        for sequence_id, (round_, wish) in ready.items():
+            del self._due[sequence_id]
+            shape = self.kind.shape if self.is_pinned else wish.shape or self.kind.shape
+            by_shape.setdefault(shape, []).append((sequence_id, round_))
+        self.free_s = self.clock.now_s
+        for shape, rounds in by_shape.items():
+            self._draft(shape, rounds)
+        if self._unread:
+            self._unread.pop(0)
+            self.free_s += self.kind.prompt_s
+        if self.free_s > self.clock.now_s:
+            self.clock.at(self.free_s, self._work)
+
+    def _draft(self, shape: TreeShape, rounds: Sequence[tuple[int, int]]) -> None:
+        duration_s = self.kind.tree_s(shape.num_steps, len(rounds))
+        duration_s *= self.kind.slower(self.clock.now_s)
+        if len(self.shapes) < self.kind.num_cold:
+            duration_s *= self.kind.cold
+        self.free_s += duration_s
+        self.shapes.append((self.clock.now_s, shape))
+        batch = [
+            Candidate(each, round_, self._lengths[each], self._tree(each, shape))
+            for each, round_ in rounds
+        ]
+        self.sequence_ids += [each for each, _ in rounds]
+        report = DraftReport(duration_s, self.kind.shape if self.is_pinned else None)
+        name = self.kind.name
+        self.clock.at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
+
+    def _tree(self, sequence_id: int, shape: TreeShape) -> TokenTree:
+        length = self._lengths[sequence_id]
+        right = self.kind.right(self.clock.now_s, sequence_id)
+        tokens = []
+        for position in range(length, length + shape.num_steps):
+            is_right = self._draws[(sequence_id * 7919 + position) % _NUM_DRAWS] < right
+            tokens.append((answer(position) + (0 if is_right else 5)) % VOCAB_SIZE)
+        parents = (None, *range(len(tokens) - 1))
+        return TokenTree(tuple(tokens), parents, (math.log(0.7),) * len(tokens))
+
+
+@dataclass
+class Served:
+    """What was served.
+
+    Attributes:
+        tokens: time and tokens of each delta, in order.
+    """
+
+    tokens: list[tuple[float, int]]
+    drafts: list[ModelledDraft]
+
+    def rate(self, start_s: float, end_s: float) -> float:
+        """Returns the tokens a second of a while."""
+        count = sum(count for at_s, count in self.tokens if start_s <= at_s < end_s)
+        return count / (end_s - start_s)
+
+
+class _Sink:
+    def __init__(self, clock: ModelClock) -> None:
+        self._clock = clock
+        self.tokens: list[tuple[float, int]] = []
+        self.num_open = 0
+
+    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+        for _, event in events:
+            if isinstance(event, Delta):
+                self.tokens.append((self._clock.now_s, len(event.token_ids)))
+            self.num_open -= isinstance(event, Finished)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def serve(
+    decoder: Decoder,
+    split: Split,
+    duration_s: float,
+    controller: SpeculationController,
+    *,
+    is_plain: bool = False,
+    pinned: TreeShape | None = None,
+    seed: int = 0,
+) -> Served:
+    """Serves streams of requests for a while.
+
+    Args:
+        is_plain: without drafts.
+        pinned: shape of every tree; None does what the controller wants.
+    """
+    clock = ModelClock()
+    world = _World(split, clock, seed)
+    engine = build_engine(
+        decoder,
+        clock=clock,
+        speculation=controller,
+        make_runner=lambda decoder, pool: KnownRunner(decoder, pool, clock, world),
+        num_pages=4000,
+        max_running=64,
+        max_step_rows=2048,
+        max_context_tokens=4096,
+        prefix_cache=False,
+    )
+    drafts: list[ModelledDraft] = []
+    for index, kind in enumerate(() if is_plain else split.drafts):
+        chosen = kind if pinned is None else replace(kind, shape=pinned)
+        draft = ModelledDraft(engine, clock, chosen, seed + index, is_pinned=pinned is not None)
+        drafts.append(draft)
+        draft.attach()
+    world.drafts = drafts
+    sink, keys = _Sink(clock), itertools.count()
+    while clock.now_s < duration_s:
+        while sink.num_open < split.num_streams(clock.now_s):
+            sink.num_open += 1
+            key = next(keys)
+            # Of different lengths, so that requests do not begin and end together.
+            num_tokens = split.num_tokens // 2 + 37 * key % split.num_tokens
+            engine.submit(_request(num_tokens), sink, key)
+        if not engine.step():
+            clock.idle()
+    return Served(sink.tokens, drafts)
+
+
+def _request(num_tokens: int) -> GenerationRequest:
+    prompt = [answer(position) for position in range(PROMPT_TOKENS)]
+    return request(prompt, SamplingParams(temperature=0.0), StopParams(num_tokens, ignore_eos=True))
