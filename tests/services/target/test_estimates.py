@@ -10,9 +10,9 @@ import pytest
 from services.target.acceptance import FIRST_RATE, Confidences, LevelRates, expected_tokens
 from services.target.averages import Average, Typical
 from services.target.course import seen_round
-from services.target.drafts.turnarounds import Turnarounds
 from services.target.probe_budget import ProbeBudget
 from services.target.step_times import StepTimes, non_decreasing
+from services.target.turnarounds import Turnarounds
 from shared.tokens import TokenTree
 
 
