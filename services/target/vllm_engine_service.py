@@ -20,6 +20,7 @@ from services.target.once import Once
 from services.target.open_choices import OpenChoices
 from services.target.request import GenerationRequest
 from services.target.text_stop import TextStop
+from services.target.throughput import Throughput
 from services.target.tokenizer_archive import tokenizer_archive
 from shared.errors import (
     CheckpointError,
@@ -56,6 +57,7 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
         self._open: dict[str, OpenChoices] = {}
         self._tokenizer = Once(lambda: Tokenizer.read(facts.tokenizer_folders[0]))
         self._archive = Once(lambda: tokenizer_archive(facts.tokenizer_folders))
+        self._throughput = Throughput(admission.recorder.clock)
         self._start_s = time.monotonic()
         self._last_request_s = 0.0
 
@@ -124,7 +126,12 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         gauges = await asyncio.wrap_future(self._engine.gauges())
+        metrics, model_id = self._admission.recorder.metrics, self._facts.model_id
         load = messages.load_message(gauges, self._facts)
+        load.gen_throughput = self._throughput.rate(metrics.count(model_id, "generation_tokens"))
+        num_asked = metrics.count(model_id, "prefix_cache_queries")
+        if num_asked:
+            load.cache_hit_rate = metrics.count(model_id, "prefix_cache_hits") / num_asked
         loads = [] if request.dp_rank else [load]
         return pb.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),

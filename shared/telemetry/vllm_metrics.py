@@ -120,6 +120,10 @@ class VllmMetrics(Collector):
         self._engine = engine
         self._models: dict[str, _Model] = {}
 
+    def count(self, model: str, name: str) -> int:
+        """Returns a counter of a model, by its name without `vllm:` and `_total`."""
+        return self._model(model).counts[name]
+
     def begin(self, model: str, now_s: float) -> RequestFigures:
         """A request arrived."""
         figures = self._model(model)

@@ -571,6 +571,14 @@ async def test_model_server_and_loads_are_told(folder: Path) -> None:
         assert not (await stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))).loads
 
 
+async def test_loads_tell_how_much_the_prefix_cache_finds(folder: Path) -> None:
+    async with _serve(folder, disable_radix_cache=False) as served:
+        for _ in range(2):
+            await _whole(served, _request(prompt=[1] * 32))
+        [load] = (await served.stub.GetLoads(pb.GetLoadsRequest())).loads
+        assert load.cache_hit_rate == 16 / 64
+
+
 async def test_sampling_defaults_of_the_model_are_told(folder: Path, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, seed=3, with_tokenizer=True)
     (model / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 1.0}')

@@ -1167,9 +1167,11 @@ class SchedulerLoad(_message.Message):
     token_usage: _builtins.float
     """One by the other, in [0, 1]."""
     gen_throughput: _builtins.float
-    """Never set."""
+    """Output tokens a second of all services, between the last two calls that lay a second or more
+    apart.
+    """
     cache_hit_rate: _builtins.float
-    """Never set."""
+    """Prompt tokens found in the prefix cache since the start, by those looked up, in [0, 1]."""
     utilization: _builtins.float
     """Running sequences by `max_running_requests`, in [0, 1]."""
     max_running_requests: _builtins.int
