@@ -119,10 +119,6 @@ class Quotas:
             self._by_name[ANONYMOUS] = Quota(ANONYMOUS, anonymous or KeyLimits(), clock)
 
     @property
-    def needs_key(self) -> bool:
-        return bool(self._keys)
-
-    @property
     def all(self) -> Sequence[Quota]:
         return tuple(self._by_name.values())
 

@@ -16,7 +16,6 @@ from gateway.pool import TargetPool
 from gateway.quota import Quotas
 from gateway.request_record import RequestRecord
 from gateway.text.model_text import ModelText
-from shared.errors import Unavailable
 from shared.rpc.lifecycle import Lifecycle, State
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.tls import ClientTls
@@ -57,8 +56,7 @@ class Gateway:
         Raises:
             Unavailable: the gateway is stopping.
         """
-        if self.lifecycle.state is State.DRAINING:
-            raise Unavailable.draining()
+        self.lifecycle.check_open()
         record = RequestRecord(endpoint, plan, self.metrics, self.tracer)
         setting = Setting(self.pool, self.text.tokenizer, self.limits, self.open_answers)
         return Answer(plan, setting, record)

@@ -17,7 +17,7 @@ from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
-from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.sampling import sampling_from_message
 from shared.rpc.trees import shape_message, tree_message
 
@@ -49,8 +49,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         self, request: pb.ProposeTreeRequest, context: Context
     ) -> pb.ProposeTreeResponse:
         backend = self._backend()
-        if self._lifecycle.state is State.DRAINING:
-            raise Unavailable.draining()
+        self._lifecycle.check_open()
         _check_probe(backend)
         _check_prompt(request.token_ids, backend.limits)
         sampling = sampling_from_message(

@@ -10,9 +10,8 @@ from services.target.grammars.compiler import GrammarCompiler
 from services.target.open_requests import OpenRequests
 from services.target.request import GenerationRequest
 from services.target.request_record import RequestRecorder
-from shared.errors import Unavailable
 from shared.grammar import Grammar
-from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.lifecycle import Lifecycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,7 @@ class Admission:
         """Raises:
         Unavailable: the target takes no new requests.
         """
-        if self.lifecycle.state is State.DRAINING:
-            raise Unavailable.draining()
+        self.lifecycle.check_open()
 
     async def with_grammar(
         self, request: GenerationRequest, grammar: Grammar | None

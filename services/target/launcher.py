@@ -18,6 +18,7 @@ from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
 from shared.kv.batch import ForwardBatch, build_batch
 from shared.kv.decode_batch import DecodeBatches
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.runner import ModelRunner
 
 
@@ -85,7 +86,7 @@ class Launcher:
             for move in kv_moves(entry, decision.accepted_nodes, self._runner.page_size)
         ]
         if moves:
-            source, target = _uploaded(moves, self._runner.device).unbind(1)
+            source, target = uploaded_numbers(moves, self._runner.device).unbind(1)
             self._runner.move(source, target)
             self._features.move(source, target)
 
@@ -116,7 +117,7 @@ def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) 
     ]
     if not filled:
         return batch
-    rows, sources = _uploaded(filled, batch.token_ids.device).unbind(1)
+    rows, sources = uploaded_numbers(filled, batch.token_ids.device).unbind(1)
     token_ids = batch.token_ids.index_copy(0, rows, drawn_token_ids.index_select(0, sources))
     return replace(batch, token_ids=token_ids)
 
@@ -126,8 +127,3 @@ def _of_logit_rows(batch: ForwardBatch, values: Tensor) -> Tensor:
     if len(batch.logit_rows) == len(values):
         return values
     return values.index_select(0, batch.logit_rows)
-
-
-def _uploaded(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    host = torch.tensor(pairs, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)

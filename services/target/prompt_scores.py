@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from services.target.request import PromptScored
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_plan import ScheduledSequence
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 
@@ -77,13 +77,13 @@ class SplitLogits:
             drawing += range(row, row + num_drawing)
             row += num_drawing
         packed = _packed(logits, scoring, token_ids, max(_num_top(each) for each, _ in spans))
-        rows = torch.tensor(drawing, dtype=torch.int64).to(logits.device, non_blocking=True)
+        rows = uploaded_numbers(drawing, logits.device)
         scores = PromptScores(HostCopy(packed), tuple(spans))
         return cls(logits.index_select(0, rows), rows, scores)
 
 
 def _packed(logits: Tensor, scoring: Sequence[int], token_ids: Sequence[int], width: int) -> Tensor:
-    index = torch.tensor([scoring, token_ids], dtype=torch.int64).to(logits.device)
+    index = uploaded_numbers([scoring, token_ids], logits.device)
     return packed_logprobs(logits.index_select(0, index[0]), index[1], width)
 
 

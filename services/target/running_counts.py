@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.target.step_plan import ScheduledSequence
+from shared.kv.upload import uploaded_numbers
 from shared.speculation.penalties import TokenCounts, histogram
 from shared.speculation.tree import row_paths
 
@@ -64,7 +65,7 @@ class RunningCounts:
             rows.append(place)
             is_old = place < len(places)
             num_counted.append(self._num_counted[place] if is_old else 0)
-        index = _uploaded(rows, device)
+        index = uploaded_numbers(rows, device)
         fresh = histogram(prompts, vocab_size, device)
         old_output = self._output.to(device).view(len(places), vocab_size)
         old_in_prompt = self._in_prompt.to(device).view(len(places), vocab_size)
@@ -85,7 +86,7 @@ class RunningCounts:
             # A pending token was counted when it was the root of a row.
             self._num_counted[row] = max(self._num_counted[row], sequence.num_output_tokens)
         if places:
-            self._add(_uploaded(places, self._output.device))
+            self._add(uploaded_numbers(places, self._output.device))
 
     def _count_pending(self, drawn: Sequence[ScheduledSequence], input_ids: Tensor) -> None:
         """Adds the tokens that only the device knows: the inputs of rows that follow a draw."""
@@ -98,7 +99,7 @@ class RunningCounts:
         places = torch.arange(len(drawn), device=input_ids.device) * self._output.shape[1]
         places += input_ids
         if len(rows) < len(drawn):
-            places = places.index_select(0, _uploaded(rows, input_ids.device))
+            places = places.index_select(0, uploaded_numbers(rows, input_ids.device))
         self._add(places)
 
     def _add(self, places: Tensor) -> None:
@@ -110,13 +111,8 @@ class RunningCounts:
         """Returns a row for each root and node: the sequence's counts and those of its path."""
         device = self._output.device
         owners = [[row] * (1 + len(entry.tree)) for row, entry in enumerate(drawn)]
-        rows = _uploaded(list(itertools.chain.from_iterable(owners)), device)
+        rows = uploaded_numbers(list(itertools.chain.from_iterable(owners)), device)
         paths = [path for entry in drawn for path in row_paths(entry.tree)]
         output = self._output.index_select(0, rows)
         output += histogram(paths, self._output.shape[1], device)
         return TokenCounts(output, self._in_prompt.index_select(0, rows) | (output > 0))
-
-
-def _uploaded(values: Sequence[int], device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)

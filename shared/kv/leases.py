@@ -90,13 +90,6 @@ class KvLeases:
         lease.pages.extend(self._pool.allocate(num_missing))
         lease.version += 1
 
-    def shrink(self, lease: KvLease, num_tokens: int) -> None:
-        """Frees own pages beyond `num_tokens`."""
-        num_kept = max(-(-num_tokens // self.page_size), lease.num_shared_pages)
-        self._pool.release(lease.pages[num_kept:])
-        del lease.pages[num_kept:]
-        lease.version += 1
-
     def close(self, lease: KvLease, token_ids: Sequence[int]) -> None:
         """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
         prefix cache, every other own page is freed."""

@@ -40,6 +40,15 @@ def uploaded(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     return [_as(array, part) for array, part in zip(arrays, parts, strict=True)]
 
 
+def uploaded_numbers(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device
+) -> Tensor:
+    """Returns numbers as an int64 tensor of the device, `[N]` or `[N, M]`; the host waits for
+    nothing."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def _as(array: Array, part: Tensor) -> Tensor:
     typed = part.view(_TORCH_TYPES[array.dtype])
     if len(typed) != array.size:

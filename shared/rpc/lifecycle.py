@@ -45,14 +45,12 @@ class Lifecycle:
         """The process finishes what runs and takes nothing new."""
         await self._enter(State.DRAINING)
 
-    def check_admits(self) -> None:
-        """Returns when new work may start.
+    def check_open(self) -> None:
+        """Returns when new work may come.
 
         Raises:
-            Unavailable: the process is starting or draining; another one may serve.
+            Unavailable: the process is draining; another one may serve.
         """
-        if self.state is State.STARTING:
-            raise Unavailable.starting()
         if self.state is State.DRAINING:
             raise Unavailable.draining()
 

@@ -25,7 +25,7 @@ async def stop_servers(
 ) -> None:
     """Says NOT_SERVING, drains, then stops the servers in the order given.
 
-    From the first moment `lifecycle.check_admits` refuses new work. The maintenance server goes
+    From the first moment `lifecycle.check_open` refuses new work. The maintenance server goes
     last, so that operators can watch the drain.
 
     Args:

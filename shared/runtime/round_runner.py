@@ -156,10 +156,6 @@ class RoundRunner:
         length = self._longest(self._placed[sequence_id])
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
 
-    def has_slot(self) -> bool:
-        """Whether one more sequence can be placed."""
-        return len(self._placed) < self.limits.max_sequences
-
     @torch.inference_mode()
     def place(
         self,

@@ -62,10 +62,6 @@ class Thresholds:
             if not 0.0 < value <= 1.0:
                 raise InvalidArgument.out_of_range(f"accept_threshold_{name}", value, "(0, 1]")
 
-    @property
-    def is_lossless(self) -> bool:
-        return self.single == 1.0 and self.acc == 1.0
-
 
 EXACT = Thresholds()
 

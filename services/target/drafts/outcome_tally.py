@@ -47,12 +47,6 @@ class OutcomeTally:
     def num_misses(self) -> int:
         return self.misses.total()
 
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of verdicts that were prepared for and hit; None before the first."""
-        num_prepared = self.num_hits + self.num_misses
-        return self.num_hits / num_prepared if num_prepared else None
-
     def count(self, position: int, foreseen: Foreseen | None, *, was_prepared: bool) -> None:
         """Counts one verdict on a drafted tree."""
         if foreseen is not None:

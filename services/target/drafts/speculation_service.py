@@ -24,7 +24,7 @@ from services.target.verifier import VerificationMode
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
-from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.trees import candidate_from_message, report_from_message, shape_from_message
 from shared.runtime.feature_ring import FeatureRings, FeatureRingWriter
 from shared.runtime.ring_memory import RingUnavailable, host_id
@@ -207,8 +207,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         return Attachment(identity, stream, patience, spec), stream
 
     def _check(self, attach: pb.Attach) -> None:
-        if self._lifecycle.state is State.DRAINING:
-            raise Unavailable.draining()
+        self._lifecycle.check_open()
         known = self._model.tokenizer_sha256
         if attach.tokenizer_sha256 and attach.tokenizer_sha256 != known:
             raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, known)

@@ -119,12 +119,15 @@ def _deep_threads() -> ThreadPoolExecutor:
     """Returns threads that rules which name each other in a long chain cannot overflow: llguidance
     bounds how deeply they are written, not how deeply they refer."""
     threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+    # Each waits for the others, so that all of them start, and start now.
+    together = threading.Barrier(_NUM_THREADS)
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        # Each waits for the others, so that all of them start, and start now.
-        together = threading.Barrier(_NUM_THREADS)
         for _ in range(_NUM_THREADS):
             threads.submit(together.wait)
+    except RuntimeError:  # the host has no room for one; the others must not wait for it for ever
+        together.abort()
+        raise
     finally:
         threading.stack_size(usual)
     return threads

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared.kv.leases import KvLease, KvLeases, OutOfPages
 
 PAGE = 4
-ACTIONS = ("open", "extend", "shrink", "publish", "close", "flush")
+ACTIONS = ("open", "extend", "publish", "close", "flush")
 
 
 def _leases(num_pages: int = 9, *, prefix_cache: bool = True) -> KvLeases:
@@ -134,9 +134,7 @@ def test_random_traffic_keeps_every_page_owned_once(data: st.DataObject) -> None
     leases = _leases(data.draw(st.integers(3, 14)), prefix_cache=data.draw(st.booleans()))
     running: list[_Running] = []
     for _ in range(data.draw(st.integers(1, 30))):
-        action = data.draw(
-            st.sampled_from(["open", "extend", "shrink", "publish", "close", "flush"])
-        )
+        action = data.draw(st.sampled_from(["open", "extend", "publish", "close", "flush"]))
         if action == "open":
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
             lease = leases.open(tokens)
@@ -166,8 +164,6 @@ def _act(leases: KvLeases, running: list[_Running], action: str, data: st.DataOb
             leases.grow(each.lease, len(each.tokens))
         except OutOfPages:
             del each.tokens[len(each.lease.pages) * PAGE :]
-    elif action == "shrink":
-        leases.shrink(each.lease, len(each.tokens))
     elif action == "publish":
         leases.publish(each.lease, each.tokens)
     else:

@@ -68,19 +68,14 @@ async def test_two_servers_of_a_process_share_its_health() -> None:
         await server.stop(None)
 
 
-def test_new_work_is_refused_outside_active() -> None:
+async def test_new_work_is_taken_until_the_drain() -> None:
     lifecycle = Lifecycle([])
-    with pytest.raises(Unavailable, match="starting"):
-        lifecycle.check_admits()
-
-
-async def test_new_work_is_admitted_while_active_and_refused_while_draining() -> None:
-    lifecycle = Lifecycle([])
+    lifecycle.check_open()
     await lifecycle.activate()
-    lifecycle.check_admits()
+    lifecycle.check_open()
     await lifecycle.drain()
     with pytest.raises(Unavailable, match="draining") as caught:
-        lifecycle.check_admits()
+        lifecycle.check_open()
     assert caught.value.retry_after_s is not None
 
 
