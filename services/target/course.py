@@ -123,6 +123,7 @@ class Course:
     def acceptance(self, tree: TokenTree, node: int) -> float:
         """Returns the probability that a node is accepted where its parent is."""
         if not tree.log_probs:
+            # Drawn chains say nothing of their tokens: a cut must not depend on what was drawn.
             return FIRST_RATE * self.scale
         return self.population.confidences(tree.log_probs[node]) * self.scale
 

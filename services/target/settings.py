@@ -84,7 +84,8 @@ class TargetSettings(ServiceSettings):
     )
     verification_mode: VerificationChoice = setting(
         VerificationChoice.COUPLED,
-        "coupled: output is a function of prompt and seed; point-mass: fresh randomness",
+        "coupled: output is a function of prompt and seed; point-mass: fresh randomness; the two "
+        "flags below name other rules",
     )
     speculative_use_rejection_sampling: bool = setting(
         False,

@@ -9,6 +9,7 @@ Source: Sun et al., arXiv 2403.10444, algorithm 2 and equations 3 to 5.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,15 +21,16 @@ from shared.speculation.rejection import ChainLaws, ChainRows, ChainRule
 def path_weights(ratios: Tensor, lengths: Sequence[int]) -> Tensor:
     """Returns `[N]` float64 in [0, 1], for each node the joint ratio of the path down to it: the
     ratio of its token times what is above it, never more than 1."""
-    places = torch.arange(max(lengths), device=ratios.device)
-    is_node = places < torch.tensor(lengths, device=ratios.device).unsqueeze(1)
-    levels = torch.ones(is_node.shape, dtype=ratios.dtype, device=ratios.device)
-    levels = levels.masked_scatter(is_node, ratios)
-    weight = torch.ones_like(levels[:, 0])
-    for level in levels.unbind(1):
-        weight = (weight * level).clamp_max(1.0)
-        level.copy_(weight)
-    return levels[is_node]
+    depth = max(lengths)
+    places = torch.tensor(
+        [chain * depth + place for chain, n in enumerate(lengths) for place in range(n)],
+        device=ratios.device,
+    )
+    padded = ratios.new_ones(len(lengths) * depth).index_copy_(0, places, ratios)
+    levels = padded.view(len(lengths), depth)
+    for above, level in itertools.pairwise((torch.ones_like(levels[:, 0]), *levels.unbind(1))):
+        level.mul_(above).clamp_max_(1.0)
+    return padded.index_select(0, places)
 
 
 def block_rows(laws: ChainLaws) -> ChainRows:

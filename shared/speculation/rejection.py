@@ -15,7 +15,7 @@ Rows of several chains lie one after another: R rows, N nodes, S chains, V token
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,9 @@ from torch import Tensor
 from shared.speculation.noise import fresh_coins, fresh_seeds
 from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree
+
+_MAX_LAW_ELEMENTS = 2**23
+"""Elements of a float64 tensor of laws: 64 MiB, of which a decision takes about ten at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +173,14 @@ def accept_chains(
         log_probs: `[R, V]` float32, the target's, see `distributions.target_log_probs`.
         generator: of the host; the source of fresh randomness. Not that of the draft.
     """
-    rows = rule.rows(ChainLaws.of(log_probs, chains))
-    seeds = fresh_seeds(len(log_probs), generator).to(log_probs.device)
-    residual_log_probs = rows.residuals.log().to(torch.float32)
-    drawn = coupled_draw(residual_log_probs, seeds, torch.zeros_like(seeds))
+    num_nodes = sum(map(len, chains))
+    thresholds, drawn = _drawn_rows(log_probs, chains, rule, generator)
     # One transfer instead of two: token ids are exact in float64.
-    packed = torch.cat((rows.thresholds, drawn.to(torch.float64))).tolist()
-    num_nodes = len(rows.thresholds)
-    thresholds, bonuses = packed[:num_nodes], packed[num_nodes:]
-    assert all(each == each for each in thresholds), "a token that its law cannot have drawn"
+    packed = torch.cat((thresholds, drawn.to(torch.float64))).tolist()
+    bars, bonuses = packed[:num_nodes], packed[num_nodes:]
+    assert all(bar == bar for bar in bars), "a token that its law cannot have drawn"
     coins = fresh_coins(num_nodes, generator)
-    passes = [coin < bar for coin, bar in zip(coins, thresholds, strict=True)]
+    passes = [coin < bar for coin, bar in zip(coins, bars, strict=True)]
     paths: list[AcceptedPath] = []
     node = row = 0
     for chain in chains:
@@ -188,6 +188,40 @@ def accept_chains(
         paths.append(AcceptedPath(tuple(range(count)), int(bonuses[row + count])))
         node, row = node + len(chain), row + len(chain) + 1
     return paths
+
+
+def _drawn_rows(
+    log_probs: Tensor,
+    chains: Sequence[DrawnChain],
+    rule: ChainRule,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Returns thresholds `[N]` and a token `[R]` of each row's residual; does not wait."""
+    thresholds: list[Tensor] = []
+    drawn: list[Tensor] = []
+    start = 0
+    for batch in _batches(chains, max_rows=max(_MAX_LAW_ELEMENTS // log_probs.shape[1], 1)):
+        end = start + sum(len(chain) + 1 for chain in batch)
+        rows = rule.rows(ChainLaws.of(log_probs[start:end], batch))
+        seeds = fresh_seeds(end - start, generator).to(log_probs.device)
+        residual_log_probs = rows.residuals.log().to(torch.float32)
+        drawn.append(coupled_draw(residual_log_probs, seeds, torch.zeros_like(seeds)))
+        thresholds.append(rows.thresholds)
+        start = end
+    return torch.cat(thresholds), torch.cat(drawn)
+
+
+def _batches(chains: Sequence[DrawnChain], *, max_rows: int) -> Iterator[list[DrawnChain]]:
+    """Yields the chains in order, as many at a time as have `max_rows`, and at least one."""
+    batch: list[DrawnChain] = []
+    num_rows = 0
+    for chain in chains:
+        num_rows += len(chain) + 1
+        if batch and num_rows > max_rows:
+            yield batch
+            batch, num_rows = [], len(chain) + 1
+        batch.append(chain)
+    yield batch
 
 
 def _rows_above_nodes(lengths: Sequence[int]) -> list[int]:

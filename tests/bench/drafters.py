@@ -1,6 +1,7 @@
 """Every drafter on the same prompts: tokens a round, and what a round of drafting costs.
 
     python -m tests.bench.drafters --prompts question.jsonl [--temperatures 0 1] [--only EAGLE3 …]
+        [--chains] [--rule rejection]
 
 Target and draft run in one process, as with `--draft embedded`. For the accepted lengths and the
 comparison with plain decoding, prompts are answered `--concurrency` at a time. Draft and
@@ -45,6 +46,15 @@ CHAIN, TREE = TreeShape(5, 1, 6), TreeShape(5, 4, 16)
 MAP_FLAGS = ("--speculative-token-map", str(DEMO / "token_map.json"))
 
 
+RULES = {
+    "coupled": (),
+    "point-mass": ("--verification-mode", "point-mass"),
+    "rejection": ("--speculative-use-rejection-sampling",),
+    "block": ("--speculative-use-block-verification",),
+}
+"""Flags of the target, by the rule they ask for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entrant:
     """A drafter in the form in which it is measured.
@@ -69,6 +79,18 @@ class Entrant:
             *("--speculative-eagle-topk", str(shape.topk)),
             *("--speculative-num-draft-tokens", str(shape.num_draft_tokens)),
         ]
+
+
+def chosen(options: argparse.Namespace, target: TargetSettings) -> list[Entrant]:
+    """Returns the entrants that are asked for, and can do what the target's rule needs."""
+    draws = target.verification.draws_chains
+    return [
+        each
+        for each in entrants()
+        if (not options.only or each.algorithm in options.only)
+        and (not (options.chains or draws) or each.shape.topk == 1)
+        and not (draws and each.algorithm in ("NGRAM", "DFLASH"))
+    ]
 
 
 def entrants() -> list[Entrant]:
@@ -138,6 +160,7 @@ class Bench:
         arguments = ["--model-path", str(DEMO_TARGET), "--device", options.device]
         # The wait is for the draft however slow it is: the figures are per round.
         arguments += ["--candidate-wait-ms", "5000", "--disable-radix-cache"]
+        arguments += [*RULES[options.rule], "--draft", "embedded"]
         self.settings, _ = read_settings(arguments, {})
         self.prompts = TextReader(DEMO_TARGET).prompts(options.prompts)[: options.limit]
 
@@ -281,18 +304,23 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="prompts; all when left out")
     parser.add_argument("--timed", type=int, default=8, help="prompts that are timed")
     parser.add_argument("--only", nargs="+", default=[], help="algorithms")
+    parser.add_argument("--chains", action="store_true", help="no trees with branches")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--rule",
+        choices=RULES,
+        default="coupled",
+        help="of verification; only under the coupled one are answers equal to plain ones",
+    )
     bench = Bench(options := parser.parse_args())
     rows: list[list[str]] = []
     for temperature in options.temperatures:
         plain, figures = bench.plain(temperature)
         rows.append(_row("plain", "-", temperature, figures, len(plain)))
-        for entrant in entrants():
-            if options.only and entrant.algorithm not in options.only:
-                continue
+        for entrant in chosen(options, bench.settings):
             figures = bench.measure(entrant, temperature, plain)
             shape = entrant.shape
             named = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"

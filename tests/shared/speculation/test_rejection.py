@@ -253,6 +253,21 @@ def test_chains_of_a_batch_do_not_touch_each_other(rule: ChainRule) -> None:
     assert torch.equal(together.residuals, torch.cat([each.residuals for each in alone]))
 
 
+def test_chains_beyond_what_memory_allows_are_decided_in_turn(
+    rule: ChainRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laws are points, so there is one right answer for each."""
+    monkeypatch.setattr(rejection, "_MAX_LAW_ELEMENTS", 4 * 5)
+    drawn = torch.zeros(3, 5).log_softmax(-1)
+    chains = [DrawnChain.of(tokens, drawn[: len(tokens)]) for tokens in ((1, 2, 3), (4,), (0, 1))]
+    log_probs = torch.full((9, 5), -torch.inf)
+    for row, token in enumerate((1, 2, 0, 0, 4, 3, 0, 1, 2)):
+        log_probs[row, token] = 0.0
+    paths = accept_chains(log_probs, chains, rule, torch.Generator())
+    assert [len(path.node_indices) for path in paths] == [2, 1, 2]
+    assert [path.bonus_token_id for path in paths] == [0, 3, 2]
+
+
 def test_a_drawn_chain_is_cut_by_depth_alone() -> None:
     laws = torch.zeros(3, 4)
     chain = DrawnChain.of((1, 2, 3), laws)

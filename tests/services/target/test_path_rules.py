@@ -1,0 +1,56 @@
+"""Which rule decides which tree, and what may be known of a drawn chain beforehand."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+from services.target.attachment import Attachment
+from services.target.course import Course, Population
+from services.target.path_rules import DrawnChainRule
+from services.target.sequence import Sequence
+from shared.speculation.block_verification import BLOCK
+from shared.speculation.rejection import REJECTION, ChainRule, DrawnChain
+from shared.tokens import EMPTY_TREE, TokenTree
+
+VOCAB_SIZE = 6
+
+
+def _point(*tokens: int) -> torch.Tensor:
+    """Laws that have one token each."""
+    laws = torch.full((len(tokens), VOCAB_SIZE), -torch.inf)
+    laws[torch.arange(len(tokens)), list(tokens)] = 0.0
+    return laws
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK])
+def test_trees_of_both_kinds_are_decided_in_one_step(rule: ChainRule) -> None:
+    """Laws are points, so there is one right answer for each."""
+    source = torch.Generator().manual_seed(0)
+    drawn = DrawnChain.of((1, 2), torch.zeros(2, VOCAB_SIZE).log_softmax(-1))
+    branched = TokenTree((4, 3, 5), (None, None, 1))
+    trees = [branched, drawn, EMPTY_TREE, drawn.only(())]
+    laws = torch.cat((_point(3, 0, 5, 2), _point(1, 2, 4), _point(0), _point(5)))
+    paths = DrawnChainRule(rule, source)(laws, trees)
+    assert [path.node_indices for path in paths] == [(1, 2), (0, 1), (), ()]
+    assert [path.bonus_token_id for path in paths] == [2, 4, 0, 5]
+
+
+def test_a_chain_without_laws_is_a_point_mass() -> None:
+    """Accepted as often as the target draws its token, however sure the draft was."""
+    source = torch.Generator().manual_seed(0)
+    law = torch.tensor([0.3, 0.1, 0.1, 0.2, 0.2, 0.1]).log().expand(2, -1)
+    rule, tree = DrawnChainRule(REJECTION, source), TokenTree((0,), (None,), (0.0,))
+    [*paths] = rule(law.repeat(4000, 1), [tree] * 4000)
+    assert 1100 < sum(len(path.node_indices) for path in paths) < 1300
+
+
+def test_cuts_know_nothing_of_what_was_drawn() -> None:
+    """Cut by its tokens' probabilities, a chain would favour the likely ones."""
+    course = Course(cast(Attachment, None), cast(Sequence, None), Population(), smoothing=0.1)
+    sure = torch.tensor([[0.99, 0.002, 0.002, 0.002, 0.002, 0.002]]).log().repeat(2, 1)
+    chains = [DrawnChain.of(tokens, sure) for tokens in ((0, 0), (5, 0), (5, 5))]
+    found = {tuple(course.acceptance(chain, node) for node in range(2)) for chain in chains}
+    assert len(found) == 1
