@@ -29,6 +29,12 @@ _DESCRIPTIONS = {
 }
 _OF_KEYED: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
 _OF_POST = (413, 429)
+_EVENT: Schema = {
+    "type": "object",
+    "description": "One event; its data is a JSON object, or `[DONE]` at the end of OpenAI's.",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 _NULLABLE_TEXT: Schema = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 _ERRORS: dict[str, Schema] = {
     "Error": {
@@ -92,7 +98,7 @@ def _complete(document: Schema) -> None:
 
 def _add_content(responses: Schema, path: str) -> None:
     if path in _STREAMED:
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        responses["200"]["content"]["text/event-stream"] = {"itemSchema": _EVENT}
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path in ("/health", "/ready"):

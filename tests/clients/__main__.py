@@ -46,12 +46,12 @@ _WITH_DEMO = (
 )
 
 
-def _schemathesis(url: str, max_examples: int) -> Client:
+def _schemathesis(url: str, max_examples: int, seed: int) -> Client:
     program = (
         *("schemathesis", "run", f"{url}/openapi.json", "--max-examples", str(max_examples)),
         *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
         *("--checks", "response_schema_conformance"),
-        *("--generation-database", "none", "--seed", "1", "--no-color"),
+        *("--generation-database", "none", "--seed", str(seed), "--no-color"),
     )
     return Client("schemathesis", "sdk", program)
 
@@ -67,22 +67,21 @@ def _variables(url: str, home: str) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it asks the network for prices
         "LLM_USER_PATH": home,
+        "SCHEMATHESIS_HOOKS": "tests.clients.schemathesis_hooks",
         "PYTHONPATH": str(_HERE.parents[1]),
     }
 
 
-async def _try(client: Client, flags: argparse.Namespace, url: str, home: str) -> Outcome | None:
-    """Runs a client; None when another was asked for."""
-    if flags.only and client.name not in flags.only:
-        return None
+async def _try(client: Client, environments: Path, url: str, home: str) -> Outcome:
     program, *arguments = client.program
+    variables = _variables(url, home)
     if client.environment is not None:
-        program = str(flags.environments / client.environment / "bin" / program)
-    elif shutil.which(program) is None or not _has_packages(program, flags.environments):
+        program = str(environments / client.environment / "bin" / program)
+    elif shutil.which(program) is None or not _has_packages(program, environments):
         outcome = Outcome(client.name, None, f"{program} or its packages are not installed")
         print(outcome.line(), flush=True)
         return outcome
-    return await run_client(client, (program, *arguments), _variables(url, home))
+    return await run_client(client, (program, *arguments), variables)
 
 
 def _has_packages(program: str, environments: Path) -> bool:
@@ -99,16 +98,19 @@ def _prepare(home: str, environments: Path, url: str) -> None:
 
 
 async def run(flags: argparse.Namespace) -> list[Outcome]:
-    """Returns how each client ended."""
-    outcomes: list[Outcome | None] = []
+    """Returns how each client that was asked for ended."""
+    outcomes: list[Outcome] = []
+    chosen = [client for client in _WITH_DEMO if client.name in flags.only or not flags.only]
     with tempfile.TemporaryDirectory() as home:
-        async with stacks.demo() as url:
-            _prepare(home, flags.environments, url)
-            outcomes += [await _try(client, flags, url, home) for client in _WITH_DEMO]
-        async with stacks.synthetic() as url:
-            client = _schemathesis(url, flags.max_examples)
-            outcomes.append(await _try(client, flags, url, home))
-    return [outcome for outcome in outcomes if outcome is not None]
+        if chosen:
+            async with stacks.demo() as url:
+                _prepare(home, flags.environments, url)
+                outcomes += [await _try(each, flags.environments, url, home) for each in chosen]
+        if "schemathesis" in flags.only or not flags.only:
+            async with stacks.synthetic() as url:
+                client = _schemathesis(url, flags.max_examples, flags.seed)
+                outcomes.append(await _try(client, flags.environments, url, home))
+    return outcomes
 
 
 def main() -> int:
@@ -118,6 +120,7 @@ def main() -> int:
     parser.add_argument(
         "--max-examples", type=int, default=20, help="of schemathesis, an operation"
     )
+    parser.add_argument("--seed", type=int, default=1, help="of schemathesis")
     outcomes = asyncio.run(run(parser.parse_args()))
     print(f"{sum(outcome.duration_s for outcome in outcomes):.0f} s for {len(outcomes)} clients")
     return 1 if any(outcome.is_well is False for outcome in outcomes) else 0

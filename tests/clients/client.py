@@ -62,7 +62,7 @@ async def run_client(
     is_well = process.returncode == 0
     if not is_well:
         print(text[-_NUM_TOLD:], flush=True)
-    last_line = text.splitlines()[-1] if text else ""
+    last_line = text.splitlines()[-1].strip("= ") if text else ""
     detail = last_line[:90] if is_well else f"exit code {process.returncode}"
     outcome = Outcome(client.name, is_well, detail, time.monotonic() - begin_s)
     print(outcome.line(), flush=True)
