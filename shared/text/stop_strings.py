@@ -22,6 +22,8 @@ class StopStrings:
     def push(self, text: str) -> str:
         """Returns the text that is safe to send. After a match that is all there will be."""
         assert self.matched is None, "no text comes after a stop string"
+        if not self._stop_strings:
+            return text
         text = self._held + text
         match = self._first_match(text)
         if match is not None:
@@ -49,11 +51,17 @@ class StopStrings:
 
 def held_length(text: str, strings: Sequence[str]) -> int:
     """Returns the length of the longest end of `text` that begins one of the strings."""
-    return max((_overlap(text, string) for string in strings), default=0)
+    longest = 0
+    for string in strings:
+        longest = max(longest, _overlap(text, string))
+    return longest
 
 
 def _overlap(text: str, stop: str) -> int:
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    """Looks only where the first character of `stop` is, which is hardly ever anywhere."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
     return 0
