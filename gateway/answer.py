@@ -23,7 +23,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class AnswerContext:
     """What answers share."""
 
     pool: TargetPool
@@ -39,19 +39,19 @@ class Answer:
     went away, or choices that a stop string ended.
     """
 
-    def __init__(self, plan: Plan, setting: Setting, record: RequestRecord) -> None:
+    def __init__(self, plan: Plan, context: AnswerContext, record: RequestRecord) -> None:
         self.plan = plan
         self.choices = tuple(
-            Choice(index, setting.tokenizer, plan.text) for index in range(len(plan.generations))
+            Choice(index, context.tokenizer, plan.text) for index in range(len(plan.generations))
         )
-        self._setting = setting
+        self._context = context
         self._record = record
-        self._inbox = Inbox(setting.limits.max_unread_tokens, self.cancel)
+        self._inbox = Inbox(context.limits.max_unread_tokens, self.cancel)
         self._flights: list[Flight] = []
         self._num_open = len(self.choices)
 
     def __enter__(self) -> Self:
-        self._setting.open_answers.open(self)
+        self._context.open_answers.open(self)
         self._record.begin()
         return self
 
@@ -62,7 +62,7 @@ class Answer:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
-        self._setting.open_answers.close(self)
+        self._context.open_answers.close(self)
         self._record.end(self.choices, error)
         num_output = sum(choice.num_output_tokens for choice in self.choices)
         quota = current_quota.get()
@@ -92,9 +92,9 @@ class Answer:
             generation = replace(
                 generation,
                 traceparent=self._record.traceparent,
-                timeout_s=self._setting.limits.request_timeout_s,
+                timeout_s=self._context.limits.request_timeout_s,
             )
-            self._flights.append(self._setting.pool.submit(generation, self.plan.model, deliver))
+            self._flights.append(self._context.pool.submit(generation, self.plan.model, deliver))
         await self.step()
 
     async def step(self) -> Collection[Choice]:

@@ -106,7 +106,6 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._message = f"the body is larger than {max_body_bytes:,} bytes"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +113,8 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > self._max_body_bytes:
-            await self._refuse(scope, receive, send)
+            problem = Problem(_TOO_LARGE, self._message(int(length)), "body_too_large")
+            await problem.response(scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 
@@ -124,11 +124,13 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
                 # The one kind of exception that FastAPI passes on while it reads a body.
-                raise HTTPException(_TOO_LARGE, self._message)
+                raise HTTPException(_TOO_LARGE, self._message(num_bytes))
             return message
 
         await self._app(scope, receive_counted, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = Problem(_TOO_LARGE, self._message, "body_too_large")
-        await problem.response(scope["path"])(scope, receive, send)
+    def _message(self, num_bytes: int) -> str:
+        """Args:
+        num_bytes: that the body says it has, or that have come so far.
+        """
+        return f"the body has {num_bytes:,} bytes or more; it may have {self._max_body_bytes:,}"

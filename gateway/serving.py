@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from gateway.answer import Answer, Setting
+from gateway.answer import Answer, AnswerContext
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
@@ -58,8 +58,8 @@ class Gateway:
         """
         self.lifecycle.check_open()
         record = RequestRecord(endpoint, plan, self.metrics, self.tracer)
-        setting = Setting(self.pool, self.text.tokenizer, self.limits, self.open_answers)
-        return Answer(plan, setting, record)
+        context = AnswerContext(self.pool, self.text.tokenizer, self.limits, self.open_answers)
+        return Answer(plan, context, record)
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """Returns 200 when requests would be answered, else 503, with the reasons."""

@@ -243,9 +243,11 @@ async def test_a_large_body_is_a_413_with_and_without_a_length(
             yield body[start : start + 100]
 
     async with http_client(gateway) as client:
-        for content in (body, in_pieces()):
+        for content, num_bytes in ((body, f"{len(body):,}"), (in_pieces(), "1,100")):
             response = await client.post("/v1/completions", content=content, headers=headers)
-            assert (await error_of(response))[:3] == (413, None, "body_too_large")
+            *error, message = await error_of(response)
+            assert error == [413, None, "body_too_large"]
+            assert message == f"the body has {num_bytes} bytes or more; it may have 1,000"
 
 
 async def test_a_full_target_is_a_429_with_retry_after(
