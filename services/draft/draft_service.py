@@ -6,20 +6,25 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpc import aio
 
 from services.draft.drafters.drafter import DrafterLimits
 from services.draft.engine import DraftEngine
+from services.draft.feature_codec import probe_features
 from services.draft.shape_update import updated_fan_out, updated_pin, updated_shape
 from services.draft.worker import LinkStatus, WorkerIdentity
-from shared.errors import FailedPrecondition, InvalidArgument, QueueFull, Unavailable
+from shared.errors import InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.sampling import sampling_from_message
 from shared.rpc.trees import shape_message, tree_message
+
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from shared.models.heads.feature_spec import FeatureSpec
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -50,8 +55,13 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
     ) -> pb.ProposeTreeResponse:
         backend = self._backend()
         self._lifecycle.check_open()
-        _check_probe(backend)
         _check_prompt(request.token_ids, backend.limits)
+        features = probe_features(
+            request.features if request.HasField("features") else None,
+            backend.limits.feature_spec,
+            num_tokens=len(request.token_ids),
+            algorithm=backend.identity.algorithm,
+        )
         sampling = sampling_from_message(
             request.sampling_params, draw_seed=lambda: random.getrandbits(63)
         )
@@ -59,7 +69,9 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         if request.HasField("shape"):
             shape = updated_shape(None, request.shape, paths=None, prefix="shape")
         done = await asyncio.wrap_future(
-            backend.engine.propose_once(tuple(request.token_ids), sampling, shape)
+            backend.engine.propose_once(
+                tuple(request.token_ids), sampling, shape, features=features
+            )
         )
         if done.tree is None:
             raise QueueFull(
@@ -83,6 +95,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             sequence_count=backend.engine.num_sequences,
             targets=map(_link_message, backend.links()),
             config=_config_message(backend.engine),
+            **_feature_fields(backend.limits.feature_spec),
         )
 
     async def UpdateDraftConfig(
@@ -116,18 +129,6 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         return self._loaded
 
 
-def _check_probe(backend: DraftBackend) -> None:
-    """Raises:
-    FailedPrecondition: the drafter reads what a probe cannot bring.
-    """
-    if backend.limits.feature_spec is not None:
-        raise FailedPrecondition(
-            f"{backend.identity.algorithm} drafts from the target's hidden states, and a probe "
-            f"brings tokens only: attach the draft to a target and generate there",
-            reason="PROBE_NEEDS_FEATURES",
-        )
-
-
 def _check_prompt(token_ids: Sequence[int], limits: DrafterLimits) -> None:
     """Raises:
     InvalidArgument: the prompt is empty, too long or names a token the draft does not know.
@@ -151,6 +152,20 @@ def _config_message(engine: DraftEngine) -> pb.DraftConfig:
         pinned=engine.is_pinned,
         outcome_budget=engine.fan_out.budget,
     )
+
+
+def _feature_fields(spec: FeatureSpec | None) -> dict[str, Any]:
+    """Returns the fields of `GetDraftInfoResponse` that say what a drafter reads."""
+    if spec is None:
+        return {}
+    from shared.runtime.tensor_codec import data_type_number
+
+    return {
+        "feature_layer_indices": spec.layer_indices,
+        "feature_width": spec.width,
+        "feature_layer_width": spec.layer_width,
+        "feature_data_type": data_type_number(spec.dtype),
+    }
 
 
 def _link_message(status: LinkStatus) -> pb.TargetLink:

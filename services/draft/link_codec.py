@@ -19,6 +19,7 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
 )
+from services.draft.feature_codec import bad_features, rows_from_message
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
@@ -189,35 +190,26 @@ def _rows_of(
     spec: FeatureSpec | None,
     ring: FeatureRingReader | None,
 ) -> Tensor:
-    """Returns the rows a message brings or names. What is not what was asked for would only fail
-    later, inside a forward."""
+    """Returns the rows a message brings or names."""
     if spec is None:
-        raise _bad_features("features arrived; none were asked for")
+        raise bad_features("features arrived; none were asked for")
     if message.HasField("ring_rows"):
         return _from_ring(message.ring_rows, ring)
-    from shared.runtime.tensor_codec import tensor_from_message
-
-    rows = tensor_from_message(inline)
-    if rows.ndim != 2 or rows.shape[1] != spec.width or rows.dtype != spec.dtype:
-        raise _bad_features(
-            f"rows are {list(rows.shape)} of {rows.dtype}; they must be [R, {spec.width}] of "
-            f"{spec.dtype}"
-        )
-    return rows
+    return rows_from_message(inline, spec)
 
 
 def _from_ring(message: pb.RingRows, ring: FeatureRingReader | None) -> Tensor:
     if ring is None:
-        raise _bad_features("rows lie in a ring; none was opened")
+        raise bad_features("rows lie in a ring; none was opened")
     try:
         return ring.read(message.start, message.row_count)
     except ValueError as error:
-        raise _bad_features(str(error)) from error
+        raise bad_features(str(error)) from error
 
 
 def _feature_rows(rows: Tensor, offset: int, *, is_last: bool = False) -> FeatureRows:
     if offset < 0:
-        raise _bad_features(f"rows start at position {offset}; it must be 0 or more")
+        raise bad_features(f"rows start at position {offset}; it must be 0 or more")
     return FeatureRows(offset, rows, is_last)
 
 
@@ -225,10 +217,6 @@ def _ring_offer(identity: WorkerIdentity) -> pb.FeatureRingOffer | None:
     if not identity.host_id:
         return None
     return pb.FeatureRingOffer(host_id=identity.host_id, reads_cuda=identity.reads_cuda)
-
-
-def _bad_features(message: str) -> InvalidArgument:
-    return InvalidArgument.of("FEATURES_MALFORMED", "rows", message)
 
 
 def _spec_message(spec: FeatureSpec | None) -> pb.FeatureSpec | None:

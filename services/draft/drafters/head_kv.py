@@ -84,8 +84,11 @@ def _row_keys(sequence: DraftSequence, window_start: int, count: int) -> list[in
 
     A row depends on its own token, through the features, and on the one after it, so a key holds
     both. Features depend on every earlier token, too: the first row of a window that starts in the
-    middle is known by a digest of all of them.
+    middle is known by a digest of all of them. The features of a probe are its caller's, so its
+    rows are not for others and the other way round: they have no keys.
     """
+    if sequence.is_probe:
+        return []
     tokens = sequence.token_ids[window_start : window_start + count + 1]
     keys = [a << _TOKEN_BITS | b for a, b in itertools.pairwise(tokens)]
     if keys and window_start:

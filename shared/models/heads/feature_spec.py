@@ -26,3 +26,14 @@ class FeatureSpec:
     dtype: torch.dtype
     width: int
     projection: Tensor | None = None
+
+    @property
+    def layer_width(self) -> int:
+        """Width of the concatenated layers, before the projection."""
+        return self.width if self.projection is None else self.projection.shape[1]
+
+    def projected(self, rows: Tensor) -> Tensor:
+        """Returns rows `[R, width]` of `[R, layer_width]`; rows that are projected stay."""
+        if self.projection is None or rows.shape[1] == self.width:
+            return rows
+        return rows.to(self.projection) @ self.projection.T

@@ -3,87 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
-import torch
 from google.protobuf.field_mask_pb2 import FieldMask
-from grpc import aio
 
-from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.engine import DraftEngine
-from services.draft.worker import LinkStatus, WorkerIdentity
-from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
-from shared.models.heads.feature_spec import FeatureSpec
+from shared.errors import InvalidArgument, QueueFull, Unavailable
 from shared.ngram.index import NgramOptions
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
-from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
-from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
-from shared.rpc.status import error_from_rpc
 from shared.tokens import TreeShape
 from tests.services.draft.scripted_drafter import ScriptedDrafter
+from tests.services.draft.service_bench import Bench, served
 
-IDENTITY = WorkerIdentity("worker", "ngram", "NGRAM", None, 4, None)
-LINKS = (LinkStatus("a:1", "attachment-1"), LinkStatus("b:2", None, "UNAVAILABLE: gone"))
 REPEATED = [1, 2, 3, 4, 5, 1, 2]
-
-
-class Bench:
-    """A server around a drafter, and a stub to call it."""
-
-    def __init__(self, drafter: Any) -> None:
-        self.drafter = drafter
-        self.engine = DraftEngine(drafter, TreeShape(3, 1, 4), chunk_tokens=64, max_sequences=4)
-        self.lifecycle = Lifecycle([])
-        self.servicer = DraftServicer(self.lifecycle)
-        self.stub: Any = None
-
-    async def start(self) -> aio.Server:
-        self.engine.start()
-        server = await create_server(
-            [],
-            lambda s: pb_grpc.add_DraftServiceServicer_to_server(self.servicer, s),
-            self.lifecycle,
-        )
-        port = bind(server, "127.0.0.1:0")
-        await server.start()
-        self.channel = open_channel(f"127.0.0.1:{port}")
-        self.stub = pb_grpc.DraftServiceStub(self.channel)
-        return server
-
-    async def load(self) -> None:
-        self.servicer.load(DraftBackend(self.engine, IDENTITY, self.drafter.limits, lambda: LINKS))
-        await self.lifecycle.activate()
-
-    async def refusal(self, method: str, request: Any) -> OutriderError:
-        """Returns the error the call ends with."""
-        with pytest.raises(aio.AioRpcError) as caught:
-            await getattr(self.stub, method)(request)
-        return error_from_rpc(caught.value)
-
-
-async def _running(bench: Bench) -> AsyncIterator[Bench]:
-    server = await bench.start()
-    await bench.load()
-    yield bench
-    await bench.channel.close()
-    await server.stop(0.0)
-    bench.engine.stop()
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async for running in _running(Bench(NgramDrafter(NgramOptions()))):
+    async with served(Bench(NgramDrafter(NgramOptions()))) as running:
         yield running
 
 
 @pytest.fixture
 async def small() -> AsyncIterator[Bench]:
-    async for running in _running(Bench(ScriptedDrafter(num_slots=0, vocab_size=50))):
+    async with served(Bench(ScriptedDrafter(num_slots=0, vocab_size=50))) as running:
         yield running
 
 
@@ -151,17 +95,6 @@ async def test_a_draft_without_memory_says_so(small: Bench) -> None:
     assert isinstance(error, QueueFull)
     assert error.reason == "DRAFT_KV_FULL"
     assert error.retry_after_s == 1.0
-
-
-async def test_a_drafter_of_hidden_states_refuses_probes_and_says_why() -> None:
-    async for bench in _running(
-        Bench(ScriptedDrafter(feature_spec=FeatureSpec((1,), torch.float32, 4)))
-    ):
-        error = await bench.refusal("ProposeTree", pb.ProposeTreeRequest(token_ids=[3]))
-        assert isinstance(error, FailedPrecondition)
-        assert error.reason == "PROBE_NEEDS_FEATURES"
-        assert "hidden states" in error.message
-        assert bench.drafter.batches == []
 
 
 async def test_info_shows_identity_links_and_shape(bench: Bench) -> None:

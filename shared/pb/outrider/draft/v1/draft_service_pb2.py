@@ -15,32 +15,33 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from shared.pb.outrider.types.v1 import sampling_pb2 as outrider_dot_types_dot_v1_dot_sampling__pb2
+from shared.pb.outrider.types.v1 import tensor_pb2 as outrider_dot_types_dot_v1_dot_tensor__pb2
 from shared.pb.outrider.types.v1 import token_tree_pb2 as outrider_dot_types_dot_v1_dot_token__tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%outrider/draft/v1/draft_service.proto\x12\x11outrider.draft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a outrider/types/v1/sampling.proto\x1a\"outrider/types/v1/token_tree.proto\"\x90\x01\n\x12ProposeTreeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12:\n\x0fsampling_params\x18\x02 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12+\n\x05shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\"t\n\x13ProposeTreeResponse\x12*\n\x04tree\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13GetDraftInfoRequest\"\xc6\x01\n\x14GetDraftInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x16\n\x0esequence_count\x18\x04 \x01(\x05\x12.\n\x07targets\x18\x05 \x03(\x0b\x32\x1d.outrider.draft.v1.TargetLink\x12.\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\"Z\n\nTargetLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x15\n\rattachment_id\x18\x03 \x01(\t\x12\x12\n\nlast_error\x18\x04 \x01(\t\"\x8a\x01\n\x0b\x44raftConfig\x12+\n\x05shape\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x13\n\x06pinned\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1b\n\x0eoutcome_budget\x18\x03 \x01(\x05H\x01\x88\x01\x01\x42\t\n\x07_pinnedB\x11\n\x0f_outcome_budget\"{\n\x18UpdateDraftConfigRequest\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"K\n\x19UpdateDraftConfigResponse\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig2\xbd\x02\n\x0c\x44raftService\x12\\\n\x0bProposeTree\x12%.outrider.draft.v1.ProposeTreeRequest\x1a&.outrider.draft.v1.ProposeTreeResponse\x12_\n\x0cGetDraftInfo\x12&.outrider.draft.v1.GetDraftInfoRequest\x1a\'.outrider.draft.v1.GetDraftInfoResponse\x12n\n\x11UpdateDraftConfig\x12+.outrider.draft.v1.UpdateDraftConfigRequest\x1a,.outrider.draft.v1.UpdateDraftConfigResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%outrider/draft/v1/draft_service.proto\x12\x11outrider.draft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a outrider/types/v1/sampling.proto\x1a\x1eoutrider/types/v1/tensor.proto\x1a\"outrider/types/v1/token_tree.proto\"\xbd\x01\n\x12ProposeTreeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12:\n\x0fsampling_params\x18\x02 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12+\n\x05shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12+\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"t\n\x13ProposeTreeResponse\x12*\n\x04tree\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13GetDraftInfoRequest\"\xd1\x02\n\x14GetDraftInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x16\n\x0esequence_count\x18\x04 \x01(\x05\x12.\n\x07targets\x18\x05 \x03(\x0b\x32\x1d.outrider.draft.v1.TargetLink\x12.\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\x12\x1d\n\x15\x66\x65\x61ture_layer_indices\x18\x07 \x03(\x05\x12\x15\n\rfeature_width\x18\x08 \x01(\x05\x12\x1b\n\x13\x66\x65\x61ture_layer_width\x18\t \x01(\x05\x12\x36\n\x11\x66\x65\x61ture_data_type\x18\n \x01(\x0e\x32\x1b.outrider.types.v1.DataType\"Z\n\nTargetLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x15\n\rattachment_id\x18\x03 \x01(\t\x12\x12\n\nlast_error\x18\x04 \x01(\t\"\x8a\x01\n\x0b\x44raftConfig\x12+\n\x05shape\x18\x01 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x13\n\x06pinned\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1b\n\x0eoutcome_budget\x18\x03 \x01(\x05H\x01\x88\x01\x01\x42\t\n\x07_pinnedB\x11\n\x0f_outcome_budget\"{\n\x18UpdateDraftConfigRequest\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"K\n\x19UpdateDraftConfigResponse\x12.\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x1e.outrider.draft.v1.DraftConfig2\xbd\x02\n\x0c\x44raftService\x12\\\n\x0bProposeTree\x12%.outrider.draft.v1.ProposeTreeRequest\x1a&.outrider.draft.v1.ProposeTreeResponse\x12_\n\x0cGetDraftInfo\x12&.outrider.draft.v1.GetDraftInfoRequest\x1a\'.outrider.draft.v1.GetDraftInfoResponse\x12n\n\x11UpdateDraftConfig\x12+.outrider.draft.v1.UpdateDraftConfigRequest\x1a,.outrider.draft.v1.UpdateDraftConfigResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.draft.v1.draft_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROPOSETREEREQUEST']._serialized_start=197
-  _globals['_PROPOSETREEREQUEST']._serialized_end=341
-  _globals['_PROPOSETREERESPONSE']._serialized_start=343
-  _globals['_PROPOSETREERESPONSE']._serialized_end=459
-  _globals['_GETDRAFTINFOREQUEST']._serialized_start=461
-  _globals['_GETDRAFTINFOREQUEST']._serialized_end=482
-  _globals['_GETDRAFTINFORESPONSE']._serialized_start=485
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=683
-  _globals['_TARGETLINK']._serialized_start=685
-  _globals['_TARGETLINK']._serialized_end=775
-  _globals['_DRAFTCONFIG']._serialized_start=778
-  _globals['_DRAFTCONFIG']._serialized_end=916
-  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_start=918
-  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_end=1041
-  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_start=1043
-  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_end=1118
-  _globals['_DRAFTSERVICE']._serialized_start=1121
-  _globals['_DRAFTSERVICE']._serialized_end=1438
+  _globals['_PROPOSETREEREQUEST']._serialized_start=229
+  _globals['_PROPOSETREEREQUEST']._serialized_end=418
+  _globals['_PROPOSETREERESPONSE']._serialized_start=420
+  _globals['_PROPOSETREERESPONSE']._serialized_end=536
+  _globals['_GETDRAFTINFOREQUEST']._serialized_start=538
+  _globals['_GETDRAFTINFOREQUEST']._serialized_end=559
+  _globals['_GETDRAFTINFORESPONSE']._serialized_start=562
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=899
+  _globals['_TARGETLINK']._serialized_start=901
+  _globals['_TARGETLINK']._serialized_end=991
+  _globals['_DRAFTCONFIG']._serialized_start=994
+  _globals['_DRAFTCONFIG']._serialized_end=1132
+  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_start=1134
+  _globals['_UPDATEDRAFTCONFIGREQUEST']._serialized_end=1257
+  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_start=1259
+  _globals['_UPDATEDRAFTCONFIGRESPONSE']._serialized_end=1334
+  _globals['_DRAFTSERVICE']._serialized_start=1337
+  _globals['_DRAFTSERVICE']._serialized_end=1654
 # @@protoc_insertion_point(module_scope)

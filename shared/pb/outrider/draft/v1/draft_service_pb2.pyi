@@ -10,6 +10,7 @@ from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from shared.pb.outrider.types.v1 import sampling_pb2 as _sampling_pb2
+from shared.pb.outrider.types.v1 import tensor_pb2 as _tensor_pb2
 from shared.pb.outrider.types.v1 import token_tree_pb2 as _token_tree_pb2
 import builtins as _builtins
 import sys
@@ -31,6 +32,7 @@ class ProposeTreeRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens; at least one."""
@@ -43,16 +45,27 @@ class ProposeTreeRequest(_message.Message):
     def shape(self) -> _token_tree_pb2.TreeShape:
         """Overrides the configured shape when present."""
 
+    @_builtins.property
+    def features(self) -> _tensor_pb2.Tensor:
+        """Hidden states of the target at every token but the last, `[token count - 1,
+        W]`, for drafters that read them; others refuse the field. Layers, type and
+        width are in GetDraftInfo: W is `feature_width`, rows as a target sends them
+        after the draft's projection, or `feature_layer_width`, the layers side by
+        side, which the draft then projects itself. A row tells of the tokens up to
+        its own, so nothing computed from it outlives the call.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling_params: _sampling_pb2.SamplingParams | None = ...,
         shape: _token_tree_pb2.TreeShape | None = ...,
+        features: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "sampling_params", b"sampling_params", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "sampling_params", b"sampling_params", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,6 +130,10 @@ class GetDraftInfoResponse(_message.Message):
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYER_INDICES_FIELD_NUMBER: _builtins.int
+    FEATURE_WIDTH_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYER_WIDTH_FIELD_NUMBER: _builtins.int
+    FEATURE_DATA_TYPE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker identity, as sent in Attach."""
     model_id: _builtins.str
@@ -125,6 +142,14 @@ class GetDraftInfoResponse(_message.Message):
     """Algorithm, as its flag spells it."""
     sequence_count: _builtins.int
     """Sequences held now."""
+    feature_width: _builtins.int
+    """Elements of a row as a target sends it; 0 when there are no features."""
+    feature_layer_width: _builtins.int
+    """Elements of a row before the draft's projection: the layers side by side. As
+    `feature_width` for drafters without a projection.
+    """
+    feature_data_type: _tensor_pb2.DataType.ValueType
+    """Element type of rows."""
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetLink]:
         """Targets this worker dials."""
@@ -132,6 +157,12 @@ class GetDraftInfoResponse(_message.Message):
     @_builtins.property
     def config(self) -> Global___DraftConfig:
         """Live configuration."""
+
+    @_builtins.property
+    def feature_layer_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hidden states of the target that the drafter reads, numbered as in
+        `outrider.speculation.v1.FeatureSpec`; none for drafters that read tokens.
+        """
 
     def __init__(
         self,
@@ -142,10 +173,14 @@ class GetDraftInfoResponse(_message.Message):
         sequence_count: _builtins.int = ...,
         targets: _abc.Iterable[Global___TargetLink] | None = ...,
         config: Global___DraftConfig | None = ...,
+        feature_layer_indices: _abc.Iterable[_builtins.int] | None = ...,
+        feature_width: _builtins.int = ...,
+        feature_layer_width: _builtins.int = ...,
+        feature_data_type: _tensor_pb2.DataType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "config", b"config", "model_id", b"model_id", "sequence_count", b"sequence_count", "targets", b"targets", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "config", b"config", "feature_data_type", b"feature_data_type", "feature_layer_indices", b"feature_layer_indices", "feature_layer_width", b"feature_layer_width", "feature_width", b"feature_width", "model_id", b"model_id", "sequence_count", b"sequence_count", "targets", b"targets", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,8 +42,9 @@ class DraftServiceServicer:
     def ProposeTree(self, request, context):
         """Proposes one tree for a prompt. Stateless; reuses the prefix cache. Fails
         with PROMPT_EMPTY, PROMPT_TOO_LONG, RESOURCE_EXHAUSTED (reason
-        DRAFT_KV_FULL) or, for drafters that read the target's hidden states,
-        FAILED_PRECONDITION (reason PROBE_NEEDS_FEATURES).
+        DRAFT_KV_FULL) or INVALID_ARGUMENT (reason FEATURES_MALFORMED); for drafters
+        that read the target's hidden states, without any, with FAILED_PRECONDITION
+        (reason PROBE_NEEDS_FEATURES).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,8 +19,9 @@ class DraftServiceStub:
     ProposeTree: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.ProposeTreeRequest, _draft_service_pb2.ProposeTreeResponse]
     """Proposes one tree for a prompt. Stateless; reuses the prefix cache. Fails
     with PROMPT_EMPTY, PROMPT_TOO_LONG, RESOURCE_EXHAUSTED (reason
-    DRAFT_KV_FULL) or, for drafters that read the target's hidden states,
-    FAILED_PRECONDITION (reason PROBE_NEEDS_FEATURES).
+    DRAFT_KV_FULL) or INVALID_ARGUMENT (reason FEATURES_MALFORMED); for drafters
+    that read the target's hidden states, without any, with FAILED_PRECONDITION
+    (reason PROBE_NEEDS_FEATURES).
     """
     GetDraftInfo: _aio.UnaryUnaryMultiCallable[_draft_service_pb2.GetDraftInfoRequest, _draft_service_pb2.GetDraftInfoResponse]
     """Returns model identity, attachments and load."""
@@ -40,8 +41,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_draft_service_pb2.ProposeTreeResponse]:
         """Proposes one tree for a prompt. Stateless; reuses the prefix cache. Fails
         with PROMPT_EMPTY, PROMPT_TOO_LONG, RESOURCE_EXHAUSTED (reason
-        DRAFT_KV_FULL) or, for drafters that read the target's hidden states,
-        FAILED_PRECONDITION (reason PROBE_NEEDS_FEATURES).
+        DRAFT_KV_FULL) or INVALID_ARGUMENT (reason FEATURES_MALFORMED); for drafters
+        that read the target's hidden states, without any, with FAILED_PRECONDITION
+        (reason PROBE_NEEDS_FEATURES).
         """
 
     @_abc_1.abstractmethod
