@@ -23,8 +23,8 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
   $(if $(DTYPE),--dtype $(DTYPE)) $(if $(CERTS),--certs $(CERTS))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-browser screenshots test-gpu serve certs demo bench bench-drafters \
-  bench-async bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
+  check-imports test test-browser screenshots soak test-gpu serve certs demo bench \
+  bench-drafters bench-async bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
   up down clean
 
 help: ## this list
@@ -79,6 +79,9 @@ screenshots: $(STAMP) ## write docs/images/ from a running demo in headless Chro
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)
+
+soak: $(STAMP) ## an engine under random traffic and bad drafts; ARGS="--minutes 5 --device cuda"
+	$(PY) -m tests.soak $(ARGS)
 
 serve: $(STAMP) ## target, draft and gateway in the foreground; MODEL= DRAFT_MODEL= ALGORITHM= PLACEMENT= DTYPE= CERTS=
 	@exec $(PY) -m services.serve $(SERVE_FLAGS) $(ARGS)

@@ -209,6 +209,10 @@ class Collector:
         [last] = [event for event in self.events[key] if isinstance(event, Failed)]
         return last
 
+    def has_ended(self, key: int) -> bool:
+        events = self.events.get(key)
+        return bool(events) and isinstance(events[-1], Finished | Failed)
+
     def _deltas(self, key: int) -> list[Delta]:
         return [event for event in self.events[key] if isinstance(event, Delta)]
 
@@ -256,11 +260,7 @@ def run(
         assert step < 5000, "the engine does not come to an end"
         each_step(step)
         engine.step()
-        ended = [
-            key for key, events in collector.events.items()
-            if isinstance(events[-1], Finished | Failed)
-        ]  # fmt: skip
-        if len(ended) == len(requests):
+        if all(map(collector.has_ended, range(len(requests)))):
             break
     settle(engine)
     return collector

@@ -1,14 +1,17 @@
-"""A draft on a bad wire."""
+"""A draft behind a bad network."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 
+from services.draft.drafters.drafter import Drafter
 from services.draft.events import LinkClosed
+from services.draft.fan_out import FanOut
 from services.target.drafts.attachment import DraftMessage
 from services.target.drafts.draft_messages import draft_messages
-from shared.tokens import Candidate
+from services.target.engine import Engine
+from shared.tokens import Candidate, TreeShape
 from tests.helpers.wired_draft import LINK, WiredDraft
 
 
@@ -21,8 +24,19 @@ class LossyDraft(WiredDraft):
 
     wait_s = 40.0
 
-    def __init__(self, *args: object, seed: int, delay: int, loss: float) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter,
+        shape: TreeShape,
+        fan_out: FanOut,
+        *,
+        seed: int,
+        delay: int,
+        loss: float,
+        name: str = "wired",
+    ) -> None:
+        super().__init__(engine, drafter, shape, fan_out, name=name)
         self._source = random.Random(seed)
         self._delay = delay
         self._loss = loss
@@ -52,8 +66,12 @@ class LossyDraft(WiredDraft):
 
     def reconnect(self) -> None:
         """Loses the stream with all that is on it, and attaches again."""
+        self.disconnect()
+        self.attach()
+
+    def disconnect(self) -> None:
+        """Loses the stream with all that is on it; the next one is open, but not attached."""
         self.detach()
         self._heard.clear()
         self.roster.apply(LinkClosed(LINK))
         self.open_link()
-        self.attach()

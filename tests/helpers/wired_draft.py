@@ -38,9 +38,16 @@ class WiredDraft:
     wait_s = 0.5
 
     def __init__(
-        self, engine: Engine, drafter: Drafter, shape: TreeShape, fan_out: FanOut = SYNCHRONOUS
+        self,
+        engine: Engine,
+        drafter: Drafter,
+        shape: TreeShape,
+        fan_out: FanOut = SYNCHRONOUS,
+        *,
+        name: str = "wired",
     ) -> None:
         self.engine = engine
+        self.name = name
         self.spec = drafter.limits.feature_spec
         self.roster = Roster(drafter, max_sequences=8, deliver=self._deliver)
         self.rounds = Rounds(
@@ -59,11 +66,11 @@ class WiredDraft:
         worker = WorkerIdentity("w", "m", "EAGLE", None, 8, 128, feature_spec=self.spec)
         message = pb.SpeculateRequest.FromString(attach_request(worker).SerializeToString())
         spec = None if self.spec is None else feature_spec(message.attach.feature_spec)
-        identity = DraftIdentity("wired", "w", "m", "EAGLE", 8, 0.0)
+        identity = DraftIdentity(self.name, "w", "m", "EAGLE", 8, 0.0)
         self.engine.attach(Attachment(identity, self, Patience(self.wait_s), spec))
 
     def detach(self) -> None:
-        self.engine.detach("wired")
+        self.engine.detach(self.name)
 
     def send(self, message: DraftMessage) -> bool:
         for response in draft_messages(message):
@@ -83,11 +90,11 @@ class WiredDraft:
 
     def offer(self, candidates: tuple[Candidate, ...]) -> None:
         """Hands candidates to the target."""
-        self.engine.offer("wired", candidates)
+        self.engine.offer(self.name, candidates)
 
     def _deliver(self, output: Output) -> None:
         if isinstance(output, SequencesReleased):
-            self.engine.release("wired", output.sequence_ids)
+            self.engine.release(self.name, output.sequence_ids)
             return
         assert isinstance(output, CandidatesReady)
         wire = request_from_output(output).SerializeToString()

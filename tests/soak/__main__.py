@@ -1,0 +1,63 @@
+"""`make soak`: an engine under random traffic and bad drafts for some minutes."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from shared.models.decoder import Decoder
+from shared.models.loader import load_decoder
+from shared.runtime.device import device_named
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.engines import VOCAB_SIZE
+from tests.soak.soak import Soak
+
+SEEDS = {"target": 3, "other": 4}
+
+
+def decoders(folder: Path, device: torch.device) -> dict[str, Decoder]:
+    """Returns a target and a model that is often wrong, both random and tiny."""
+    found = {}
+    for name, seed in SEEDS.items():
+        shape = TinyShape(vocab_size=VOCAB_SIZE)
+        path = write_checkpoint(folder / name, "llama", shape, seed=seed)
+        found[name] = load_decoder(path, dtype=torch.float32, device=device)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long (%(default)s)")
+    parser.add_argument("--seed", type=int, help="repeats a run; random when unset")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument("--no-overlap", action="store_true", help="read each step before the next")
+    args = parser.parse_args()
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+    device = device_named(args.device)
+    print(f"soak: seed {seed} on {device}, {args.minutes:g} minutes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        models = decoders(Path(folder), device)
+        soak = Soak(models["target"], models, seed, overlaps=not args.no_overlap)
+        _run(soak, args.minutes * 60)
+
+
+def _run(soak: Soak, seconds: float) -> None:
+    start = time.monotonic()
+    with tqdm(total=round(seconds), unit="s") as bar:
+        for figures in soak.run(lambda: time.monotonic() - start < seconds):
+            bar.update(round(time.monotonic() - start) - bar.n)
+            bar.set_postfix(finished=figures.num_finished, tokens=figures.num_tokens)
+    for name, value in asdict(soak.figures).items():
+        print(f"{name.removeprefix('num_'):>14} {value:>10,}")
+    print("soak: every output was plain decoding's; no page was lost")
+
+
+if __name__ == "__main__":
+    main()

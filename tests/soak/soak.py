@@ -1,0 +1,200 @@
+"""One engine under random traffic and bad drafts, audited after every step.
+
+What is audited: every page has one owner, nobody reads a page that is not theirs (free pages and
+the padding page hold poison), every output is plain decoding's, and in the end nothing is held.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.target.engine import Engine
+from services.target.fallback import NgramFallback
+from services.target.request import GenerationRequest
+from services.target.step_report import StepReport
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.runner import ModelRunner
+from tests.helpers.engines import PAGE_SIZE, Collector, PoisonedPages, engine_over, run, settle
+from tests.soak.drafts import Drafts
+from tests.soak.traffic import Traffic
+
+# Less than eight long sequences need, so that some are preempted.
+NUM_PAGES = 60
+_PLAIN_PAGES = 800
+MAX_RUNNING = 8
+MAX_OPEN = 20
+CONTEXT_TOKENS = 200
+EOS = frozenset({0})
+GRAPHS = GraphLimits(
+    max_rows=48, max_sequences=MAX_RUNNING, max_tail_width=24, max_context_tokens=CONTEXT_TOKENS
+)
+BATCH = 32
+# Visible in any output; finite, because plain torch multiplies hidden keys by 0.
+_POISON = 1e3
+
+
+class SoakFailed(AssertionError):
+    """An output that is not plain decoding's; names request, output and what was due."""
+
+
+@dataclass(slots=True)
+class SoakFigures:
+    """What happened so far; a soak in which little happened proves little."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_preempted: int = 0
+    num_outcome_hits: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_reconnects: int = 0
+
+    def add(self, report: StepReport) -> None:
+        self.num_steps += 1
+        self.num_tokens += report.num_committed
+        self.num_drafted += report.num_drafted
+        self.num_accepted += report.num_accepted
+        self.num_preempted += report.num_preempted
+        self.num_outcome_hits += report.outcomes.num_hits
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is under way."""
+
+    request: GenerationRequest
+    leaves_at: int | None
+    collector: Collector = field(default_factory=Collector)
+
+
+class Soak:
+    """Drives one engine until told to stop.
+
+    Args:
+        decoder: the target's; graphs are recorded where it lies on a GPU.
+        draft_decoders: models of the drafts, by name.
+    """
+
+    def __init__(
+        self, decoder: Decoder, draft_decoders: dict[str, Decoder], seed: int, *, overlaps: bool
+    ) -> None:
+        self.figures = SoakFigures()
+        self._decoder = decoder
+        self._source = random.Random(seed)
+        self._traffic = Traffic(seed)
+        self._leases = KvLeases(NUM_PAGES, PAGE_SIZE)
+        self._engine = self._build(overlaps)
+        self._drafts = Drafts(self._engine, draft_decoders, seed)
+        self._open: dict[int, _Open] = {}
+        self._ended: list[_Open] = []
+        self._next_key = 0
+
+    def run(self, goes_on: Callable[[], bool]) -> Iterator[SoakFigures]:
+        """Runs until `goes_on` says no, then to the end of what is open; yields now and then.
+
+        Raises:
+            SoakFailed: an output is wrong.
+            AssertionError: a page is lost or has two owners, or the engine does not end.
+        """
+        while goes_on():
+            self._step(admits=True)
+            if len(self._ended) >= BATCH:
+                self._compare()
+                yield self.figures
+        for _ in range(5000):
+            if not self._open:
+                break
+            self._step(admits=False)
+        assert not self._open, f"{len(self._open)} requests do not end"
+        self._compare()
+        settle(self._engine)
+        yield self.figures
+
+    def _build(self, overlaps: bool) -> Engine:
+        pool = KvPool(self._decoder.kv_layout(PAGE_SIZE), NUM_PAGES, self._decoder.device)
+        is_cuda = self._decoder.device.type == "cuda"
+        graphs = ForwardGraphs(self._decoder, pool, GRAPHS) if is_cuda else None
+        self._leases._pool = PoisonedPages(NUM_PAGES, pool)
+        self._padding = [cache[:PAGE_SIZE] for cache in (*pool.keys, *pool.values)]
+        return engine_over(
+            ModelRunner(self._decoder, pool, graphs),
+            self._leases,
+            max_running=MAX_RUNNING,
+            max_context_tokens=CONTEXT_TOKENS,
+            eos_token_ids=EOS,
+            on_step=self.figures.add,
+            overlaps=overlaps,
+            fallback=NgramFallback(),
+        )
+
+    def _step(self, *, admits: bool) -> None:
+        if admits and len(self._open) < MAX_OPEN and self._source.random() < 0.6:
+            self._submit()
+        self._leave()
+        for page in self._padding:
+            page.fill_(_POISON)
+        self._drafts.step()
+        self._engine.step()
+        self._leases.check()
+        self._collect()
+
+    def _submit(self) -> None:
+        caller = self._traffic.caller()
+        key, self._next_key = self._next_key, self._next_key + 1
+        steps = caller.leaves_after
+        leaves_at = None if steps is None else self.figures.num_steps + steps
+        self._open[key] = _Open(caller.request, leaves_at)
+        self._engine.submit(caller.request, self._open[key].collector, key)
+
+    def _leave(self) -> None:
+        now = self.figures.num_steps
+        for key, each in list(self._open.items()):
+            if each.leaves_at is not None and now >= each.leaves_at:
+                self._engine.cancel(each.collector, key)
+                self._end(key)
+                self.figures.num_cancelled += 1
+
+    def _collect(self) -> None:
+        for key, each in list(self._open.items()):
+            if each.collector.has_ended(key):
+                each.leaves_at = None
+                self._end(key)
+                self.figures.num_finished += 1
+
+    def _end(self, key: int) -> None:
+        each = self._open.pop(key)
+        each.collector.events = {0: each.collector.events.get(key, [])}
+        self._ended.append(each)
+
+    def _compare(self) -> None:
+        """Holds what has ended to plain decoding's, one request at a time in one small batch."""
+        self.figures.num_reconnects = self._drafts.num_reconnects
+        ended, self._ended = self._ended, []
+        expected = plain_outputs(self._decoder, [each.request for each in ended])
+        for each, due in zip(ended, expected, strict=True):
+            found = each.collector.token_ids(0)
+            if found != (due[: len(found)] if each.leaves_at is not None else due):
+                raise SoakFailed(
+                    f"prompt {list(each.request.prompt_token_ids)} with {each.request.sampling} and"
+                    f" {each.request.stop} gave {found}; plain decoding gives {due}"
+                )
+
+
+def plain_outputs(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Returns what an engine without drafts, overlap, graphs or shared prefixes gives."""
+    pool = KvPool(decoder.kv_layout(PAGE_SIZE), _PLAIN_PAGES, decoder.device)
+    leases = KvLeases(_PLAIN_PAGES, PAGE_SIZE, prefix_cache=False)
+    engine = engine_over(
+        ModelRunner(decoder, pool), leases, max_running=MAX_RUNNING,
+        max_context_tokens=CONTEXT_TOKENS, eos_token_ids=EOS, overlaps=False,
+    )  # fmt: skip
+    collector = run(engine, [replace(each, priority=0) for each in requests])
+    return [collector.token_ids(key) for key in range(len(requests))]
