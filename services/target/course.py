@@ -6,7 +6,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from services.target.acceptance import (
-    FIRST_RATE,
     Confidences,
     LevelRates,
     expected_tokens,
@@ -121,10 +120,14 @@ class Course:
         return [(of_chains if shape.topk == 1 else of_trees)[shape.num_steps] for shape in shapes]
 
     def acceptance(self, tree: TokenTree, node: int) -> float:
-        """Returns the probability that a node is accepted where its parent is."""
+        """Returns the probability that a node is accepted where its parent is.
+
+        Where the draft says no probabilities it follows from the depth alone: it must not tell
+        the tokens of a drawn chain apart, or cutting would change what is drawn.
+        """
         if not tree.log_probs:
-            # Drawn chains say nothing of their tokens: a cut must not depend on what was drawn.
-            return FIRST_RATE * self.scale
+            depth = tree.depths[node]
+            return self._chains.rates(depth, self.population.chains.rates(depth))[-1]
         return self.population.confidences(tree.log_probs[node]) * self.scale
 
     def observe(self, seen: SeenRound) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from services.target.acceptance import FIRST_RATE, Confidences, LevelRates, expected_tokens
 from services.target.averages import Average, Typical
-from services.target.course import seen_round
+from services.target.course import Course, Population, seen_round
 from services.target.probe_budget import ProbeBudget
 from services.target.step_times import StepTimes, non_decreasing
 from services.target.turnarounds import Turnarounds
@@ -226,3 +226,14 @@ def test_what_was_cut_was_not_put_to_the_test() -> None:
 def test_levels_beyond_the_outputs_end_do_not_count() -> None:
     assert seen_round(TREE, (0,), (0,), 1, is_tree=True).num_levels == 1
     assert seen_round(TREE, (0,), (), 1, is_tree=True).num_levels == 1
+
+
+def test_without_probabilities_a_node_is_judged_by_its_depth_whatever_its_token() -> None:
+    """Cutting a drawn chain by its tokens would change what rejection sampling draws."""
+    course = Course(None, None, Population(), 0.1)  # type: ignore[arg-type]
+    for _ in range(40):
+        course.observe(seen_round(TokenTree.chain([1, 2]), (0, 1), (0,), 2, is_tree=False))
+    one, other = TokenTree.chain([1, 2]), TokenTree.chain([9, 7])
+    judged = [course.acceptance(one, node) for node in (0, 1)]
+    assert judged == [course.acceptance(other, node) for node in (0, 1)]
+    assert judged[0] > 0.8 > 0.4 > judged[1]
