@@ -74,10 +74,11 @@ class _Rules:
             case "const_string":
                 return self._tokens.literal(content["value"]) or quoted("")
             case "json_schema":
-                return self._json(content["json_schema"])
+                return self._json(content)
             case "regex":
                 return f"/{regex_to_lark(content['pattern'], '')}/"
             case "any_text":
+                _check_excludes(content)
                 return "TEXT"
             case "sequence":
                 return self._sequence(content["elements"])
@@ -89,10 +90,17 @@ class _Rules:
                 return self._triggered(content)
             case "tags_with_separator":
                 return self._separated(content)
+            case "optional" | "plus" | "star" as kind:
+                suffix = {"optional": "?", "plus": "+", "star": "*"}[kind]
+                return self._rule(f"({self.expression(content['content'])}){suffix}")
             case other:
                 raise _wrong(f"the format {str(other)[:64]!r} is not implemented")
 
-    def _json(self, schema: Any) -> str:
+    def _json(self, content: Format) -> str:
+        style = content.get("style", "json")
+        if style != "json":
+            raise _wrong(f"the style {str(style)[:64]!r} of a JSON schema is not implemented")
+        schema = content["json_schema"]
         if schema is True:
             schema = {}
         return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
@@ -108,6 +116,7 @@ class _Rules:
         head = self._tokens.literal(tag["begin"] if begin is None else begin)
         ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         if tag["content"]["type"] == "any_text":
+            _check_excludes(tag["content"])
             bodies = [self._text_until(end) for end in ends]
         else:
             body = self.expression(tag["content"])
@@ -122,12 +131,15 @@ class _Rules:
         return f"{self._rule(f'TEXT {quoted(parts[0])}', is_lazy=True)} {rest}"
 
     def _triggered(self, content: Format) -> str:
+        """Returns text with tags in it. Where there must be a tag, the text begins with one."""
+        _check_excludes(content)
         groups = [self._group(trigger, content["tags"]) for trigger in content["triggers"]]
         tags = self._any_of([group for group in groups if group])
-        at_least_one = content.get("at_least_one", False)
-        if content.get("stop_after_first", False):
-            return tags if at_least_one else self._any_of([tags, "TEXT"])
-        return self._rule(f"{tags}{'+' if at_least_one else '*'} TEXT")
+        stops = content.get("stop_after_first", False)
+        if not content.get("at_least_one", False):
+            return self._any_of([tags, "TEXT"]) if stops else self._rule(f"{tags}* TEXT")
+        first = self._any_of([self._tag(tag) for tag in content["tags"]])
+        return first if stops else self._rule(f"{first} {tags}* TEXT")
 
     def _group(self, trigger: str, tags: Sequence[Format]) -> str:
         """Returns text up to a trigger, then any of the tags that begin with it."""
@@ -154,6 +166,14 @@ class _Rules:
         name = f"rule_{len(self.lines)}"
         self.lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
         return name
+
+
+def _check_excludes(content: Format) -> None:
+    """Raises:
+    InvalidArgument: text is to be kept out of free text.
+    """
+    if content.get("excludes"):
+        raise _wrong(f"`excludes` of {content['type']} is not implemented")
 
 
 def _wrong(reason: str) -> InvalidArgument:

@@ -37,6 +37,7 @@ def _tag(begin: str, content: dict[str, Any], end: str | list[str]) -> dict[str,
 
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
 TEXT = {"type": "any_text"}
+YES = {"type": "const_string", "value": "yes"}
 STRUCTURES = {
     "type": "structural_tag",
     "structures": [
@@ -55,14 +56,26 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "at least one": (
         {"format": {**TRIGGERED, "at_least_one": True}},
-        ['<f>{"n":1}</f>', 'so: <f>{"n":1}</f> done'],
-        ["", "text", "<f>1</f>"],
+        ['<f>{"n":1}</f>', '<f>{"n":1}</f> and <f>{"n":2}</f> done'],
+        ["", "text", "<f>1</f>", 'so: <f>{"n":1}</f>'],
     ),
     "stop after first": (
         {"format": {**TRIGGERED, "at_least_one": True, "stop_after_first": True}},
-        ['so: <f>{"n":1}</f>'],
-        ['<f>{"n":1}</f> done', "text"],
+        ['<f>{"n":1}</f>'],
+        ['<f>{"n":1}</f> done', "text", 'so: <f>{"n":1}</f>'],
     ),
+    "stop after one, if any": (
+        {"format": {**TRIGGERED, "stop_after_first": True}},
+        ['so: <f>{"n":1}</f>', "text"],
+        ['<f>{"n":1}</f> done'],
+    ),
+    "optional": (
+        {"format": {"type": "sequence", "elements": [{"type": "optional", "content": YES}, JSON]}},
+        ['{"n": 1}', 'yes{"n": 1}'],
+        ['yesyes{"n": 1}'],
+    ),
+    "plus": ({"format": {"type": "plus", "content": YES}}, ["yes", "yesyes"], ["", "ye"]),
+    "star": ({"format": {"type": "star", "content": YES}}, ["", "yesyes"], ["ye"]),
     "sequence": (
         {"format": {"type": "sequence", "elements": [_tag("<think>", TEXT, "</think>"), JSON]}},
         ['<think>any <b> thing</think>{"n": 1}', '<think></think>{"n": 1}'],
@@ -127,3 +140,25 @@ def test_trigger_that_cannot_be_watched_for_is_refused(trigger: str, reason: str
     tag = {"format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags}}
     with pytest.raises(InvalidArgument, match=reason):
         structural_tag_lark(tag, SpecialTokens.of(TOKENIZER_JSON), JSON_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({**JSON, "style": "glm_xml"}, "the style 'glm_xml' of a JSON schema"),
+        ({**TEXT, "excludes": ["<f>"]}, "`excludes` of any_text"),
+        (_tag("<a>", {**TEXT, "excludes": ["<f>"]}, "</a>"), "`excludes` of any_text"),
+        ({**TRIGGERED, "excludes": ["<g>"]}, "`excludes` of triggered_tags"),
+        ({"type": "repeat", "min": 1, "max": 2, "content": JSON}, "the format 'repeat'"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(content: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{reason} is not implemented"):
+        structural_tag_lark({"format": content}, SpecialTokens.of(TOKENIZER_JSON), JSON_OPTIONS)
+
+
+def test_defaults_that_are_spelled_out_change_nothing(tokenizer: LLTokenizer) -> None:
+    plain = _tag("<a>", JSON, "</a>")
+    spelled = _tag("<a>", {**JSON, "style": "json"}, "</a>")
+    assert all(_matches({"format": tag}, '<a>{"n":1}</a>', tokenizer) for tag in (plain, spelled))
+    assert _matches({"format": {**TEXT, "excludes": []}}, "text", tokenizer)
