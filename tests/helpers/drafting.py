@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 
 VOCAB_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=1234)
+FAN_OUT = FanOut(5)
 
 
 def random_text(seed: int, length: int) -> list[int]:
@@ -45,3 +47,24 @@ def committed(sequence: DraftSequence, tokens: Sequence[int], *nodes: int) -> Ve
     sequence.token_ids.extend(tokens)
     outcome = Outcome.VERIFIED if nodes else Outcome.MISSED
     return Verdict(1, 0, outcome, nodes, tuple(tokens), sequence.num_tokens)
+
+
+def prepare_ahead(
+    drafter: Drafter, shape: TreeShape, *flights: tuple[DraftSequence, TokenTree]
+) -> list[Proposal]:
+    """Returns what a drafter prepares, each time `FAN_OUT`, while these trees are verified."""
+    for sequence, tree in flights:
+        drafter.foresight.begin(sequence, tree, shape, FAN_OUT)
+    proposals: list[Proposal] = []
+    while drafter.foresight.has_work:
+        proposals += drafter.foresight.advance()
+        drafter.check()
+    return proposals
+
+
+def foreseen_tokens(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
+    """Returns what the verdict on `tree` commits that a proposal is for."""
+    assert proposal.condition is not None
+    node = proposal.condition.node_index
+    path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
+    return (*path, proposal.condition.bonus_token_id)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.target.drafts.draft_exchange import DraftExchange
-from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.step_report import StepReport
+from tests.helpers.ahead_cases import total_outcomes
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.relay import relayed
 from tests.helpers.served import MAX_TOKENS, PROMPTS, Target, serving_draft, serving_target
@@ -62,13 +62,6 @@ def _is_prepared(exchange: DraftExchange) -> bool:
     )
 
 
-def _total(reports: list[StepReport]) -> OutcomeTally:
-    total = OutcomeTally()
-    for report in reports:
-        total.add(report.outcomes)
-    return total
-
-
 @pytest.mark.usefixtures("long_verification")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_rounds_are_hit_without_waiting_for_a_long_wire(
@@ -85,7 +78,7 @@ async def test_rounds_are_hit_without_waiting_for_a_long_wire(
             reports.clear()
             tokens, stats = await target.generate(PROMPTS[0], temperature)
     assert tokens == expected
-    tally = _total(reports)
+    tally = total_outcomes(reports)
     # 4 tokens a round; the first is the prompt's own, and its tree may come late.
     assert tally.num_hits > MAX_TOKENS // 4 - 6
     assert tally.num_misses + tally.num_unprepared <= 3

@@ -6,7 +6,6 @@ so that what happens between two steps is the test's to say.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ import torch
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.fan_out import FanOut
-from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -24,28 +21,28 @@ from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.ngram.index import NgramOptions
 from shared.runtime.runner import ModelRunner
-from shared.tokens import SamplingParams, StopParams, TreeShape
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.ahead_cases import (
+    CHAIN,
+    PROMPTS,
+    SAMPLINGS,
+    TREE,
+    outputs,
+    requests,
+    total_outcomes,
+)
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.engines import (
     CPU,
     PAGE_SIZE,
     VOCAB_SIZE,
-    Collector,
     build_engine,
-    request,
     run,
     tiny_decoder,
 )
 from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.wired_draft import WiredDraft
 
-PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3, 3, 3, 3, 3, 3])
-CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=1.0, seed=7),
-    "penalised": SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2),
-}
 BUDGET = FanOut(6)
 
 
@@ -71,36 +68,18 @@ def _standalone(
     return StandaloneDrafter(runner, leases, max_context_tokens=max_context_tokens)
 
 
-def _requests(sampling: SamplingParams, num_tokens: int = 40) -> list[GenerationRequest]:
-    return [
-        request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(num_tokens))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-def _outputs(collector: Collector) -> list[list[int]]:
-    return [collector.token_ids(key) for key in range(len(PROMPTS))]
-
-
-def _total(reports: list[StepReport]) -> OutcomeTally:
-    total = OutcomeTally()
-    for report in reports:
-        total.add(report.outcomes)
-    return total
-
-
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_good_draft_is_hit_every_round_and_changes_nothing(
     decoder: Decoder, sampling: SamplingParams, shape: TreeShape
 ) -> None:
-    expected = _outputs(run(build_engine(decoder), _requests(sampling)))
+    expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     draft = WiredDraft(engine, _standalone(decoder), shape, BUDGET)
     draft.attach()
-    assert _outputs(run(engine, _requests(sampling))) == expected
-    tally = _total(reports)
+    assert outputs(run(engine, requests(sampling))) == expected
+    tally = total_outcomes(reports)
     # The draft is the target, so it foresees all but the verdicts that its budget leaves out.
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
     assert tally.num_unprepared <= len(PROMPTS)
@@ -111,7 +90,7 @@ def test_good_draft_is_hit_every_round_and_changes_nothing(
 def test_delays_losses_repetitions_and_reconnects_change_nothing(
     decoder: Decoder, other_decoder: Decoder, sampling: SamplingParams, seed: int
 ) -> None:
-    expected = _outputs(run(build_engine(decoder), _requests(sampling)))
+    expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     shape = (CHAIN, TREE)[seed % 2]
@@ -126,44 +105,44 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
             draft.reconnect()
         draft.pump()
 
-    assert _outputs(run(engine, _requests(sampling), each_step=each_step)) == expected
+    assert outputs(run(engine, requests(sampling), each_step=each_step)) == expected
     drafter.check()
-    tally = _total(reports)
+    tally = total_outcomes(reports)
     assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
 
 
 @pytest.mark.parametrize("num_pages", [9, 14, 20])
 def test_short_draft_memory_changes_nothing(decoder: Decoder, num_pages: int) -> None:
     sampling = SAMPLINGS["sampled"]
-    expected = _outputs(run(build_engine(decoder), _requests(sampling, 20)))
+    expected = outputs(run(build_engine(decoder), requests(sampling, 20)))
     engine = build_engine(decoder)
     draft = WiredDraft(engine, _standalone(decoder, num_pages), TREE, BUDGET)
     draft.attach()
-    assert _outputs(run(engine, _requests(sampling, 20))) == expected
+    assert outputs(run(engine, requests(sampling, 20))) == expected
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_ngrams_drafted_ahead_change_nothing(decoder: Decoder, sampling: SamplingParams) -> None:
-    requests = _requests(sampling)
-    expected = _outputs(run(build_engine(decoder), requests))
+    asked = requests(sampling)
+    expected = outputs(run(build_engine(decoder), asked))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     drafter = NgramDrafter(NgramOptions())
     WiredDraft(engine, drafter, TreeShape(4, 4, 8), BUDGET).attach()
     for _ in range(2):  # the second time the whole answer has been seen
         reports.clear()
-        assert _outputs(run(engine, requests)) == expected
-    tally = _total(reports)
+        assert outputs(run(engine, asked)) == expected
+    tally = total_outcomes(reports)
     assert tally.num_hits > tally.num_misses
 
 
 def test_context_that_slides_changes_nothing(decoder: Decoder) -> None:
-    requests = _requests(SAMPLINGS["sampled"], 90)
-    expected = _outputs(run(build_engine(decoder), requests))
+    asked = requests(SAMPLINGS["sampled"], 90)
+    expected = outputs(run(build_engine(decoder), asked))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     drafter = _standalone(decoder, max_context_tokens=70)
     WiredDraft(engine, drafter, CHAIN, BUDGET).attach()
-    assert _outputs(run(engine, requests)) == expected
-    assert _total(reports).num_hits > 0
+    assert outputs(run(engine, asked)) == expected
+    assert total_outcomes(reports).num_hits > 0
     drafter.check()

@@ -6,7 +6,6 @@ As in `test_drafting_ahead`, only the sockets are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.fan_out import FanOut
-from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -29,29 +26,21 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.block_runner import BlockRunner
 from shared.runtime.head_runner import HeadRunner
-from shared.tokens import SamplingParams, StopParams, TreeShape
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
 from tests.helpers.checkpoints import TinyShape
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.engines import (
     CPU,
     PAGE_SIZE,
     VOCAB_SIZE,
-    Collector,
     build_engine,
-    request,
     run,
 )
 from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 from tests.helpers.wired_draft import WiredDraft
 
-PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3, 3, 3, 3, 3, 3])
-CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=1.0, seed=7),
-    "penalised": SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2),
-}
 # Heads of random weights foresee little; many guesses hit now and then.
 BUDGET = FanOut(16)
 TARGET = TinyShape(vocab_size=VOCAB_SIZE)
@@ -105,45 +94,27 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return decoder, lambda num_pages: build(folder, num_pages)
 
 
-def _requests(sampling: SamplingParams, num_tokens: int = 40) -> list[GenerationRequest]:
-    return [
-        request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(num_tokens))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-def _outputs(collector: Collector) -> list[list[int]]:
-    return [collector.token_ids(key) for key in range(len(PROMPTS))]
-
-
-def _total(reports: list[StepReport]) -> OutcomeTally:
-    total = OutcomeTally()
-    for report in reports:
-        total.add(report.outcomes)
-    return total
-
-
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     head: Head, sampling: SamplingParams, shape: TreeShape
 ) -> None:
     decoder, build = head
-    expected = _outputs(run(build_engine(decoder), _requests(sampling)))
+    expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     drafter = build(200)
     WiredDraft(engine, drafter, shape, BUDGET).attach()
-    assert _outputs(run(engine, _requests(sampling))) == expected
+    assert outputs(run(engine, requests(sampling))) == expected
     drafter.check()
-    assert _total(reports).num_hits > 0
+    assert total_outcomes(reports).num_hits > 0
 
 
 @pytest.mark.parametrize("seed", range(len(SAMPLINGS)))
 def test_delays_losses_repetitions_and_reconnects_change_nothing(head: Head, seed: int) -> None:
     decoder, build = head
     sampling = list(SAMPLINGS.values())[seed]
-    expected = _outputs(run(build_engine(decoder), _requests(sampling)))
+    expected = outputs(run(build_engine(decoder), requests(sampling)))
     engine = build_engine(decoder)
     drafter, shape = build(200), (CHAIN, TREE)[seed % 2]
     draft = LossyDraft(
@@ -156,7 +127,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(head: Head, see
             draft.reconnect()
         draft.pump()
 
-    assert _outputs(run(engine, _requests(sampling), each_step=each_step)) == expected
+    assert outputs(run(engine, requests(sampling), each_step=each_step)) == expected
     drafter.check()
 
 
@@ -164,8 +135,8 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(head: Head, see
 def test_short_draft_memory_changes_nothing(head: Head, num_pages: int) -> None:
     decoder, build = head
     sampling = SAMPLINGS["sampled"]
-    expected = _outputs(run(build_engine(decoder), _requests(sampling, 20)))
+    expected = outputs(run(build_engine(decoder), requests(sampling, 20)))
     engine, drafter = build_engine(decoder), build(num_pages)
     WiredDraft(engine, drafter, TREE, BUDGET).attach()
-    assert _outputs(run(engine, _requests(sampling, 20))) == expected
+    assert outputs(run(engine, requests(sampling, 20))) == expected
     drafter.check()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.step_report import StepReport
@@ -24,6 +23,7 @@ from shared.tokens import (
     TokenTree,
     Verdict,
 )
+from tests.helpers.ahead_cases import total_outcomes
 from tests.helpers.engines import build_engine, request, run, tiny_decoder
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -110,20 +110,13 @@ def _run_ahead(
     return collector.token_ids(0), draft, reports
 
 
-def _total(reports: Sequence[StepReport]) -> OutcomeTally:
-    total = OutcomeTally()
-    for report in reports:
-        total.add(report.outcomes)
-    return total
-
-
 def test_hit_is_verified_in_the_next_step(decoder: Decoder) -> None:
     tokens, draft, reports = _run_ahead(decoder, lambda draft: None, is_held=False)
     assert tokens == _plain(decoder, 24)
     # The prompt's own token, then 4 a round: 1 + 6 * 4 covers 24.
     assert len(reports) == 7
     assert [each.outcome for each in draft.verdicts[1:]] == [Outcome.VERIFIED_NEXT_READY] * 5
-    assert _total(reports).hits == {(DEPTH, 0): 5}
+    assert total_outcomes(reports).hits == {(DEPTH, 0): 5}
 
 
 def test_candidates_that_arrive_during_the_forward_are_hits(
@@ -150,7 +143,7 @@ def test_candidates_that_arrive_during_the_forward_are_hits(
     tokens, draft, reports = _run_ahead(decoder, each_step, is_held=True)
     assert tokens == plain
     assert [each.outcome for each in draft.verdicts[1:]] == [Outcome.VERIFIED_NEXT_READY] * 5
-    assert _total(reports).num_late_hits == 0
+    assert total_outcomes(reports).num_late_hits == 0
 
 
 def test_candidates_that_arrive_after_their_verdict_are_verified_without_another_round_trip(
@@ -167,7 +160,7 @@ def test_candidates_that_arrive_after_their_verdict_are_verified_without_another
     assert tokens == _plain(decoder, 24)
     assert len(reports) == 7
     assert {each.candidate_id for each in draft.verdicts[1:]} == {1, 2, 3, 4, 5}
-    assert _total(reports).num_late_hits > 1
+    assert total_outcomes(reports).num_late_hits > 1
 
 
 def test_wrong_condition_is_no_hit(decoder: Decoder) -> None:
@@ -179,4 +172,4 @@ def test_wrong_condition_is_no_hit(decoder: Decoder) -> None:
     draft.attach()
     with pytest.raises(AssertionError, match="does not come to an end"):
         run(engine, [request(PROMPT, SAMPLING)])
-    assert _total(reports).num_hits == 0
+    assert total_outcomes(reports).num_hits == 0

@@ -14,10 +14,19 @@ from services.draft.sequence import DraftSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.block_setup import BLOCK_SIZE, CHAIN, TREE, BlockSetup, block_setup
 from tests.helpers.dflash_heads import best_block_paths
-from tests.helpers.drafting import GREEDY, SAMPLED, committed, draft_sequence, propose, random_text
+from tests.helpers.drafting import (
+    FAN_OUT,
+    GREEDY,
+    SAMPLED,
+    committed,
+    draft_sequence,
+    foreseen_tokens,
+    prepare_ahead,
+    propose,
+    random_text,
+)
 from tests.helpers.head_oracle import Values, path_values
 
-FAN_OUT = FanOut(5)
 SHORT = TreeShape(2, 2, 6)
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.5)
 
@@ -31,26 +40,6 @@ def _drafter(setup: BlockSetup, *, num_pages: int = 100, window: int = 120) -> D
     drafter = setup.drafter(num_pages=num_pages, window=window)
     drafter.foresight.budget = FAN_OUT.budget
     return drafter
-
-
-def _ahead(
-    drafter: DflashDrafter, shape: TreeShape, *flights: tuple[DraftSequence, TokenTree]
-) -> list[Proposal]:
-    for sequence, tree in flights:
-        drafter.foresight.begin(sequence, tree, shape, FAN_OUT)
-    proposals: list[Proposal] = []
-    while drafter.foresight.has_work:
-        proposals += drafter.foresight.advance()
-        drafter.check()
-    return proposals
-
-
-def _committed(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
-    """Returns what the verdict commits that a proposal is for."""
-    assert proposal.condition is not None
-    node = proposal.condition.node_index
-    path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
-    return (*path, proposal.condition.bonus_token_id)
 
 
 def _oracle(
@@ -76,7 +65,7 @@ def _assert_same(
 ) -> None:
     assert block
     for proposal in block:
-        expected = _oracle(setup, sequence, _committed(tree, proposal), shape)
+        expected = _oracle(setup, sequence, foreseen_tokens(tree, proposal), shape)
         assert path_values(proposal.tree) == pytest.approx(expected, abs=1e-3)
 
 
@@ -89,13 +78,13 @@ def test_a_block_ahead_sees_the_features_before_the_tree_and_the_tokens_of_its_v
     setup.open(drafter, sequence)
     [tree] = propose(drafter, shape, sequence)
     for _ in range(4):
-        block = _ahead(drafter, shape, (sequence, tree))
+        block = prepare_ahead(drafter, shape, (sequence, tree))
         assert len(block) == FAN_OUT.budget
         assert len({each.condition for each in block}) == len(block)
         _assert_same(setup, sequence, tree, block, shape)
         # The next blocks are made with the features of this verdict.
         chosen = block[-1]
-        setup.commit(drafter, sequence, _committed(tree, chosen))
+        setup.commit(drafter, sequence, foreseen_tokens(tree, chosen))
         tree = chosen.tree
     drafter.close(sequence)
     drafter.check()
@@ -105,7 +94,7 @@ def test_no_block_is_for_a_token_that_the_tree_holds(setup: BlockSetup) -> None:
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, TREE, sequence)
-    for proposal in _ahead(drafter, TREE, (sequence, tree)):
+    for proposal in prepare_ahead(drafter, TREE, (sequence, tree)):
         assert proposal.condition is not None
         siblings = [
             token
@@ -126,7 +115,7 @@ def test_a_whole_block_is_foreseen_where_the_token_behind_it_was_scored(
     fan_out = FanOut(5, position_log_weights=(*[0.0] * num_steps, 100.0))
     drafter.foresight.begin(sequence, tree, shape, fan_out)
     block = drafter.foresight.advance()
-    depths = {len(_committed(tree, each)) - 1 for each in block}
+    depths = {len(foreseen_tokens(tree, each)) - 1 for each in block}
     assert (num_steps in depths) == (num_steps < BLOCK_SIZE - 1)
 
 
@@ -144,7 +133,7 @@ def test_sequences_prepare_together_and_alike(
         for sequence in sequences:
             setup.open(drafter, sequence)
         trees = propose(drafter, TREE, *sequences)
-        block = _ahead(drafter, TREE, *zip(sequences, trees, strict=True))
+        block = prepare_ahead(drafter, TREE, *zip(sequences, trees, strict=True))
         for sequence, tree in zip(sequences, trees, strict=True):
             own = [each for each in block if each.sequence is sequence]
             assert len(own) == FAN_OUT.budget
@@ -158,9 +147,9 @@ def test_penalties_count_the_tokens_of_the_verdict(setup: BlockSetup) -> None:
     sequence.num_prompt_tokens = 2
     setup.open(drafter, sequence)
     [tree] = propose(drafter, CHAIN, sequence)
-    block = _ahead(drafter, CHAIN, (sequence, tree))
+    block = prepare_ahead(drafter, CHAIN, (sequence, tree))
     for proposal in block:
-        supposed = _committed(tree, proposal)
+        supposed = foreseen_tokens(tree, proposal)
         tokens = [*sequence.token_ids, *supposed]
         logits = setup.oracle.block_logits(
             tokens, setup.features(tokens)[:14], num_supposed=len(supposed)
@@ -174,20 +163,20 @@ def test_a_verdict_without_its_features_is_not_drafted_ahead_of(setup: BlockSetu
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, CHAIN, sequence)
-    [chosen, *_] = _ahead(drafter, CHAIN, (sequence, tree))
-    drafter.commit(sequence, committed(sequence, _committed(tree, chosen)), None)
-    assert _ahead(drafter, CHAIN, (sequence, chosen.tree)) == []
+    [chosen, *_] = prepare_ahead(drafter, CHAIN, (sequence, tree))
+    drafter.commit(sequence, committed(sequence, foreseen_tokens(tree, chosen)), None)
+    assert prepare_ahead(drafter, CHAIN, (sequence, chosen.tree)) == []
 
 
 def test_a_verdict_that_was_not_foreseen_leaves_nothing_behind(setup: BlockSetup) -> None:
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, CHAIN, sequence)
-    _ahead(drafter, CHAIN, (sequence, tree))
+    prepare_ahead(drafter, CHAIN, (sequence, tree))
     setup.commit(drafter, sequence, (tree.token_ids[0], tree.token_ids[1] ^ 1))
-    assert _ahead(drafter, CHAIN, (sequence, tree)) == []
+    assert prepare_ahead(drafter, CHAIN, (sequence, tree)) == []
     [tree] = propose(drafter, CHAIN, sequence)
-    _assert_same(setup, sequence, tree, _ahead(drafter, CHAIN, (sequence, tree)), CHAIN)
+    _assert_same(setup, sequence, tree, prepare_ahead(drafter, CHAIN, (sequence, tree)), CHAIN)
 
 
 @pytest.mark.parametrize("num_pages", range(4, 12))
@@ -195,7 +184,7 @@ def test_as_many_verdicts_as_there_is_memory_for(setup: BlockSetup, num_pages: i
     sequence, drafter = draft_sequence(random_text(3, 8)), _drafter(setup, num_pages=num_pages)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, CHAIN, sequence)
-    block = _ahead(drafter, CHAIN, (sequence, tree))
+    block = prepare_ahead(drafter, CHAIN, (sequence, tree))
     # Seven positions and a block take three pages; five verdicts and the way to them, six more.
     assert bool(block) == (num_pages > 4)
     assert (len(block) == FAN_OUT.budget) == (num_pages > 9)
@@ -210,8 +199,8 @@ def test_a_window_that_slides_keeps_blocks_ahead(setup: BlockSetup) -> None:
     setup.open(drafter, sequence)
     [tree] = propose(drafter, CHAIN, sequence)
     for _ in range(8):
-        block = _ahead(drafter, CHAIN, (sequence, tree))
+        block = prepare_ahead(drafter, CHAIN, (sequence, tree))
         assert len(block) == FAN_OUT.budget
-        setup.commit(drafter, sequence, _committed(tree, block[0]))
+        setup.commit(drafter, sequence, foreseen_tokens(tree, block[0]))
         tree = block[0].tree
     drafter.check()

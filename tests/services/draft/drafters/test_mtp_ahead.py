@@ -11,16 +11,24 @@ from torch import Tensor
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
-from tests.helpers.drafting import GREEDY, SAMPLED, committed, draft_sequence, propose, random_text
+from tests.helpers.drafting import (
+    FAN_OUT,
+    GREEDY,
+    SAMPLED,
+    committed,
+    draft_sequence,
+    foreseen_tokens,
+    prepare_ahead,
+    propose,
+    random_text,
+)
 from tests.helpers.head_oracle import Values, best_paths, path_values
 from tests.helpers.mtp_heads import MtpOracle
 from tests.helpers.mtp_setup import MTPS, MtpSetup, mtp_setup
 
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
-FAN_OUT = FanOut(5)
 
 
 @dataclass(frozen=True)
@@ -52,26 +60,6 @@ def _drafter(setup: MtpSetup, *, num_pages: int = 200) -> EagleDrafter:
     return drafter
 
 
-def _ahead(
-    drafter: EagleDrafter, shape: TreeShape, *flights: tuple[DraftSequence, TokenTree]
-) -> list[Proposal]:
-    for sequence, tree in flights:
-        drafter.foresight.begin(sequence, tree, shape, FAN_OUT)
-    proposals: list[Proposal] = []
-    while drafter.foresight.has_work:
-        proposals += drafter.foresight.advance()
-        drafter.check()
-    return proposals
-
-
-def _committed(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
-    """Returns what the verdict commits that a proposal is for."""
-    assert proposal.condition is not None
-    node = proposal.condition.node_index
-    path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
-    return (*path, proposal.condition.bonus_token_id)
-
-
 def _oracle(
     setup: MtpSetup, sequence: DraftSequence, supposed: Sequence[int], shape: TreeShape
 ) -> Values:
@@ -90,7 +78,7 @@ def _assert_same(
 ) -> None:
     assert len(block) == FAN_OUT.budget
     for proposal in block:
-        expected = _oracle(setup, sequence, _committed(tree, proposal), shape)
+        expected = _oracle(setup, sequence, foreseen_tokens(tree, proposal), shape)
         assert path_values(proposal.tree) == pytest.approx(expected, abs=1e-3)
 
 
@@ -105,11 +93,11 @@ def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
     setup.open(drafter, sequence)
     [tree] = propose(drafter, shape, sequence)
     for _ in range(4):
-        block = _ahead(drafter, shape, (sequence, tree))
+        block = prepare_ahead(drafter, shape, (sequence, tree))
         _assert_same(setup, sequence, tree, block, shape)
         # The next trees are made with the features of this verdict.
         chosen = source.choice(block)
-        setup.commit(drafter, sequence, _committed(tree, chosen))
+        setup.commit(drafter, sequence, foreseen_tokens(tree, chosen))
         tree = chosen.tree
     drafter.close(sequence)
     drafter.check()
@@ -126,7 +114,7 @@ def test_sequences_prepare_together_and_alike(name: str, setups: dict[str, MtpSe
     for sequence in sequences:
         setup.open(drafter, sequence)
     trees = propose(drafter, TREE, *sequences)
-    block = _ahead(drafter, TREE, *zip(sequences, trees, strict=True))
+    block = prepare_ahead(drafter, TREE, *zip(sequences, trees, strict=True))
     for sequence, tree in zip(sequences, trees, strict=True):
         own = [each for each in block if each.sequence is sequence]
         _assert_same(setup, sequence, tree, own, TREE)
@@ -141,7 +129,7 @@ def test_a_proposal_after_drafting_ahead_is_what_it_would_have_been(
     setup.open(drafter, sequence)
     for number in range(4):
         [tree] = propose(drafter, TREE, sequence)
-        _ahead(drafter, TREE, (sequence, tree))
+        prepare_ahead(drafter, TREE, (sequence, tree))
         setup.commit(drafter, sequence, random_text(number, 2))
     [found] = propose(drafter, TREE, sequence)
     other, twin = setup.drafter(), draft_sequence(sequence.token_ids)
@@ -158,6 +146,6 @@ def test_a_verdict_without_its_features_is_not_drafted_ahead_of(
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, CHAIN, sequence)
-    [chosen, *_] = _ahead(drafter, CHAIN, (sequence, tree))
-    drafter.commit(sequence, committed(sequence, _committed(tree, chosen)), None)
-    assert _ahead(drafter, CHAIN, (sequence, chosen.tree)) == []
+    [chosen, *_] = prepare_ahead(drafter, CHAIN, (sequence, tree))
+    drafter.commit(sequence, committed(sequence, foreseen_tokens(tree, chosen)), None)
+    assert prepare_ahead(drafter, CHAIN, (sequence, chosen.tree)) == []

@@ -1,0 +1,40 @@
+"""Prompts, shapes and samplings that drafting ahead is tried with, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.request import GenerationRequest
+from services.target.step_report import StepReport
+from shared.tokens import SamplingParams, StopParams, TreeShape
+from tests.helpers.engines import Collector, request
+
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3, 3, 3, 3, 3, 3])
+CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0, seed=7),
+    "penalised": SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2),
+}
+
+
+def requests(sampling: SamplingParams, num_tokens: int = 40) -> list[GenerationRequest]:
+    """One for each prompt, each with a seed of its own."""
+    return [
+        request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(num_tokens))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def outputs(collector: Collector) -> list[list[int]]:
+    return [collector.token_ids(key) for key in range(len(PROMPTS))]
+
+
+def total_outcomes(reports: Iterable[StepReport]) -> OutcomeTally:
+    """Returns how verdicts were foreseen over all steps."""
+    total = OutcomeTally()
+    for report in reports:
+        total.add(report.outcomes)
+    return total
