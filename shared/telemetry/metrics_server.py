@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, start_http_server
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
 from shared.errors import SettingsError
 from shared.tls import ServerTls
@@ -28,4 +31,16 @@ def serve_metrics(
     except OSError as error:
         message = f"cannot serve metrics on {host}:{port}: {error.strerror}"
         raise SettingsError((message,)) from error
+    # The library would write `vllm:` as `vllm_` to a scraper that asks for OpenMetrics, as
+    # Prometheus 2 does.
+    server.set_app(_plain_text(make_wsgi_app(registry)))
     return int(server.server_port)
+
+
+def _plain_text(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """Returns an app that answers in Prometheus's text format, whatever else is asked for."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        return app({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
+
+    return answer

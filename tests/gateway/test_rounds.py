@@ -206,13 +206,15 @@ async def test_impossible_depth_is_refused_with_its_limits(
     assert "[1, 32]" in message
 
 
-async def test_server_info_names_the_drafts_attached_now(
+async def test_server_info_names_model_and_drafts_of_a_target(
     client: httpx.AsyncClient, target: FakeTarget
 ) -> None:
     for algorithms in ((), ("EAGLE3", "NGRAM")):
         target.draft_algorithms = algorithms
         info = (await client.get("/server_info")).json()
-        assert info["targets"][0]["draft_algorithms"] == list(algorithms)
+        [found] = info["targets"]
+        assert found["draft_algorithms"] == list(algorithms)
+        assert [found["model"]] == info["models"]
 
 
 def _round(num_nodes: int) -> Round:

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.certs import CertFolder
 from shared.errors import SettingsError
@@ -46,3 +46,15 @@ def test_a_taken_port_is_named(registry: CollectorRegistry) -> None:
         port = busy.getsockname()[1]
         with pytest.raises(SettingsError, match=f"cannot serve metrics on 127.0.0.1:{port}"):
             serve_metrics(registry, "127.0.0.1", port)
+
+
+def test_names_with_colons_keep_them_whatever_a_scraper_asks_for() -> None:
+    registry = CollectorRegistry()
+    Gauge("vllm:num_requests_running", "Requests in steps", registry=registry).set(3)
+    url = f"http://127.0.0.1:{serve_metrics(registry, '127.0.0.1', 0)}/metrics"
+    openmetrics = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    for accept in ("*/*", openmetrics, f"{openmetrics};escaping=allow-utf-8"):
+        request = urllib.request.Request(url, headers={"Accept": accept})
+        with urllib.request.urlopen(request) as response:
+            assert response.headers["Content-Type"].startswith("text/plain")
+            assert b"\nvllm:num_requests_running 3.0\n" in response.read()
