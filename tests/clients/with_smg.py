@@ -6,6 +6,7 @@ What smg answers must be what Outrider's own gateway answers, which stands befor
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -40,6 +41,7 @@ SCHEMA = {
     "required": ["year"],
     "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "remember", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 
 
@@ -118,6 +120,13 @@ def main() -> None:
             model="demo", prompt="The capital of", max_tokens=8, temperature=0
         )
         assert completion.choices[0].text
+
+        choice = {"type": "function", "function": {"name": "remember"}}
+        long = {**CHAT, "max_completion_tokens": 400}  # white space is free, and the model likes it
+        forced = client.chat.completions.create(**long, tools=[TOOL], tool_choice=choice)
+        [call] = forced.choices[0].message.tool_calls
+        assert call.function.name == "remember"
+        assert isinstance(json.loads(call.function.arguments)["year"], int)
 
         with pytest.raises(openai.BadRequestError, match="regular expression is wrong"):
             client.chat.completions.create(**CHAT, extra_body={"regex": "(a"})
