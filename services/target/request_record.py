@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from services.target.clock import Clock
 from services.target.request import Delta, Event, Failed, Finished, Started
-from services.target.step_loop import Clock
 from shared.telemetry.request_id import current_request_id
 from shared.telemetry.tracing import NO_TRACER, Span, Tracer
 from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.device_rounds import DeviceRounds
 from services.target.drafts.attachment import Attachment
@@ -11,8 +12,6 @@ from services.target.drafts.attachments import Attachments
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
-
-Clock = Callable[[], float]
 
 
 class RoundSteps:

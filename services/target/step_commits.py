@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
@@ -28,7 +29,7 @@ class StepCommits:
         committer: Committer,
         attachments: Attachments,
         ladder: MissLadder,
-        clock: Callable[[], float],
+        clock: Clock,
         forget: Callable[[TargetSequence], None],
         release: Callable[[TargetSequence], None],
     ) -> None:

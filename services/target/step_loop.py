@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
@@ -37,8 +38,6 @@ from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
-
-Clock = Callable[[], float]
 
 
 class StepLoop:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.step_loop import Clock
+from services.target.clock import Clock
 
 _SHORTEST_S = 1.0
 

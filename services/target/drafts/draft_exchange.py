@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
@@ -27,7 +28,7 @@ class DraftExchange:
         attachments: Attachments,
         features: FeatureFeed,
         rounds: RoundSteps,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self.offers: deque[Offer] = deque()
         self.attachments = attachments

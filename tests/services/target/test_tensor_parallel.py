@@ -178,7 +178,7 @@ def test_a_target_ends_with_its_follower(tmp_path: Path) -> None:
             assert any("KV pages of" in line for line in target.stderr)
             os.kill(_follower_of(target.pid), signal.SIGKILL)
             messages = target.stderr.read()
-            assert target.wait(30) == 1
+            assert target.wait(60) == 1
         finally:
             target.kill()
     assert "target-1 died; without its part of the model this target ends" in messages
