@@ -11,6 +11,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from gateway.reference.answers import add_answers
+
 Schema = dict[str, Any]
 _STREAMED = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
@@ -28,7 +30,8 @@ _DESCRIPTIONS = {
     504: "it took longer than allowed",
 }
 _OF_KEYED: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
-_OF_POST = (413, 429)
+_OF_BODIES = (413,)
+_OF_POST = (429,)  # the only method that limits of keys count
 _EVENT: Schema = {
     "type": "object",
     "description": "One event; its data is a JSON object, or `[DONE]` at the end of OpenAI's.",
@@ -87,6 +90,7 @@ def _complete(document: Schema) -> None:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas.update(_ERRORS)
+    add_answers(document["paths"], schemas)
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
@@ -110,7 +114,9 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
     if "operations" in tags:
         return ()
     statuses = _OF_KEYED
-    if method == "post":
+    if method in ("post", "put"):
+        statuses += _OF_BODIES
+    if method == "post" or path in _STREAMED:  # of these the target's queue may be full
         statuses += _OF_POST
     if path in _STREAMED:
         statuses += (410,)

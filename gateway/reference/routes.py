@@ -51,11 +51,17 @@ def _groups(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             entry = {**operation, "path": path, "method": method.upper(), "body": _body(operation)}
+            entry["answer"] = _json(operation["responses"].get("200", {}))
             groups.setdefault(operation["tags"][0], []).append(entry)
     return groups
 
 
 def _body(operation: dict[str, Any]) -> dict[str, Any] | None:
-    content = operation.get("requestBody", {}).get("content", {})
-    schema: dict[str, Any] | None = content.get("application/json", {}).get("schema")
-    return schema
+    return _json(operation.get("requestBody", {}))
+
+
+def _json(message: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the schema of a request's or an answer's JSON, if it says any."""
+    content = message.get("content", {}).get("application/json", {})
+    schema: dict[str, Any] | None = content.get("schema")
+    return schema or None

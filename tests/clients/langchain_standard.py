@@ -1,6 +1,6 @@
 """LangChain's own tests of chat models, with `ChatOpenAI` in front of the gateway.
 
-The demo model is too small for some of what they ask for. Those tests still run, and must fail by
+The demo model is too small for some of what they ask for. Those tests still run, and may fail by
 what the model said, never by how the gateway answered.
 """
 

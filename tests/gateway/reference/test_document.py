@@ -51,6 +51,20 @@ async def test_content_types_of_answers_are_documented(
     assert kind in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
 
 
+async def test_answers_of_speculation_have_the_documented_fields(client: httpx.AsyncClient) -> None:
+    schemas = (await _document(client))["components"]["schemas"]
+    documented = schemas["SpeculationMetrics"]["properties"]
+    for path, name in (("chat/completions", "ChatCompletion"), ("completions", "Completion")):
+        body = CHAT if name == "ChatCompletion" else {"model": "fake", "prompt": "the"}
+        body = {**body, "max_tokens": 9, "ignore_eos": True}
+        answer = (await client.post(f"/v1/{path}", json=body)).json()
+        assert set(schemas[name]["required"]) <= set(answer) <= set(schemas[name]["properties"])
+        assert set(answer["metrics"]["speculative_decoding"]) == set(documented)
+    logprobs = schemas["Logprobs"]["properties"]["token_logprobs"]
+    assert Type("list of number") in types(logprobs)
+    assert {"type": "null"} in logprobs["anyOf"][0]["items"]["anyOf"]
+
+
 async def test_every_reference_leads_somewhere(client: httpx.AsyncClient) -> None:
     document = await _document(client)
     schemas = document["components"]["schemas"]
@@ -77,7 +91,7 @@ async def test_the_page_names_every_route_and_field_and_loads_nothing(
     for name, schema in document["components"]["schemas"].items():
         assert f'id="schema-{name}"' in response.text
         assert all(f"<code>{field.name}</code>" in response.text for field in fields(schema))
-    for loading in ("<script", "<link", "src=", "@import", "//"):
+    for loading in ("<script", "<link", "src=", "@import", "url(", 'href="http'):
         assert loading not in response.text
 
 
