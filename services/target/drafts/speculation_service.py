@@ -21,7 +21,13 @@ from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.generate_service import ServedModel
 from services.target.verifier import VerificationMode
-from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable
+from shared.errors import (
+    EngineFailed,
+    FailedPrecondition,
+    InvalidArgument,
+    OutriderError,
+    Unavailable,
+)
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle
@@ -122,9 +128,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 if message.done():
                     news = message.result()
                     if news is None:
-                        raise Unavailable(
-                            "the draft does not keep up with the target", reason="DRAFT_TOO_SLOW"
-                        )
+                        raise self._why_closed()
                     for response in draft_messages(news):
                         yield response
                     message = asyncio.ensure_future(stream.next())
@@ -134,6 +138,12 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         finally:
             drain.cancel()
             message.cancel()
+
+    def _why_closed(self) -> OutriderError:
+        """Returns why the engine ended a draft's stream."""
+        if self._engine.has_failed:
+            return EngineFailed.of()
+        return Unavailable("the draft does not keep up with the target", reason="DRAFT_TOO_SLOW")
 
     async def _read_attach(self, requests: AsyncIterator[pb.SpeculateRequest]) -> pb.Attach:
         async for message in requests:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,11 +16,12 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.target.drafts.speculation_service import Context, SpeculationServicer
+from services.target.engine import Engine
 from services.target.engine_factory import build_engine
 from services.target.generate_service import ServedModel
 from services.target.process import TargetProcess, attachment_terms
 from services.target.settings import TargetSettings
-from shared.errors import OutriderError, SettingsError
+from shared.errors import EngineFailed, OutriderError, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as speculation_pb
@@ -439,12 +440,16 @@ async def test_log_says_why_a_draft_detached(
     )
 
 
-async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> None:
+def _servicer(folder: Path) -> tuple[Engine, SpeculationServicer]:
+    """A service whose engine steps by hand."""
     settings = TargetSettings(model_path=folder, port=0, max_total_tokens=256, device="cpu")
     engine = build_engine(settings, lambda report: None)
-    servicer = SpeculationServicer(
-        engine, ServedModel("m", HASH), attachment_terms(settings), Lifecycle([])
-    )
+    model = ServedModel("m", HASH)
+    return engine, SpeculationServicer(engine, model, attachment_terms(settings), Lifecycle([]))
+
+
+async def _attached(servicer: SpeculationServicer) -> AsyncGenerator[Any, None]:
+    """Returns the stream of a draft that was told that it is attached, and says nothing more."""
 
     async def requests() -> AsyncIterator[speculation_pb.SpeculateRequest]:
         attach = speculation_pb.Attach(max_sequence_count=1, max_node_count=1, worker_id="w")
@@ -453,6 +458,25 @@ async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> No
 
     stream = servicer.Speculate(requests(), cast("Context", None))
     assert (await anext(stream)).HasField("attached")
+    return cast("AsyncGenerator[Any, None]", stream)
+
+
+async def test_draft_of_a_failed_engine_hears_of_the_failure(folder: Path) -> None:
+    engine, servicer = _servicer(folder)
+    stream = await _attached(servicer)
+
+    def break_down() -> None:
+        raise RuntimeError("broken on purpose")
+
+    engine._inbox.post(break_down)
+    engine._run()
+    with pytest.raises(EngineFailed):
+        await anext(stream)
+
+
+async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> None:
+    engine, servicer = _servicer(folder)
+    stream = await _attached(servicer)
     statuses = engine.attachments()
     servicer.drain(1.0)
     engine.step()
