@@ -135,8 +135,9 @@ async def test_a_client_that_does_not_read_is_cancelled_at_the_bound(
     make_gateway: MakeGateway, serve: Callable[[Gateway], str], target: FakeTarget
 ) -> None:
     target.max_context_tokens = 10_000_000
-    target.reply = lambda request: itertools.repeat([5] * 50)
-    gateway = await make_gateway(target, limits=RequestLimits(max_unread_tokens=2000))
+    # The kernel takes megabytes for a client before it makes the gateway wait: large steps.
+    target.reply = lambda request: itertools.repeat([5] * 1000)
+    gateway = await make_gateway(target, limits=RequestLimits(max_unread_tokens=5000))
     host, port = serve(gateway).removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = orjson.dumps({"model": "fake", "prompt": [5], "max_tokens": 9_000_000, "stream": True})
