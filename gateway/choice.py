@@ -58,7 +58,6 @@ class Choice:
         num_accepted: how many of them are accepted draft tokens.
         prompt_scores: log probabilities of the prompt's tokens, from where they were asked for; all
             of them are there before the first token of output.
-        num_reasoning_tokens: how many of the output's tokens are reasoning.
         stop_token_id: the token that ended it, where one did and no stop string.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
@@ -70,7 +69,6 @@ class Choice:
         self.num_output_tokens = 0
         self.num_accepted = 0
         self.num_cached_tokens = 0
-        self.num_reasoning_tokens = 0
         self.prompt_scores: list[TokenLogprobs] = []
         self.stop_token_id: int | None = None
         self.stats = SpeculationStats()
@@ -99,6 +97,11 @@ class Choice:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many of the tokens that have been taken are reasoning."""
+        return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     @property
     def has_calls(self) -> bool:
@@ -179,11 +182,7 @@ class Choice:
 
     def _parsed(self, parser: OutputParser) -> list[Part]:
         """Returns the parts of the new text."""
-        found: list[Part] = []
-        for text in self._texts:
-            was_reasoning = parser.is_reasoning
-            found += parser.push(text)
-            self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        found = parser.push_tokens(self._texts)
         if self.is_finished:
             found += parser.flush()
         if self._options.include_reasoning:

@@ -57,10 +57,12 @@ class Parts:
         is_reasoning: whether the text that comes now is reasoning.
     """
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
+    def __init__(self, reader: Reader, new_call_id: Callable[[], str]) -> None:
+        self._reader = reader
         self._new_call_id = new_call_id
         self._found: list[Part] = []
-        self.is_reasoning = False
+        self._is_reasoning = False
+        self._turns: list[int] = []
         self._num_calls = 0
         self._space = ""
         self._is_margin = True
@@ -69,6 +71,21 @@ class Parts:
     @property
     def has_calls(self) -> bool:
         return self._num_calls > 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._is_reasoning
+
+    @is_reasoning.setter
+    def is_reasoning(self, value: bool) -> None:
+        if value != self._is_reasoning:
+            self._is_reasoning = value
+            self._turns.append(self._reader.num_read)
+
+    def take_turns(self) -> list[int]:
+        """Returns the characters read at each change of `is_reasoning` since the last time."""
+        turns, self._turns = self._turns, []
+        return turns
 
     def content(self, text: str) -> None:
         """Adds text for the user."""

@@ -23,15 +23,26 @@ _AFTER_SCALAR = re.compile(r"[,}\]\s]")
 
 
 class Reader:
-    """What has arrived and is not read yet."""
+    """What has arrived and is not read yet.
+
+    Attributes:
+        num_fed: characters that have arrived since the start.
+    """
 
     def __init__(self) -> None:
+        self.num_fed = 0
         self._text = ""
         self._has_ended = False
+
+    @property
+    def num_read(self) -> int:
+        """Characters read since the start."""
+        return self.num_fed - len(self._text)
 
     def feed(self, text: str) -> None:
         """Adds text."""
         self._text += text
+        self.num_fed += len(text)
 
     def end(self) -> None:
         """There will be no more."""
