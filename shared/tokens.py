@@ -218,10 +218,12 @@ class TreeWish:
     Attributes:
         shape: None leaves it to the draft.
         is_paused: no tree is wanted for the next round; the draft only keeps up.
+        num_outcomes: most verdicts on that tree to prepare for; None leaves it to the draft.
     """
 
     shape: TreeShape | None = None
     is_paused: bool = False
+    num_outcomes: int | None = None
 
 
 ANY_TREE = TreeWish()

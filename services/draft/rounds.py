@@ -128,12 +128,20 @@ class Rounds:
         return foresight.has_work or bool(self._roster.flying)
 
     def _begin(self, foresight: Foresight, sequence: DraftSequence) -> None:
-        if not self._fan_out.budget or sequence.flight is None:
+        budget = self._budget(sequence)
+        if not budget or sequence.flight is None:
             return
-        fan_out = self._fan_out.shared_by(len(self._roster))
+        fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._roster))
         fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
         if fan_out.budget:
             foresight.begin(sequence, sequence.flight.tree, self._shape_for(sequence), fan_out)
+
+    def _budget(self, sequence: DraftSequence) -> int:
+        """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
+        less where the target finds that it does not pay."""
+        wanted = None if self.is_pinned else sequence.wish.num_outcomes
+        budget = self._fan_out.budget
+        return budget if wanted is None else min(budget, wanted)
 
     def _resumes(self, sequence: DraftSequence) -> bool:
         """Whether a due tree goes on from what was computed ahead."""
@@ -241,7 +249,7 @@ class Rounds:
         """Returns the candidate; None when no verdict can make use of it."""
         if condition is not None:
             return conditional_candidate(sequence, tree, condition)
-        if not self._fan_out.budget or not tree.token_ids:
+        if not self._budget(sequence) or not tree.token_ids:
             return current_candidate(sequence, tree)
         self._roster.flying[sequence.key] = sequence
         return launched_candidate(sequence, tree)

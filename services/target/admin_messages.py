@@ -42,6 +42,7 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         paused_sequence_count=status.num_paused,
         wanted_step_count=0 if status.shape is None else status.shape.num_steps,
         level_acceptances=status.level_rates,
+        wanted_outcome_count=None if attachment.fan_out is None else attachment.fan_out.budget,
     )
     turnarounds = attachment.turnarounds
     message.turnaround_duration.FromNanoseconds(_ns(turnarounds.turnaround_s.value))

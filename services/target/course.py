@@ -53,6 +53,9 @@ class Course:
         attachment: the draft of that kind that has it, or had it last.
         wish: sent with the next verdict.
         asked: sent with the last one: what the current round's tree was wanted to be.
+        decided: what was asked for that round.
+        num_decided: tokens that the last round committed, if its time tells what drafting ahead is
+            worth; None where it does not.
         told_s: end of the step whose verdict asked; None before the first.
         num_told: tokens that all sequences had committed by then.
         opened_at: number of the step in which it came to this kind of draft.
@@ -68,6 +71,8 @@ class Course:
     smoothing: float
     wish: TreeWish = ANY_TREE
     asked: TreeWish = ANY_TREE
+    num_decided: int | None = None
+    decided: TreeWish = ANY_TREE
     told_s: float | None = None
     num_told: int = 0
     opened_at: int = 0

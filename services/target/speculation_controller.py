@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.course import Course, Kept, seen_round
@@ -228,10 +228,20 @@ class SpeculationController:
         else:
             self._costs.num_rounds += 1
             self._end_probe_round(course)
-        course.asked = course.wish
+        is_telling = not (course.asked.is_paused or course.is_catching_up)
+        course.num_decided = num_accepted + 1 if is_telling else None
+        course.decided, course.asked = course.asked, self._with_fan_out(course)
         course.num_asked = 0 if course.wish.is_paused else course.num_asked + 1
         self._told.append(course)
-        return course.wish
+        return course.asked
+
+    def _with_fan_out(self, course: Course) -> TreeWish:
+        """Returns what is wanted, with the number of verdicts to prepare for."""
+        wish, fan_out = course.wish, course.attachment.fan_out
+        is_free = self._is_adaptive and not wish.is_paused and course.fixed_wish is None
+        if fan_out is None or not is_free:
+            return wish
+        return replace(wish, num_outcomes=fan_out.budget)
 
     def end_step(self, num_rows: int, duration_s: float, *, is_decode: bool) -> None:
         """Takes in a step that ran a forward.
@@ -251,9 +261,17 @@ class SpeculationController:
         """A turn of the loop ended, with or without a step."""
         self._ended_s = now_s
         for course in self._told:
+            self._observe_fan_out(course, now_s)
             course.told_s, course.num_told = now_s, self._num_committed
         self._told.clear()
         self._pay_probes(now_s)
+
+    @staticmethod
+    def _observe_fan_out(course: Course, now_s: float) -> None:
+        fan_out = course.attachment.fan_out
+        if fan_out is None or course.num_decided is None or course.told_s is None:
+            return
+        fan_out.observe(course.decided.num_outcomes, course.num_decided, now_s - course.told_s)
 
     def _end_probe_round(self, course: Course) -> None:
         if not course.is_probing or course.told_s is None:

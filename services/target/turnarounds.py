@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from services.target.averages import Average, Typical
 
+HIT_SMOOTHING = 0.05
+"""Weight of a round in the share of those whose tree was pushed ahead."""
+
 
 @dataclass(slots=True)
 class _Point:
@@ -29,6 +32,7 @@ class Turnarounds:
     def __init__(self) -> None:
         self.turnaround_s = Average()
         self.draft_s = Average()
+        self._hit_rate = 0.0
         self._points: dict[int, dict[int, _Point]] = {}
 
     @property
@@ -48,8 +52,12 @@ class Turnarounds:
         """
         depths = self._points.setdefault(num_sequences.bit_length(), {})
         point = depths.setdefault(num_steps, _Point())
-        point.turnaround_s.add(turnaround_s)
         self.turnaround_s.add(turnaround_s)
+        is_hit = turnaround_s <= 0.0
+        self._hit_rate += HIT_SMOOTHING * (is_hit - self._hit_rate)
+        if is_hit:
+            return
+        point.turnaround_s.add(turnaround_s)
         if draft_s is not None:
             point.draft_s.add(draft_s)
             self.draft_s.add(draft_s)
@@ -62,8 +70,10 @@ class Turnarounds:
         extrapolated by the drafter's own time a level.
         """
         depths = self._nearest_batch(num_sequences.bit_length())
-        if not depths:
-            return 0.0
+        return self._missed(depths, num_steps) * (1.0 - self._hit_rate) if depths else 0.0
+
+    def _missed(self, depths: dict[int, _Point], num_steps: int) -> float:
+        """Of a round whose tree was not pushed ahead."""
         point = depths.get(num_steps)
         if point is not None:
             return point.turnaround_s.value

@@ -117,13 +117,17 @@ def wish_from_message(message: pb.Verdict | pb.SequenceOpened) -> TreeWish:
     """Returns what the target wants of the next tree.
 
     Raises:
-        InvalidArgument: the shape is out of range.
+        InvalidArgument: the shape or the number of outcomes is out of range.
     """
     if message.paused:
         return NO_TREE
-    if not message.HasField("wanted_shape"):
-        return ANY_TREE
-    return TreeWish(shape_from_message(message.wanted_shape))
+    shape = shape_from_message(message.wanted_shape) if message.HasField("wanted_shape") else None
+    if not message.HasField("wanted_outcome_count"):
+        return ANY_TREE if shape is None else TreeWish(shape)
+    num_outcomes = message.wanted_outcome_count
+    if num_outcomes < 0:
+        raise InvalidArgument.out_of_range("wanted_outcome_count", num_outcomes, "at least 0")
+    return TreeWish(shape, num_outcomes=num_outcomes)
 
 
 def wanted_shape_message(wish: TreeWish) -> token_tree_pb2.TreeShape | None:
@@ -202,6 +206,7 @@ def _verdict_message(verdict: Verdict) -> pb.Verdict:
         committed_token_count=verdict.committed_token_count,
         wanted_shape=wanted_shape_message(verdict.wish),
         paused=verdict.wish.is_paused,
+        wanted_outcome_count=verdict.wish.num_outcomes,
         candidate_id=verdict.candidate_id,
         next_candidate_id=verdict.next_candidate_id,
     )

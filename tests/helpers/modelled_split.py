@@ -26,6 +26,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner, RunnerOutput
 from shared.tokens import (
     Candidate,
+    Condition,
     DraftReport,
     SamplingParams,
     StopParams,
@@ -66,6 +67,9 @@ class Kind:
         num_cold: batches at the start that take `cold` times as long.
         shape: of its trees while no other is wanted.
         slower: how many times as long everything takes, by time.
+        budget: verdicts it prepares for, unless the target wants fewer.
+        ahead_s: seconds of doing so, by the verdicts of all sequences.
+        hit_rate: how often the verdict is among them.
     """
 
     tree_s: Callable[[int, int], float]
@@ -77,6 +81,9 @@ class Kind:
     cold: float = 10.0
     shape: TreeShape = CHAIN
     slower: Callable[[float], float] = _unchanged
+    budget: int = 0
+    ahead_s: Callable[[int], float] = _unchanged
+    hit_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,8 +175,13 @@ class ModelledDraft:
     shapes: list[tuple[float, TreeShape]] = field(default_factory=list)
     sequence_ids: list[int] = field(default_factory=list)
     _lengths: dict[int, int] = field(default_factory=dict)
+    budgets: list[int] = field(default_factory=list)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _pushed: dict[int, dict[Condition, Candidate]] = field(default_factory=dict)
+    _wishes: dict[int, TreeWish] = field(default_factory=dict)
     _due: dict[int, tuple[int, TreeWish]] = field(default_factory=dict)
     _unread: list[int] = field(default_factory=list)
+    _flying: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         source = random.Random(self.seed)
@@ -192,9 +204,15 @@ class ModelledDraft:
             self._lengths[opened.sequence_id] = len(opened.token_ids)
             self._unread.append(opened.sequence_id)
             self._due[opened.sequence_id] = opened.round, opened.wish
+            self._wishes[opened.sequence_id] = opened.wish
         for verdict in message.verdicts:
             self._lengths[verdict.sequence_id] = verdict.committed_token_count
-            self._due[verdict.sequence_id] = verdict.round + 1, verdict.wish
+            self._wishes[verdict.sequence_id] = verdict.wish
+            ready = self._pushed.pop(verdict.sequence_id, {}).get(verdict.condition)
+            if ready is None:
+                self._due[verdict.sequence_id] = verdict.round + 1, verdict.wish
+            else:
+                self._flying.append(replace(ready, round=verdict.round + 1))
         for sequence_id in message.closed:
             del self._lengths[sequence_id]
             self._due.pop(sequence_id, None)
@@ -218,6 +236,7 @@ class ModelledDraft:
         self.free_s = self.clock.now_s
         for shape, rounds in by_shape.items():
             self._draft(shape, rounds)
+        self._prepare()
         if self._unread:
             self._unread.pop(0)
             self.free_s += self.kind.prompt_s
@@ -232,16 +251,63 @@ class ModelledDraft:
         self.free_s += duration_s
         self.shapes.append((self.clock.now_s, shape))
         batch = [
-            Candidate(each, round_, self._lengths[each], self._tree(each, shape))
+            Candidate(
+                each,
+                round_,
+                self._lengths[each],
+                self._tree(each, self._lengths[each], shape),
+                candidate_id=next(self._ids),
+            )
             for each, round_ in rounds
         ]
+        self._flying += batch
         self.sequence_ids += [each for each, _ in rounds]
         report = DraftReport(duration_s, self.kind.shape if self.is_pinned else None)
         name = self.kind.name
         self.clock.at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
 
-    def _tree(self, sequence_id: int, shape: TreeShape) -> TokenTree:
-        length = self._lengths[sequence_id]
+    def _prepare(self) -> None:
+        """Prepares for the verdicts on what the target verifies now."""
+        batch: list[Candidate] = []
+        num_outcomes = 0
+        for candidate in self._flying:
+            length = self._lengths.get(candidate.sequence_id)
+            wanted = self._wishes[candidate.sequence_id].num_outcomes
+            budget = self.kind.budget if wanted is None else min(wanted, self.kind.budget)
+            if length is not None and self.kind.budget:
+                self.budgets.append(budget)
+            if length is None or not budget or not candidate.tree.token_ids:
+                continue
+            num_outcomes += budget
+            batch.append(self._foreseen(candidate, length))
+        self._flying.clear()
+        if batch:
+            self.free_s += self.kind.ahead_s(num_outcomes)
+            name, at_s = self.kind.name, self.free_s + self.kind.hop_s
+            self.clock.at(at_s, lambda: self.engine.offer(name, batch))
+
+    def _foreseen(self, candidate: Candidate, length: int) -> Candidate:
+        """Returns the tree for the verdict that falls, or for another if that is not foreseen."""
+        tokens = candidate.tree.token_ids
+        num_right = 0
+        while num_right < len(tokens) and tokens[num_right] == answer(length + num_right):
+            num_right += 1
+        bonus, end = answer(length + num_right), length + num_right + 1
+        place = (candidate.sequence_id * 31 + length) % _NUM_DRAWS
+        if self._draws[place] >= self.kind.hit_rate:
+            bonus = (bonus + 1) % VOCAB_SIZE
+        node = num_right - 1 if num_right else None
+        condition = Condition(node, bonus, candidate.candidate_id)
+        shape = self._wishes[candidate.sequence_id].shape or self.kind.shape
+        tree = self._tree(candidate.sequence_id, end, shape)
+        pushed = replace(
+            candidate, tree=tree, condition=condition, candidate_id=next(self._ids),
+            committed_token_count=length,
+        )  # fmt: skip
+        self._pushed[candidate.sequence_id] = {condition: pushed}
+        return pushed
+
+    def _tree(self, sequence_id: int, length: int, shape: TreeShape) -> TokenTree:
         right = self.kind.right(self.clock.now_s, sequence_id)
         tokens = []
         for position in range(length, length + shape.num_steps):

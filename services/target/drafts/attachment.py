@@ -10,6 +10,7 @@ from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.drafts.patience import Patience
+from services.target.fan_outs import FanOut, FanOuts
 from services.target.turnarounds import Turnarounds
 from shared.tokens import (
     ANY_TREE,
@@ -138,6 +139,7 @@ class Attachment:
         outlet: the way of feature rows.
         outcomes: how well it foresees verdicts, over its life.
         turnarounds: how long it takes to answer a verdict.
+        fan_outs: for how many verdicts it is asked to prepare.
         rounds: what it lends for rounds on the device; None when it drafts by itself alone.
     """
 
@@ -146,6 +148,7 @@ class Attachment:
     patience: Patience
     feature_spec: FeatureSpec | None = None
     outlet: FeatureOutlet = field(default_factory=InlineOutlet)
+    fan_outs: FanOuts = field(default_factory=FanOuts)
     rounds: RoundSource | None = None
     report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
@@ -171,6 +174,13 @@ class Attachment:
     def base_shape(self) -> TreeShape:
         """The shape of its trees while no other is wanted."""
         return self.identity.shape or UNSAID_SHAPE
+
+    @property
+    def fan_out(self) -> FanOut | None:
+        """The choice for the sequences it has; None for a draft that never drafted ahead."""
+        if not self.outcomes.num_hits + self.outcomes.num_misses:
+            return None
+        return self.fan_outs.of(len(self.sequence_ids))
 
     @property
     def load(self) -> tuple[bool, float, int]:

@@ -104,6 +104,7 @@ def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
         prompt_token_count=sequence.num_prompt_tokens,
         wanted_shape=wanted_shape_message(sequence.wish),
         paused=sequence.wish.is_paused,
+        wanted_outcome_count=sequence.wish.num_outcomes,
         trace_request_id=sequence.request_id,
         traceparent=sequence.traceparent or "",
     )

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from services.draft.candidates import drop_unknown_tokens
+from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.events import (
@@ -24,9 +25,10 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
 )
+from services.draft.fan_out import FanOut
 from services.draft.roster import Roster
 from services.draft.rounds import Rounds
-from services.draft.sequence import SequenceKey
+from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram.index import NgramOptions
 from shared.tokens import (
     ANY_TREE,
@@ -205,6 +207,47 @@ def test_a_tree_has_the_shape_that_is_wanted_unless_an_operator_pinned_one() -> 
     assert isinstance(answer, CandidatesReady)
     assert len(answer.candidates[0].tree) == SHAPE.num_steps
     assert answer.report.pinned_shape == SHAPE
+
+
+class _NotingForesight:
+    """Notes for how many verdicts it is to prepare; computes nothing."""
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self.budgets: list[int] = []
+
+    has_work = False
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        self.budgets.append(fan_out.budget)
+
+    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        return False
+
+    def advance(self) -> list[Proposal]:
+        return []
+
+
+def test_the_target_may_want_fewer_verdicts_prepared_for_unless_an_operator_pinned() -> None:
+    drafter, foresight = ScriptedDrafter(), _NotingForesight()
+    drafter.foresight = foresight  # type: ignore[assignment]
+    bench = Bench(drafter)
+    bench.rounds.fan_out = FanOut(8)
+    terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
+    bench.apply(LinkOpened(LINK, terms), _opened(7))
+    bench.step()
+    for round_, wanted in enumerate((3, 0, 20, None)):
+        bench.apply(
+            _decided(7, round_, (9,), 6 + round_, wish=TreeWish(SHAPE, num_outcomes=wanted))
+        )
+        bench.step()
+    assert foresight.budgets == [8, 3, 8, 8], "none of 0"
+    bench.rounds.is_pinned = True
+    bench.apply(_decided(7, 4, (9,), 10, wish=TreeWish(SHAPE, num_outcomes=0)))
+    bench.step()
+    assert foresight.budgets[-1] == 8
 
 
 def test_candidates_come_with_the_time_they_took() -> None:

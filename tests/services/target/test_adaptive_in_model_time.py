@@ -97,6 +97,33 @@ def test_under_load_it_turns_itself_off_and_then_on_again(decoder: Decoder) -> N
     assert sum(at_s > 6.0 for at_s, _ in draft.shapes) > 100
 
 
+def _ahead(hit_rate: float, hop_s: float, ahead_s: float, beside: float) -> Split:
+    """A draft that prepares for up to 8 verdicts."""
+    draft = Kind(
+        gpu_tree,
+        lambda now_s, sequence_id: 0.8,
+        hop_s=hop_s,
+        budget=8,
+        ahead_s=lambda num_outcomes: ahead_s,
+        hit_rate=hit_rate,
+    )
+    return Split(gpu_step, (draft,), beside=beside)
+
+
+@pytest.mark.parametrize(
+    ("split", "most"),
+    [(_ahead(0.8, 0.004, 0.002, 1.0), True), (_ahead(0.1, 0.0003, 0.003, 1.8), False)],
+    ids=["far away", "on one device"],
+)
+def test_verdicts_are_prepared_for_where_that_pays(
+    decoder: Decoder, split: Split, most: bool
+) -> None:
+    adaptive = serve(decoder, split, 10.0, SpeculationController())
+    late = adaptive.drafts[0].budgets[len(adaptive.drafts[0].budgets) // 2 :]
+    share = sum(budget > 0 for budget in late) / len(late)
+    assert share > 0.8 if most else share < 0.2
+
+
 def test_a_pinned_draft_is_left_to_itself(decoder: Decoder) -> None:
     served = serve(decoder, on_cpu(0.0), 2.0, SpeculationController(), pinned=TreeShape(2, 1, 3))
     assert {shape.num_steps for _, shape in served.drafts[0].shapes} == {2}

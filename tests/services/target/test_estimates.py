@@ -121,6 +121,14 @@ def test_untried_depths_cost_the_drafters_own_time_a_level() -> None:
     assert Turnarounds()(3, 1) == 0.0
 
 
+def test_trees_pushed_ahead_shorten_the_usual_wait_by_their_share() -> None:
+    turnarounds = Turnarounds()
+    for _ in range(200):
+        turnarounds.observe(3, 1, 0.0, draft_s=None)
+        turnarounds.observe(3, 1, 0.010, draft_s=None)
+    assert turnarounds(3, 1) == pytest.approx(0.005, rel=0.1)
+
+
 def test_depths_between_and_beyond_two_tried_ones_lie_on_their_line() -> None:
     turnarounds = Turnarounds()
     for _ in range(3):

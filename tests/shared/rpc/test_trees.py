@@ -57,7 +57,9 @@ candidates = st.builds(Candidate, int63, int63, int31, trees(), conditions, ids)
 indices = st.lists(int31, max_size=5).map(tuple)
 tokens = st.lists(int31, min_size=1, max_size=5).map(tuple)
 shapes = st.builds(TreeShape, st.integers(1, 32), st.integers(1, 16), st.integers(2, 257))
-wishes = st.just(NO_TREE) | st.builds(TreeWish, st.none() | shapes)
+wishes = st.just(NO_TREE) | st.builds(
+    TreeWish, st.none() | shapes, num_outcomes=st.none() | st.integers(0, 64)
+)
 verdicts = st.builds(
     Verdict, int63, int63, st.sampled_from(Outcome), indices, tokens, int31, wishes, ids, ids
 )

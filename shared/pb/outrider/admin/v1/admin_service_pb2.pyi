@@ -215,6 +215,7 @@ class Attachment(_message.Message):
     TURNAROUND_DURATION_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_FIELD_NUMBER: _builtins.int
     LEVEL_ACCEPTANCES_FIELD_NUMBER: _builtins.int
+    WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Attachment identifier."""
     worker_id: _builtins.str
@@ -237,6 +238,10 @@ class Attachment(_message.Message):
     """Sequences of `sequence_count` for which no trees are wanted at the moment."""
     wanted_step_count: _builtins.int
     """Depth of trees that is wanted at the moment; 0 while all is paused."""
+    wanted_outcome_count: _builtins.int
+    """Most verdicts on a tree that the draft is asked to prepare for; absent while
+    that is left to it.
+    """
     @_builtins.property
     def attach_time(self) -> _timestamp_pb2.Timestamp:
         """Time the stream was attached."""
@@ -275,12 +280,15 @@ class Attachment(_message.Message):
         turnaround_duration: _duration_pb2.Duration | None = ...,
         draft_duration: _duration_pb2.Duration | None = ...,
         level_acceptances: _abc.Iterable[_builtins.float] | None = ...,
+        wanted_outcome_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_time", b"attach_time", "draft_duration", b"draft_duration", "turnaround_duration", b"turnaround_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "attach_time", b"attach_time", "draft_duration", b"draft_duration", "turnaround_duration", b"turnaround_duration", "wanted_outcome_count", b"wanted_outcome_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_step_count", b"wanted_step_count", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
+    _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wanted_outcome_count) -> _WhichOneofReturnType__wanted_outcome_count | None: ...
 
 Global___Attachment: _TypeAlias = Attachment  # noqa: Y015
 

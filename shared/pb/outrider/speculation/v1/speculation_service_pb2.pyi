@@ -486,6 +486,7 @@ class SequenceOpened(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     TRACE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Names one sequence on this attachment. It may be opened again after it was
     closed, when the target takes it to another draft for a while.
@@ -500,6 +501,8 @@ class SequenceOpened(_message.Message):
     """Id of the request, for logs and traces."""
     traceparent: _builtins.str
     """W3C trace context of the target's span; empty when nobody traces."""
+    wanted_outcome_count: _builtins.int
+    """As in `Verdict`, for the first tree."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens so far: the prompt and, when the draft attached in the
@@ -526,12 +529,15 @@ class SequenceOpened(_message.Message):
         paused: _builtins.bool = ...,
         trace_request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        wanted_outcome_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "sampling_params", b"sampling_params", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused", "prompt_token_count", b"prompt_token_count", "round", b"round", "sampling_params", b"sampling_params", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "trace_request_id", b"trace_request_id", "traceparent", b"traceparent", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "paused", b"paused", "prompt_token_count", b"prompt_token_count", "round", b"round", "sampling_params", b"sampling_params", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "trace_request_id", b"trace_request_id", "traceparent", b"traceparent", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
+    _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wanted_outcome_count) -> _WhichOneofReturnType__wanted_outcome_count | None: ...
 
 Global___SequenceOpened: _TypeAlias = SequenceOpened  # noqa: Y015
 
@@ -758,6 +764,7 @@ class Verdict(_message.Message):
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     NEXT_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     RING_ROWS_FIELD_NUMBER: _builtins.int
+    WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Sequence the verdict is for."""
     round: _builtins.int
@@ -776,6 +783,11 @@ class Verdict(_message.Message):
     next_candidate_id: _builtins.int
     """Candidate that is verified next already, with outcome
     `OUTCOME_VERIFIED_NEXT_READY` only.
+    """
+    wanted_outcome_count: _builtins.int
+    """Most verdicts on the next tree that it pays to prepare for, at least 0, in
+    the target's estimate. The draft prepares for no more than it would by
+    itself. Absent leaves it to the draft.
     """
     @_builtins.property
     def accepted_node_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -818,19 +830,24 @@ class Verdict(_message.Message):
         candidate_id: _builtins.int | None = ...,
         next_candidate_id: _builtins.int | None = ...,
         ring_rows: Global___RingRows | None = ...,
+        wanted_outcome_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "candidate_id", b"candidate_id", "features", b"features", "next_candidate_id", b"next_candidate_id", "ring_rows", b"ring_rows", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "_wanted_outcome_count", b"_wanted_outcome_count", "candidate_id", b"candidate_id", "features", b"features", "next_candidate_id", b"next_candidate_id", "ring_rows", b"ring_rows", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "accepted_node_indices", b"accepted_node_indices", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "committed_token_ids", b"committed_token_ids", "features", b"features", "next_candidate_id", b"next_candidate_id", "outcome", b"outcome", "paused", b"paused", "ring_rows", b"ring_rows", "round", b"round", "sequence_id", b"sequence_id", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "_wanted_outcome_count", b"_wanted_outcome_count", "accepted_node_indices", b"accepted_node_indices", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "committed_token_ids", b"committed_token_ids", "features", b"features", "next_candidate_id", b"next_candidate_id", "outcome", b"outcome", "paused", b"paused", "ring_rows", b"ring_rows", "round", b"round", "sequence_id", b"sequence_id", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
     _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
     _WhichOneofReturnType__next_candidate_id: _TypeAlias = _typing.Literal["next_candidate_id"]  # noqa: Y015
     _WhichOneofArgType__next_candidate_id: _TypeAlias = _typing.Literal["_next_candidate_id", b"_next_candidate_id"]  # noqa: Y015
+    _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
+    _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__next_candidate_id) -> _WhichOneofReturnType__next_candidate_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wanted_outcome_count) -> _WhichOneofReturnType__wanted_outcome_count | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
