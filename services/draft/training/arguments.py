@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -37,6 +38,22 @@ def data_source(text: str) -> tuple[Path, float]:
     return Path(path), weight
 
 
+def count(text: str) -> int:
+    """Parses a number of things, at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; it must be at least 1")
+    return value
+
+
+def positive(text: str) -> float:
+    """Parses a number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; it must be positive and finite")
+    return value
+
+
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
@@ -68,8 +85,8 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _device(command)
     command.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl or .npz")
     command.add_argument("--out", type=Path, required=True, help="archive, .npz")
-    command.add_argument("--max-new-tokens", type=int, default=256)
-    command.add_argument("--batch-size", type=int, default=128, help="prompts answered at once")
+    command.add_argument("--max-new-tokens", type=count, default=256)
+    command.add_argument("--batch-size", type=count, default=128, help="prompts answered at once")
     command.add_argument(
         "--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="of successive batches"
     )
@@ -78,7 +95,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
 
 def _token_map(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data", type=data_source, action="append", required=True)
-    command.add_argument("--size", type=int, required=True, help="tokens to keep")
+    command.add_argument("--size", type=count, required=True, help="tokens to keep")
     command.add_argument("--out", type=Path, required=True, help=".json")
 
 
@@ -99,33 +116,33 @@ def _train(command: argparse.ArgumentParser) -> None:
 
 def _sizes(group: argparse._ArgumentGroup) -> None:
     for flag in ("intermediate-size", "num-heads", "num-kv-heads", "head-dim", "num-layers"):
-        group.add_argument(f"--{flag}", type=int)
+        group.add_argument(f"--{flag}", type=count)
     group.add_argument("--token-map", type=Path, help="EAGLE3: its own vocabulary")
     group.add_argument("--feature-layers", type=int, nargs="+", help="streams of the target")
-    group.add_argument("--block-size", type=int, default=8, help="DFLASH")
+    group.add_argument("--block-size", type=count, default=8, help="DFLASH")
     group.add_argument("--mask-token-id", type=int, default=0, help="DFLASH: a token never used")
 
 
 def _loss(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--unroll", type=int, help="drafted tokens; EAGLE 1, EAGLE3 5, MTP 3")
-    group.add_argument("--anchors", type=int, default=64, help="DFLASH: blocks a window")
+    group.add_argument("--unroll", type=count, help="drafted tokens; EAGLE 1, EAGLE3 5, MTP 3")
+    group.add_argument("--anchors", type=count, default=64, help="DFLASH: blocks a window")
     group.add_argument("--hard", type=float, default=0.1, help="weight of the best token's loss")
     group.add_argument("--regression", type=float, help="weight of smooth L1; EAGLE 1, others 0")
     group.add_argument("--noise", type=float, help="on features, relative; EAGLE 0.1, others 0")
-    group.add_argument("--decay", type=float, default=0.8, help="of each later token's weight")
+    group.add_argument("--decay", type=positive, default=0.8, help="of each later token's weight")
 
 
 def _run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=int, default=20_000)
-    group.add_argument("--seconds", type=float, help="ends the run earlier")
-    group.add_argument("--batch-size", type=int, default=8, help="windows a process")
-    group.add_argument("--window", type=int, default=1024, help="tokens")
-    group.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
+    group.add_argument("--steps", type=count, default=20_000)
+    group.add_argument("--seconds", type=positive, help="ends the run earlier")
+    group.add_argument("--batch-size", type=count, default=8, help="windows a process")
+    group.add_argument("--window", type=count, default=1024, help="tokens")
+    group.add_argument("--rate", type=positive, default=1e-3, help="highest learning rate")
     group.add_argument("--weight-decay", type=float, default=0.05)
     group.add_argument("--optimiser", type=OptimiserKind, default=OptimiserKind.ADAMW)
     group.add_argument("--compile", action="store_true", help="fuse the passes over scores")
-    group.add_argument("--log-every", type=int, default=20, help="steps")
-    group.add_argument("--save-every", type=int, default=1000, help="steps")
+    group.add_argument("--log-every", type=count, default=20, help="steps")
+    group.add_argument("--save-every", type=count, default=1000, help="steps")
     group.add_argument("--seed", type=int, default=0)
 
 
@@ -133,10 +150,10 @@ def _evaluate(command: argparse.ArgumentParser) -> None:
     _device(command)
     command.add_argument("--head", type=Path, nargs="+", required=True)
     command.add_argument("--prompts", type=Path, required=True, help=".jsonl or .npz")
-    command.add_argument("--limit", type=int, help="prompts; all when left out")
-    command.add_argument("--max-new-tokens", type=int, default=128)
-    command.add_argument("--steps", type=int, default=5, help="drafted tokens a round")
-    command.add_argument("--batch-size", type=int, default=16)
+    command.add_argument("--limit", type=count, help="prompts; all when left out")
+    command.add_argument("--max-new-tokens", type=count, default=128)
+    command.add_argument("--steps", type=count, default=5, help="drafted tokens a round")
+    command.add_argument("--batch-size", type=count, default=16)
     command.add_argument("--out", type=Path, help=".json")
 
 

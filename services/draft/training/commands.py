@@ -178,6 +178,11 @@ def _objective(arguments: argparse.Namespace, target: FrozenTarget, head: Head) 
         decay=arguments.decay,
     )
     if isinstance(head, BlockHead):
+        if arguments.window < head.shape.block_size:
+            raise CheckpointError(
+                f"a window of {arguments.window} tokens is shorter than a block of "
+                f"{head.shape.block_size}"
+            )
         return BlockObjective(
             head, target, terms, num_anchors=arguments.anchors, is_compiled=arguments.compile
         )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from services.draft.training.head_shape import Algorithm, HeadShape, default_feature_layers
 from shared.errors import CheckpointError
+from shared.models.heads.block_size import MAX_BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,8 +187,15 @@ def _check(shape: HeadShape) -> None:
             f"a draft vocabulary of {shape.draft_vocab_size} is larger than the target's "
             f"{shape.vocab_size}"
         )
-    if shape.algorithm is Algorithm.DFLASH and shape.block_size < 2:
-        raise CheckpointError(f"block_size is {shape.block_size}; it must be at least 2")
+    is_block = shape.algorithm is Algorithm.DFLASH
+    if is_block and not 2 <= shape.block_size <= MAX_BLOCK_SIZE:
+        raise CheckpointError(
+            f"block_size is {shape.block_size}; it must be in [2, {MAX_BLOCK_SIZE}]"
+        )
+    if not is_block and shape.num_layers != 1:
+        raise CheckpointError(
+            f"num_layers is {shape.num_layers}; heads of {shape.algorithm.value} are trained with 1"
+        )
     if not 0 <= shape.mask_token_id < shape.vocab_size:
         raise CheckpointError(
             f"mask_token_id is {shape.mask_token_id}; it must be in [0, {shape.vocab_size})"

@@ -152,6 +152,40 @@ class _Ids:
         return Documents.load(path).rows()
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--algorithm", "DFLASH", "--block-size", "17"), "window of 16 tokens is shorter than a"),
+        (
+            ("--algorithm", "DFLASH", "--block-size", "34"),
+            r"block_size is 34; it must be in \[2, 33",
+        ),
+        (("--algorithm", "MTP", "--num-layers", "2"), "num_layers is 2; heads of MTP are trained"),
+    ],
+)
+def test_sizes_that_no_head_can_have_are_refused(
+    target: Path, tmp_path: Path, more: tuple[str, ...], message: str
+) -> None:
+    data = tmp_path / "data.npz"
+    _texts().save(data)
+    with pytest.raises(CheckpointError, match=message):
+        _command(*_train_arguments(target, data, tmp_path / "head", *more))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--steps=0", "--batch-size=0", "--window=-1", "--rate=0", "--seconds=nan", "--num-heads=0"],
+)
+def test_numbers_out_of_range_are_refused_by_flag(
+    flag: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = _train_arguments(target, tmp_path, tmp_path, "--algorithm", "EAGLE", flag)
+    with pytest.raises(SystemExit):
+        parser("").parse_args(arguments)
+    name, value = flag.split("=")
+    assert f"argument {name}: {value}; it must be" in capsys.readouterr().err
+
+
 def test_an_eagle3_head_without_a_map_takes_the_targets_lm_head(
     target: Path, tmp_path: Path
 ) -> None:
