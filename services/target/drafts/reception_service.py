@@ -1,0 +1,147 @@
+"""The reception of a draft: checked, given an id, memory to read from, and what it is granted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+
+from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
+from services.target.drafts.attachment import Attachment, DraftIdentity
+from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.draft_messages import feature_spec, ring_message
+from services.target.drafts.draft_stream import DraftStream
+from services.target.drafts.feature_outlet import RingOutlet
+from services.target.drafts.patience import Patience
+from services.target.engine import Engine
+from services.target.generate_service import ServedModel
+from services.target.verifier import VerificationMode
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.trees import shape_from_message
+from shared.runtime.feature_ring import FeatureRings, FeatureRingWriter
+from shared.runtime.ring_memory import RingUnavailable, host_id
+
+logger = logging.getLogger(__name__)
+_LONGEST_NAME = 256
+_MODES = {
+    VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
+    VerificationMode.POINT_MASS: pb.VERIFICATION_MODE_POINT_MASS,
+    # Laws never cross the wire, so trees that do are point masses.
+    VerificationMode.REJECTION: pb.VERIFICATION_MODE_POINT_MASS,
+    VerificationMode.BLOCK: pb.VERIFICATION_MODE_POINT_MASS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedDraft:
+    """A draft that may attach.
+
+    Attributes:
+        stream: of messages to it.
+        ring: memory that it reads features from; None when they travel as bytes.
+        attached: what it is told.
+    """
+
+    attachment: Attachment
+    stream: DraftStream
+    ring: FeatureRingWriter | None
+    attached: pb.Attached
+
+
+class DraftReception:
+    """Receives the drafts of one engine. On the event loop."""
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, terms: AttachmentTerms, lifecycle: Lifecycle
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._terms = terms
+        self._lifecycle = lifecycle
+        self._ids = itertools.count(1)
+        self._rings = FeatureRings(engine.device)
+
+    def receive(self, attach: pb.Attach) -> ReceivedDraft:
+        """Returns the draft, which the engine does not know yet; `dismiss` it in the end.
+
+        Raises:
+            OutriderError: it cannot draft for this target, or the target is draining.
+        """
+        self._lifecycle.check_open()
+        self._check(attach)
+        attachment, stream = self._attachment(attach)
+        ring = self._open_ring(attach, attachment)
+        return ReceivedDraft(attachment, stream, ring, self._attached(attachment, ring))
+
+    def dismiss(self, draft: ReceivedDraft) -> None:
+        """Takes back what a draft was lent."""
+        if draft.ring is not None:
+            self._rings.close(draft.ring)
+
+    def _attachment(self, attach: pb.Attach) -> tuple[Attachment, DraftStream]:
+        stream = DraftStream(asyncio.get_running_loop(), self._terms.max_queued_messages)
+        identity = DraftIdentity(
+            attachment_id=f"attachment-{next(self._ids)}",
+            worker_id=attach.worker_id,
+            model_id=attach.model_id,
+            algorithm=attach.algorithm,
+            max_sequences=min(attach.max_sequence_count, self._terms.max_sequences),
+            attach_time_s=time.time(),
+            shape=shape_from_message(attach.shape) if attach.HasField("shape") else None,
+        )
+        spec = feature_spec(attach.feature_spec) if attach.HasField("feature_spec") else None
+        patience = Patience(self._terms.longest_wait_s)
+        return Attachment(identity, stream, patience, spec), stream
+
+    def _check(self, attach: pb.Attach) -> None:
+        known = self._model.tokenizer_sha256
+        if attach.tokenizer_sha256 and attach.tokenizer_sha256 != known:
+            raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, known)
+        for name in ("worker_id", "model_id", "algorithm"):
+            length = len(getattr(attach, name))
+            if length > _LONGEST_NAME:
+                message = f"{name} has {length:,} characters; at most {_LONGEST_NAME} are accepted"
+                raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", name, message)
+        for name in ("max_sequence_count", "max_node_count"):
+            if getattr(attach, name) < 1:
+                raise InvalidArgument.of(
+                    "ATTACH_OUT_OF_RANGE", name, f"{name} is {getattr(attach, name)}; at least 1"
+                )
+
+    def _open_ring(self, attach: pb.Attach, attachment: Attachment) -> FeatureRingWriter | None:
+        """Shares memory with a draft of this host that can read it; None leaves bytes."""
+        spec, offer = attachment.feature_spec, attach.feature_ring
+        is_readable = offer.host_id and offer.host_id == host_id()
+        if self._rings.is_on_cuda and not offer.reads_cuda:
+            is_readable = False
+        if spec is None or not is_readable or not self._terms.feature_ring_rows:
+            return None
+        width = self._engine.feature_width(spec)
+        try:
+            ring = self._rings.open(self._terms.feature_ring_rows, width, spec.dtype)
+        except RingUnavailable as error:
+            logger.warning("features go to %s as bytes: %s", attach.worker_id, error)
+            return None
+        attachment.outlet = RingOutlet(ring)
+        return ring
+
+    def _attached(self, attachment: Attachment, ring: FeatureRingWriter | None) -> pb.Attached:
+        limits, spec = self._engine.limits, attachment.feature_spec
+        width = 0 if spec is None else self._engine.feature_width(spec)
+        attached = pb.Attached(
+            attachment_id=attachment.identity.attachment_id,
+            max_node_count=self._terms.max_nodes,
+            max_sequence_count=attachment.identity.max_sequences,
+            verification_mode=_MODES[self._terms.mode],
+            max_context_token_count=limits.max_sequence_tokens,
+            vocab_size=limits.vocab_size,
+            max_conditional_candidate_count=MAX_CONDITIONAL_CANDIDATES,
+            feature_width=width,
+            feature_ring=None if ring is None else ring_message(ring),
+        )
+        attached.candidate_wait_duration.FromNanoseconds(round(self._terms.longest_wait_s * 1e9))
+        return attached
