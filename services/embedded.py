@@ -173,7 +173,7 @@ def _split(
 def _arrived(link: int, rows: TargetRows | None) -> list[Event]:
     if rows is None or not len(rows.rows):
         return []
-    arrived = FeatureRows(rows.position_offset, rows.rows, is_last=rows.completes_prompt)
+    arrived = FeatureRows(rows.position_offset, rows.rows)
     return [FeaturesArrived(link, rows.sequence_id, arrived)]
 
 

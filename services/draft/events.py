@@ -53,12 +53,10 @@ class FeatureRows:
         position_offset: position of the first row.
         rows: `[R, W]`, in host memory when they came off the wire, else where the target left
             them; never written.
-        is_last: the prompt is complete with these rows.
     """
 
     position_offset: int
     rows: Tensor
-    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

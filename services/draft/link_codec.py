@@ -140,7 +140,7 @@ def event_from_response(
         case "feature_chunk":
             chunk = response.feature_chunk
             rows = _rows_of(chunk, chunk.rows, spec, ring)
-            features = _feature_rows(rows, chunk.position_offset, is_last=chunk.last)
+            features = _feature_rows(rows, chunk.position_offset)
             return FeaturesArrived(link, chunk.sequence_id, features)
         case "attached":
             raise InvalidArgument.of("ATTACHED_TWICE", "attached", "a second `attached` arrived")
@@ -207,10 +207,10 @@ def _from_ring(message: pb.RingRows, ring: FeatureRingReader | None) -> Tensor:
         raise bad_features(str(error)) from error
 
 
-def _feature_rows(rows: Tensor, offset: int, *, is_last: bool = False) -> FeatureRows:
+def _feature_rows(rows: Tensor, offset: int) -> FeatureRows:
     if offset < 0:
         raise bad_features(f"rows start at position {offset}; it must be 0 or more")
-    return FeatureRows(offset, rows, is_last)
+    return FeatureRows(offset, rows)
 
 
 def _ring_offer(identity: WorkerIdentity) -> pb.FeatureRingOffer | None:

@@ -60,7 +60,7 @@ def test_prompt_rows_arrive_as_a_tensor() -> None:
     event = event_from_response(3, _chunk(tensor_message(ROWS)), SPEC)
     assert isinstance(event, FeaturesArrived)
     assert (event.link, event.sequence_id) == (3, 5)
-    assert (event.rows.position_offset, event.rows.is_last) == (7, True)
+    assert event.rows.position_offset == 7
     assert torch.equal(event.rows.rows, ROWS)
 
 
