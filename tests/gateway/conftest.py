@@ -183,6 +183,10 @@ async def openai_client(
     # Without TLS certificates, whose loading takes longer than a test.
     plain = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(verify=False))
     async with AsyncOpenAI(
-        base_url=f"{serve(gateway)}/v1", api_key="unused", max_retries=0, http_client=plain
+        base_url=f"{serve(gateway)}/v1",
+        api_key="unused",
+        max_retries=0,
+        timeout=60.0,  # the client's own 5 s to connect are too few on a busy machine
+        http_client=plain,
     ) as client:
         yield client

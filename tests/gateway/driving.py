@@ -32,7 +32,7 @@ async def eventually(predicate: Callable[[], bool]) -> None:
 def http_client(gateway: Gateway) -> httpx.AsyncClient:
     """Returns a client that calls the app without a socket; a stream comes as one body."""
     transport = httpx.ASGITransport(create_app(gateway), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0)
 
 
 async def post(gateway: Gateway, path: str, body: dict[str, Any]) -> httpx.Response:

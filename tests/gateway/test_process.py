@@ -47,7 +47,7 @@ async def process(
         env={**os.environ, "OUTRIDER_GATEWAY_LOG_LEVEL": "error"},
     )
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60.0) as client:
         while not await is_ready(client, url):
             assert process.returncode is None, await process.communicate()
             await asyncio.sleep(0.05)

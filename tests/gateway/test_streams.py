@@ -104,7 +104,7 @@ async def test_a_target_lost_mid_stream_is_an_error_event_without_done(
     target.hold_after = 1
     body = {**CHAT, "stream": True}
     lines: list[str] = []
-    async with httpx.AsyncClient(base_url=serve(gateway)) as client:
+    async with httpx.AsyncClient(base_url=serve(gateway), timeout=60.0) as client:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
             async for line in response.aiter_lines():

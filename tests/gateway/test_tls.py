@@ -32,7 +32,7 @@ async def _serving(gateway: Gateway, tls: ServerTls) -> AsyncIterator[str]:
 
 
 async def _chat(url: str, tls: ClientTls) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=url, verify=tls.context()) as client:
+    async with httpx.AsyncClient(base_url=url, verify=tls.context(), timeout=60.0) as client:
         return await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4})
 
 

@@ -92,7 +92,11 @@ async def test_calls_of_a_whole_answer(
     gateway = await make_gateway(target, text=tool_text)
     plain = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(verify=False))
     async with AsyncOpenAI(
-        base_url=f"{serve(gateway)}/v1", api_key="-", max_retries=0, http_client=plain
+        base_url=f"{serve(gateway)}/v1",
+        api_key="-",
+        max_retries=0,
+        timeout=60.0,
+        http_client=plain,
     ) as client:
         answer = await client.chat.completions.create(**BODY)
     [choice] = answer.choices
