@@ -16,7 +16,7 @@ from shared.tokens import ANY_TREE, TokenTree, TreeShape, TreeWish
 
 POPULATION_MEMORY = 0.98
 POPULATION_STRENGTH = 2.0
-SEQUENCE_STRENGTH = 8.0
+SEQUENCE_STRENGTH = 16.0
 SMALLEST_SCALE, LARGEST_SCALE = 0.2, 1.3
 UNEXPLAINED = 4.0
 """Expected hits that a sequence's own scale must outweigh."""
