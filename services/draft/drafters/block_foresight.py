@@ -117,6 +117,7 @@ class BlockForesight:
             kept.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
+        self._take_in()
         work: list[_Work] = []
         while self._flying and sum(len(each.rows) for each in work) < MAX_ROWS:
             prepared = self._lay_out(self._flying.pop(next(iter(self._flying))))
@@ -124,14 +125,22 @@ class BlockForesight:
                 work.append(prepared)
         return self._draft(work) if work else []
 
+    def _take_in(self) -> None:
+        """Computes the contexts, which end where the rows of blocks begin; gives up on sequences
+        whose features are not here, or have no room."""
+        contexts = self._contexts
+        self._flying = {
+            key: each
+            for key, each in self._flying.items()
+            if contexts.is_complete(each.sequence) and contexts.reserve(each.sequence, 1)
+        }
+        sequences = [each.sequence for each in self._flying.values()]
+        contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
+
     def _lay_out(self, flying: _Flying) -> _Work | None:
         """Returns the rows of as many verdicts as there is memory for; None for none."""
-        sequence, tree, contexts = flying.sequence, flying.tree, self._contexts
-        if not contexts.is_complete(sequence) or not contexts.reserve(sequence, 1):
-            return None
-        verdicts = likely_verdicts(tree, _by_node(flying), self._shares, flying.fan_out)
-        # The context ends where the rows begin.
-        contexts.take_in([(sequence, contexts.backlog(sequence))])
+        sequence, contexts = flying.sequence, self._contexts
+        verdicts = likely_verdicts(flying.tree, _by_node(flying), self._shares, flying.fan_out)
         while verdicts:
             work = self._work(flying, verdicts)
             if contexts.reserve(sequence, len(work.rows)):
