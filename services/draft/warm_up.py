@@ -37,8 +37,6 @@ def warm_up(engine: DraftEngine, feature_spec: FeatureSpec | None) -> None:
     log.debug("warm-up took %.3f s and proposed %s tokens", done.draft_s, num_proposed)
     if feature_spec is not None and not num_proposed:
         log.warning("warm-up proposed nothing, so the first rounds will be slow")
-    # No target has these features, so their KV must not pass for a prompt's.
-    engine.flush_prefix_cache().result()
 
 
 def _zero_features(spec: FeatureSpec, num_rows: int) -> FeatureRows:
