@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.target.averages import Typical
 from services.target.course import Course
 from services.target.drafts.attachment import Attachment
-from services.target.goodput import Device, Part, WaitTime, cycle, is_best_together
+from services.target.goodput import Device, Part, WaitTime, cycle
 from services.target.step_times import StepTimes
 from shared.tokens import TreeShape
 
@@ -103,7 +103,7 @@ class DecodeCosts:
         One step for all saves what two would take more, which is the longest wait. Without this,
         sequences that fell out of step would stay so.
         """
-        if not late or not self._are_best_together([*ready, *late]):
+        if not late:
             return -math.inf
         expected_s = max(
             math.inf if each.told_s is None else each.told_s + LATENESS * self.usual_wait_s(each)
@@ -113,11 +113,6 @@ class DecodeCosts:
         step_s = self.step_times
         saved_s = step_s(num_ready) + step_s(num_late) - step_s(num_ready + num_late)
         return expected_s if expected_s <= now_s + saved_s else -math.inf
-
-    def _are_best_together(self, courses: SequenceOf[Course]) -> bool:
-        wait_s = max(map(self.usual_wait_s, courses))
-        part = Part(len(courses), float(len(courses)), _num_rows(courses), wait_s)
-        return is_best_together(part, self.step_times, self.step_times.slowdown)
 
     def open_window(self, parts: SequenceOf[Part], num_drafted: int, now_s: float) -> None:
         """Begins to compare what a choice takes with what is expected of it."""

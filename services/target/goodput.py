@@ -73,8 +73,6 @@ def cycle(parts: Sequence[Part], step_s: StepTime, slowdown: float = 1.0) -> Cyc
         slowdown: how much longer a step takes while a draft computes, at least 1; above it where
             they share a device.
     """
-    if len(parts) == 1 and not is_best_together(parts[0], step_s, slowdown):
-        return _staggered(parts[0], step_s, slowdown)
     longest_s = max(part.wait_s for part in parts)
     quickest = min(parts, key=lambda part: part.wait_s)
     round_s = quickest.wait_s + slowdown * step_s(quickest.num_rows)
@@ -87,23 +85,6 @@ def cycle(parts: Sequence[Part], step_s: StepTime, slowdown: float = 1.0) -> Cyc
         num_more = math.floor(spare_s / own_s + ROUNDING) if own_s > 0 else 0
         tokens += part.tokens * (1 + num_more)
     return Cycle(tokens, before_s + step_s(sum(part.num_rows for part in parts)))
-
-
-def is_best_together(part: Part, step_s: StepTime, slowdown: float = 1.0) -> bool:
-    """Whether sequences that are drafted for should step all at once.
-
-    The other way is two halves in turn: a draft works for one while the target verifies the other,
-    so nobody waits for anybody, but there are two steps instead of one.
-    """
-    if not part.is_drafted or part.num_sequences < 2:
-        return True
-    together_s = part.wait_s + step_s(part.num_rows)
-    return together_s <= _staggered(part, step_s, slowdown).duration_s
-
-
-def _staggered(part: Part, step_s: StepTime, slowdown: float) -> Cycle:
-    half_s = slowdown * step_s((part.num_rows + 1) // 2)
-    return Cycle(part.tokens, half_s + max(half_s, part.wait_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from services.target.averages import Average, Typical
 
 PACE_SMOOTHING = 0.25
 PACE_WINDOW = 5
-PACE_LEAK = 0.002
+PACE_LEAK = 0.01
 """Share of its way back to 1 that the pace goes with each step. It bounds drift, and makes widths
 that were last measured in a slow time be tried again."""
 
