@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from services.target.sequence import Sequence
 
 
+MOST_HELD_VERDICTS = 16
+"""Verdicts of a paused sequence that go out together."""
+
 UNSAID_SHAPE = TreeShape(3, 1, 4)
 """Taken for the shape of a draft that did not say."""
 
@@ -203,15 +206,23 @@ class Attachment:
             and wanted in (None, self.identity.algorithm)
         )
 
+    @property
+    def _can_wait(self) -> bool:
+        """Whether nothing but verdicts on paused sequences is to be told, and few of those: waking
+        the draft with each step costs a fast target on the same processors a part of it."""
+        others = self.outbox_opened or self.outbox_closed or self.outbox_features
+        few = len(self.outbox_verdicts) < MOST_HELD_VERDICTS * len(self.sequence_ids)
+        return not others and few and all(each.wish.is_paused for each in self.outbox_verdicts)
+
     def take_message(self) -> DraftMessage | None:
-        """Empties the outbox."""
+        """Empties the outbox; None while there is nothing that cannot wait."""
         outboxes: tuple[list[Any], ...] = (
             self.outbox_opened,
             self.outbox_verdicts,
             self.outbox_closed,
             self.outbox_features,
         )
-        if not any(outboxes):
+        if not any(outboxes) or self._can_wait:
             return None
         message = DraftMessage(*(tuple(outbox) for outbox in outboxes))
         for outbox in outboxes:

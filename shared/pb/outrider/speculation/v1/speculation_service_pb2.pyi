@@ -692,7 +692,9 @@ class VerdictBatch(_message.Message):
     VERDICTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """One entry per sequence of this attachment in the step."""
+        """One entry per sequence of this attachment in the step. Those of paused
+        sequences may come some steps later, several of a sequence in order.
+        """
 
     def __init__(
         self,
