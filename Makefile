@@ -23,7 +23,7 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
   $(if $(DTYPE),--dtype $(DTYPE)) $(if $(CERTS),--certs $(CERTS))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-browser screenshots soak test-gpu serve certs demo bench \
+  check-imports test test-browser screenshots soak test-kernels test-gpu serve certs demo bench \
   bench-drafters bench-async bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
   up down clean
 
@@ -76,6 +76,10 @@ test-browser: $(STAMP) ## the playground in headless Chromium; CHROMIUM=/usr/bin
 
 screenshots: $(STAMP) ## write docs/images/ from a running demo in headless Chromium
 	CHROMIUM=$(CHROMIUM) $(PY) -m tests.browser.screenshots
+
+test-kernels: $(STAMP) ## Triton's kernels on the CPU, in Triton's interpreter
+	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt triton
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m interpreter tests/shared/kernels tests/shared/runtime $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
+
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first.
 
     Source: Shazeer, arXiv 2002.05202, equation 6 (SwiGLU).
     """
-    if gate_up.is_cuda:
+    if runs_triton(gate_up):
         from shared.kernels.fused_triton import fused_silu_mul
 
         return fused_silu_mul(gate_up)

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.narrow_cache import CacheScales, load
 from shared.kernels.paged_rows import PagedRows
 from shared.kernels.split_plan import SplitPlan, plan_splits
@@ -75,9 +76,9 @@ def plan_attention(
         num_query_groups: query heads that share a key head; rows are padded with it in view.
         backend: `TORCH` takes the plain path on CUDA, too; `TRITON` needs CUDA.
     """
-    is_cuda = batch.positions.device.type == "cuda"
-    assert is_cuda or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
-    if is_cuda and backend is not AttentionBackend.TORCH:
+    has_triton = runs_triton(batch.positions)
+    assert has_triton or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
+    if has_triton and backend is not AttentionBackend.TORCH:
         return plan_splits(batch, sliding_window, num_query_groups)
     return plan_tiles(batch, sliding_window=sliding_window, num_query_groups=num_query_groups)
 

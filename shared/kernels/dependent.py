@@ -21,7 +21,7 @@ def dependent_launch(device: torch.device, num_rows: int) -> dict[str, bool]:
     Args:
         num_rows: rows of the forward.
     """
-    if torch.compiler.is_compiling() or num_rows > _MAX_ROWS:
-        return {"IS_DEPENDENT": False}  # a traced launch takes no such option
+    if device.type != "cuda" or torch.compiler.is_compiling() or num_rows > _MAX_ROWS:
+        return {"IS_DEPENDENT": False}  # an interpreted or traced launch takes no such option
     is_dependent = torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
     return {"IS_DEPENDENT": True, "launch_pdl": True} if is_dependent else {"IS_DEPENDENT": False}

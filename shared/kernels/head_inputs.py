@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.norm import plain_rms_norm
 
 Norm = tuple[Tensor, float]
@@ -33,7 +34,7 @@ def join_inputs(
     Returns:
         The joined rows `[T, 2H]`, embedding first, and the hidden states `[T, H]`.
     """
-    if hidden.is_cuda:
+    if runs_triton(hidden):
         from shared.kernels.fused_triton import fused_join_inputs
 
         return fused_join_inputs(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
+
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scales the last axis of `hidden` `[..., D]` to unit root mean square, times `weight`.
@@ -14,7 +16,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
-    if hidden.is_cuda and weight.dim() == 1:
+    if runs_triton(hidden) and weight.dim() == 1:
         from shared.kernels.fused_triton import fused_add_norm
 
         return fused_add_norm(hidden, None, weight, eps)[1]
@@ -31,7 +33,7 @@ def add_rms_norm(
     Args:
         rows: `[T]` int64, the rows of both that are wanted; None takes all.
     """
-    if hidden.is_cuda:
+    if runs_triton(hidden):
         from shared.kernels.fused_triton import fused_add_norm
 
         return fused_add_norm(hidden, update, weight, eps, rows)

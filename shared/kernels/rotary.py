@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
+
 
 def position_tables(
     positions: Tensor, frequencies: Tensor, attention_factor: float
@@ -15,7 +17,7 @@ def position_tables(
         positions: `[T]` int64.
         frequencies: `[D/2]` float32 radians a position, or `[T, D/2]`.
     """
-    if positions.is_cuda:
+    if runs_triton(positions):
         from shared.kernels.fused_triton import fused_tables
 
         return fused_tables(positions, frequencies, attention_factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.narrow_cache import CacheScales, store
 from shared.kernels.norm import plain_rms_norm
 from shared.kernels.rotary import rotate
@@ -32,7 +33,7 @@ def rotate_into_cache(
     Returns:
         The rotated queries `[T, Hq, D]`.
     """
-    if heads.is_cuda:
+    if runs_triton(heads):
         from shared.kernels.fused_triton import fused_rotate_store
 
         return fused_rotate_store(heads, norm_weight, eps, tables, cache, slots, scales)

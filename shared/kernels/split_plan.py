@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.paged_rows import PagedRows
 
 # Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
@@ -122,7 +123,7 @@ def _max_plain_rows(batch: PagedRows) -> int:
 
 
 def _rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    if batch.positions.is_cuda:
+    if runs_triton(batch.positions):
         from shared.kernels.split_plan_triton import rows_on_device
 
         return rows_on_device(batch)
@@ -135,7 +136,7 @@ def _blocks(batch: PagedRows, tile: int, num_query_groups: int, *, of_chunks: bo
     max_rows = len(batch.positions) if of_chunks else _max_plain_rows(batch)
     max_blocks = min(max_rows, max_rows // rows_per_block + len(batch.kv_lengths))
     has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
-    if batch.positions.is_cuda:
+    if runs_triton(batch.positions):
         from shared.kernels.split_plan_triton import blocks_on_device
 
         blocks = blocks_on_device(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.attention import PagedRows, paged_attention, plan_attention, plan_tiles
+from shared.kernels.kernel_settings import kernel_device
 from shared.kernels.narrow_cache import CacheScales, store
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import (
@@ -28,8 +29,10 @@ from tests.helpers.attention_batches import (
 )
 
 pytestmark = pytest.mark.gpu
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), kernel_device()
 LLAMA = Heads(32, 8, 128)
+# Few enough programs for Triton's interpreter, which runs one after the other.
+SMALL_BATCHES = ("one token", "plain tokens", "page edges", "tree levels")
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 Maker = Callable[[random.Random], list[SequenceRows]]
@@ -103,7 +106,13 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.interpreter if name in SMALL_BATCHES else ())
+        for name in BATCHES
+    ],
+)
 def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype) -> None:
     heads = Heads(8, 2, 64)
     check(BATCHES[name](random.Random(3)), heads, dtype, page_size=16, window=window)
@@ -217,10 +226,11 @@ def test_narrow_cache_equals_the_plain_path(name: str, dtype: torch.dtype) -> No
     assert relative_error(found, expected) < LARGEST_ERROR[dtype]
 
 
+@pytest.mark.interpreter
 def test_a_visible_key_does_touch_the_result() -> None:
     """The control of the tests above."""
     [rows], num_slots = with_pages(random.Random(0), [chunk(100, 1)], 16)
-    layer = random_layer(1, num_slots, LLAMA, torch.bfloat16).to(CUDA)
+    layer = random_layer(1, num_slots, LLAMA, torch.float32).to(CUDA)
     batch = packed([rows], 16, CUDA)
     before = attend(batch, layer, heads=LLAMA)
     layer.values[rows.pages[0] * 16] += 1.0

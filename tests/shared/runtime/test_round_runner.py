@@ -43,7 +43,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "sampling"), CASES, ids=str)
+# What the fused kernels do with a chain and with a tree.
+INTERPRETED = [
+    ("eagle3", TreeShape(1, 1, 2), "sampled"),
+    ("eagle3", TreeShape(2, 2, 30), "mixed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sampling"),
+    [
+        pytest.param(*case, marks=pytest.mark.interpreter if case in INTERPRETED else ())
+        for case in CASES
+    ],
+    ids=str,
+)
 def test_rounds_equal_those_of_the_host(
     pairs: dict[str, Pair], name: str, shape: TreeShape, sampling: str
 ) -> None:

@@ -1,0 +1,25 @@
+"""Where the environment says that Triton's kernels run: on CUDA, or in Triton's interpreter.
+
+The interpreter computes a kernel's programs one after the other with numpy: far too slow to serve,
+and right to test the kernels where there is no GPU. `TRITON_INTERPRET=1` asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+# Triton reads the variable as well, when a kernel is defined.
+IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether kernels take `tensor`, rather than plain torch."""
+    return tensor.is_cuda or IS_INTERPRETING
+
+
+def kernel_device() -> torch.device:
+    """Returns the device on which kernels can be tried here."""
+    return torch.device("cpu" if IS_INTERPRETING else "cuda")
