@@ -109,7 +109,7 @@ class TargetSettings(ServiceSettings):
         Fallback.NONE, "ngram: repeat what followed before in rounds that no draft has a tree for"
     )
     speculative_adaptive: bool = setting(
-        True,
+        False,
         "choose trees, or none, by what was measured; else drafts choose their shapes",
     )
     speculative_adaptive_config: Path | None = setting(
