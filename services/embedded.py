@@ -27,7 +27,6 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
-from services.target.device_rounds import RoundSource
 from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import (
     Attachment,
@@ -41,6 +40,7 @@ from services.target.drafts.feature_rows import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
+from services.target.rounds.device_rounds import RoundSource
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull
 from shared.tokens import Verdict

@@ -16,10 +16,10 @@ from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.embedded_problems import check_drafter, check_embedded
-from services.target.choices import DeviceRoundsChoice
-from services.target.device_rounds import RoundSource
 from services.target.engine import Engine
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
+from services.target.rounds.device_rounds import RoundSource
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
 from shared.settings import load_settings, shown_settings

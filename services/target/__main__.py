@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft, embedded_settings
-from services.target.choices import DraftPlacement
 from services.target.engine_factory import build_engine
+from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, engine_figures
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings

@@ -5,11 +5,11 @@ from __future__ import annotations
 from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
 from services.target.miss_ladder import MissLadder
-from services.target.request import Delta, Failed, Finished
+from services.target.requests.request import Delta, Failed, Finished
+from services.target.requests.subscriptions import Subscriptions
 from services.target.round_trace import RoundTrace
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
-from services.target.subscriptions import Subscriptions
 from shared.kv.leases import KvLeases
 from shared.runtime.round_runner import SequenceRound
 

@@ -8,15 +8,19 @@ from collections.abc import Callable
 
 import torch
 
-from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, read_adaptive_config
+from services.target.control.adaptive_config import (
+    DEFAULT_CONFIG,
+    AdaptiveConfig,
+    read_adaptive_config,
+)
+from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.inbox import Inbox
-from services.target.request import ModelLimits
+from services.target.requests.request import ModelLimits
 from services.target.runner_factory import build_runner
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
-from services.target.speculation_controller import SpeculationController
 from services.target.step_report import StepReport
 from services.target.tensor_parallel import Followers
 from services.target.verifier import Verifier

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.engine import Engine
 from services.target.settings import TargetSettings
-from services.target.speculation_counts import SpeculationCounts
 from services.target.step_report import StepReport
 from shared.errors import OutriderError
 from shared.telemetry.round_log import RoundLog

@@ -12,17 +12,17 @@ from typing import Protocol
 from grpc import aio
 
 from services.target.admin_messages import attachment_message, gauge_values
-from services.target.admission import Admission
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
-from services.target.generate_service import ServedModel, TargetServicer
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.model_facts import ModelFacts
-from services.target.request_record import RequestRecorder
-from services.target.request_service import RequestService
+from services.target.requests.admission import Admission
+from services.target.requests.generate_service import ServedModel, TargetServicer
+from services.target.requests.request_record import RequestRecorder
+from services.target.requests.request_service import RequestService
 from services.target.settings import TargetSettings
-from services.target.vllm_engine_service import VllmEngineServicer
+from services.target.vllm.model_facts import ModelFacts
+from services.target.vllm.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.target.request import PromptScored
+from services.target.requests.request import PromptScored
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_plan import ScheduledSequence
 from shared.kv.upload import uploaded_numbers

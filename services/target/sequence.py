@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from services.target.grammars.matcher import GrammarMatcher
-from services.target.request import GenerationRequest, ModelLimits, SpeculationStats
+from services.target.requests.request import GenerationRequest, ModelLimits, SpeculationStats
 from shared.errors import OutriderError
 from shared.kv.leases import KvLease
 from shared.tokens import FinishReason, SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.target.choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
 from services.target.fallback import Fallback
+from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
 from services.target.verification_problems import verification_problems
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from services.target.clock import Clock
 from services.target.committer import Committer
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
@@ -23,16 +24,15 @@ from services.target.host_gap import HostGap
 from services.target.launched_step import LaunchedStep
 from services.target.launcher import Launcher
 from services.target.miss_ladder import MissLadder
-from services.target.new_sequences import NewSequences
-from services.target.request import EventSink, ModelLimits
-from services.target.round_factory import RoundFactory
-from services.target.round_steps import RoundSteps
+from services.target.requests.new_sequences import NewSequences
+from services.target.requests.request import EventSink, ModelLimits
+from services.target.requests.subscriptions import Subscriptions
+from services.target.rounds.round_factory import RoundFactory
+from services.target.rounds.round_steps import RoundSteps
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
-from services.target.speculation_controller import SpeculationController
 from services.target.step_commits import StepCommits
 from services.target.step_report import EngineGauges, StepReport
-from services.target.subscriptions import Subscriptions
 from services.target.verifier import Verifier
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.speculation_counts import SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)

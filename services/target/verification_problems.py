@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.target.choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
+from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
 from services.target.verifier import VerificationMode
 
 if TYPE_CHECKING:

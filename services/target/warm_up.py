@@ -6,8 +6,8 @@ import asyncio
 import time
 
 from services.target.engine import Engine
-from services.target.event_stream import EventStream
-from services.target.request import Failed, Finished, GenerationRequest
+from services.target.requests.event_stream import EventStream
+from services.target.requests.request import Failed, Finished, GenerationRequest
 from shared.tokens import SamplingParams, StopParams
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.target.speculation_controller import SpeculationController
+from services.target.control.speculation_controller import SpeculationController
 from shared.models.decoder import Decoder
 from shared.tokens import TreeShape
 from tests.helpers.engines import tiny_decoder

@@ -33,7 +33,7 @@ from services.target.__main__ import read_settings
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
 from services.target.process import attachment_terms
-from services.target.request import Event, Failed, Finished, GenerationRequest
+from services.target.requests.request import Event, Failed, Finished, GenerationRequest
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
 from shared.settings import load_settings

@@ -19,7 +19,7 @@ import torch
 
 from services.target.engine import Engine
 from services.target.inbox import Inbox
-from services.target.request import GenerationRequest, ModelLimits
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

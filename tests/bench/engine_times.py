@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.target.request import Delta, Event, Finished
+from services.target.requests.request import Delta, Event, Finished
 from services.target.step_report import StepReport
 
 

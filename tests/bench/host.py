@@ -19,7 +19,7 @@ import torch
 
 from services.target.engine import Engine
 from services.target.inbox import Inbox
-from services.target.request import Event, GenerationRequest, ModelLimits
+from services.target.requests.request import Event, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier

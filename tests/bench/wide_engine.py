@@ -14,11 +14,11 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
-from services.target.device_rounds import RoundSource
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.inbox import Inbox
-from services.target.request import GenerationRequest, ModelLimits
+from services.target.requests.request import GenerationRequest, ModelLimits
+from services.target.rounds.device_rounds import RoundSource
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

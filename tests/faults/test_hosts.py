@@ -30,7 +30,7 @@ WALL_CLOCK = {
     "services/embedded.py": "attach time, shown",
     "services/target/process.py": "start time, shown",
     "services/target/drafts/reception_service.py": "attach time, shown",
-    "services/target/vllm_engine_service.py": "time of the last request and of a report, shown",
+    "services/target/vllm/vllm_engine_service.py": "times of the last request and report, shown",
 }
 
 

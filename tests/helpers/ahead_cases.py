@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.request import GenerationRequest
+from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.engines import Collector, request

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
@@ -18,7 +19,7 @@ from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.inbox import Inbox
-from services.target.request import (
+from services.target.requests.request import (
     Delta,
     Event,
     Failed,
@@ -29,7 +30,6 @@ from services.target.request import (
     PromptScoring,
 )
 from services.target.scheduler import Scheduler, SchedulerLimits
-from services.target.speculation_controller import SpeculationController
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

@@ -9,11 +9,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.request import Failed, Finished, GenerationRequest
-from services.target.speculation_controller import SpeculationController
+from services.target.requests.request import Failed, Finished, GenerationRequest
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.request import Delta, Event, Finished, GenerationRequest
-from services.target.speculation_controller import SpeculationController
+from services.target.requests.request import Delta, Event, Finished, GenerationRequest
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

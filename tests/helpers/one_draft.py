@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.patience import Patience
-from services.target.request import GenerationRequest, ModelLimits
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
 from shared.tokens import NO_REPORT, Candidate, Condition, SamplingParams, StopParams, TokenTree
 

@@ -20,7 +20,7 @@ from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence
 from services.target.engine import Engine
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
-from services.target.request import GenerationRequest
+from services.target.requests.request import GenerationRequest
 from services.target.verifier import VerificationMode
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
-from services.target.request import GenerationRequest
+from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.target.request import GenerationRequest, PromptScoring
+from services.target.requests.request import GenerationRequest, PromptScoring
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import VOCAB_SIZE, request
 from tests.helpers.grammars import regex

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from services.target.course import Course, Kept
+from services.target.control.course import Course, Kept
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence

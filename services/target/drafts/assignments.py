@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.attachment import Attachment, OpenedSequence
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.sequence import Sequence
-from services.target.speculation_controller import SpeculationController
 from shared.tokens import EMPTY_TREE, TokenTree
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from services.target.control.fan_outs import FanOut, FanOuts
+from services.target.control.turnarounds import Turnarounds
 from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.drafts.patience import Patience
-from services.target.fan_outs import FanOut, FanOuts
-from services.target.turnarounds import Turnarounds
 from shared.tokens import (
     ANY_TREE,
     NO_REPORT,
@@ -24,8 +24,8 @@ from shared.tokens import (
 )
 
 if TYPE_CHECKING:
-    from services.target.device_rounds import RoundSource
     from services.target.drafts.feature_store import FeatureSpec
+    from services.target.rounds.device_rounds import RoundSource
     from services.target.sequence import Sequence
 
 

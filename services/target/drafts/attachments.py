@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.candidate_intake import CandidateIntake
@@ -19,7 +20,6 @@ from services.target.drafts.readiness import Readiness
 from services.target.drafts.verdicts import Verdicts
 from services.target.miss_ladder import MissLadder
 from services.target.sequence import Sequence
-from services.target.speculation_controller import SpeculationController
 from services.target.step_report import StepReport
 
 

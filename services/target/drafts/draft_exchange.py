@@ -10,7 +10,7 @@ from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
-from services.target.round_steps import RoundSteps
+from services.target.rounds.round_steps import RoundSteps
 from services.target.sequence import Sequence as TargetSequence
 
 logger = logging.getLogger(__name__)

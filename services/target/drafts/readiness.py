@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from services.target.control.speculation_controller import Ready, SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.sequence import Sequence
-from services.target.speculation_controller import Ready, SpeculationController
 
 
 class Readiness:

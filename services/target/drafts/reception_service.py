@@ -16,7 +16,7 @@ from services.target.drafts.draft_stream import DraftStream
 from services.target.drafts.feature_outlet import RingOutlet
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.generate_service import ServedModel
+from services.target.requests.generate_service import ServedModel
 from services.target.verifier import VerificationMode
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb

@@ -14,7 +14,7 @@ from services.target.drafts.draft_messages import draft_messages
 from services.target.drafts.draft_stream import DraftStream
 from services.target.drafts.reception_service import DraftReception
 from services.target.engine import Engine
-from services.target.generate_service import ServedModel
+from services.target.requests.generate_service import ServedModel
 from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc

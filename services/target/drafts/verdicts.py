@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.outcome_tally import RecentOutcomes
 from services.target.miss_ladder import MissLadder
 from services.target.round_trace import DraftAnswer
 from services.target.sequence import Sequence
-from services.target.speculation_controller import SpeculationController
 from shared.tokens import TreeWish
 
 

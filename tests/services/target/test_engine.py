@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.target.engine import Engine
-from services.target.request import Finished, GenerationRequest, Started
+from services.target.requests.request import Finished, GenerationRequest, Started
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.kv.batch import SequenceRows, build_batch

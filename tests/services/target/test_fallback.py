@@ -8,7 +8,7 @@ import pytest
 
 from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback
 from services.target.miss_ladder import ROUNDS_A_PROBE, MissLadder
-from services.target.request import ModelLimits
+from services.target.requests.request import ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.host_gap import HostGap
-from services.target.request import Event, Failed, Finished, GenerationRequest
-from services.target.speculation_controller import SpeculationController
+from services.target.requests.request import Event, Failed, Finished, GenerationRequest
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.kv.batch import ForwardBatch

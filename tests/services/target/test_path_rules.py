@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from services.target.course import Course, Population
+from services.target.control.course import Course, Population
 from services.target.drafts.attachment import Attachment
 from services.target.path_rules import DrawnChainRule
 from services.target.sequence import Sequence

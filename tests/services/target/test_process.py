@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.target.drafts.speculation_service import Context, SpeculationServicer
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
-from services.target.generate_service import ServedModel
 from services.target.process import TargetProcess, attachment_terms
+from services.target.requests.generate_service import ServedModel
 from services.target.settings import TargetSettings
 from shared.errors import EngineFailed, OutriderError, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb

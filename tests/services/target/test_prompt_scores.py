@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.target.request import GenerationRequest, PromptScoring
+from services.target.requests.request import GenerationRequest, PromptScoring
 from services.target.step_report import StepReport
 from shared.errors import InvalidArgument
 from shared.kv.batch import SequenceRows, build_batch

@@ -9,8 +9,8 @@ import pytest
 
 from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
-from services.target.event_messages import response_message
-from services.target.request import Delta, GenerationRequest, Started
+from services.target.requests.event_messages import response_message
+from services.target.requests.request import Delta, GenerationRequest, Started
 from services.target.round_trace import DraftAnswer, RoundTrace
 from shared.errors import InvalidArgument
 from shared.models.decoder import Decoder

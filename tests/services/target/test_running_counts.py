@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from services.target.request import GenerationRequest, ModelLimits
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.running_counts import RunningCounts
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence

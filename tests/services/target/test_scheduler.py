@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.request import GenerationRequest, ModelLimits, PromptScoring
+from services.target.requests.request import GenerationRequest, ModelLimits, PromptScoring
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.sequence import Sequence
 from services.target.step_plan import MAX_SCORED_ROWS, StepPlan, pruned

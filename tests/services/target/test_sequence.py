@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.request import GenerationRequest, ModelLimits
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
 from shared.errors import InvalidArgument
 from shared.tokens import FinishReason, SamplingParams, StopParams

@@ -14,7 +14,7 @@ import torch
 from llguidance import LLParserLimits
 
 from services.target.grammars.matcher import CompiledGrammar
-from services.target.request import GenerationRequest
+from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.grammar import GrammarKind

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from services.target.request import GenerationRequest
+from services.target.requests.request import GenerationRequest
 from shared.models.decoder import Decoder
 from shared.runtime.graph_inputs import GraphLimits
 from shared.tokens import FinishReason, SamplingParams, StopParams

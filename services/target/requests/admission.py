@@ -1,0 +1,48 @@
+"""The way into the engine, the same for every service that takes requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from services.target.engine import Engine
+from services.target.grammars.compiler import GrammarCompiler
+from services.target.requests.open_requests import OpenRequests
+from services.target.requests.request import GenerationRequest
+from services.target.requests.request_record import RequestRecorder
+from shared.grammar import Grammar
+from shared.rpc.lifecycle import Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a request passes on its way. On the event loop.
+
+    Attributes:
+        open_requests: of all services together; a drain waits for them.
+    """
+
+    engine: Engine
+    grammars: GrammarCompiler
+    lifecycle: Lifecycle
+    recorder: RequestRecorder
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
+
+    def check_open(self) -> None:
+        """Raises:
+        Unavailable: the target takes no new requests.
+        """
+        self.lifecycle.check_open()
+
+    async def with_grammar(
+        self, request: GenerationRequest, grammar: Grammar | None
+    ) -> GenerationRequest:
+        """Returns the request with its grammar compiled, if it has one.
+
+        Raises:
+            OutriderError: the grammar is refused.
+        """
+        if grammar is None:
+            return request
+        compiled = await self.grammars.compile(grammar)
+        return dataclasses.replace(request, grammar=compiled)

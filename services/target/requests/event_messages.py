@@ -1,0 +1,123 @@
+"""Engine events as protobuf messages."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from services.target.requests.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    PromptScored,
+    SpeculationStats,
+    Started,
+)
+from services.target.round_trace import RoundTrace
+from shared.errors import OutriderError
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.rpc.trees import tree_message
+from shared.tokens import FinishReason, TokenLogprobs
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+
+
+def response_message(event: Started | PromptScored | Delta | Finished) -> pb.GenerateResponse:
+    """Returns the message of one event."""
+    if isinstance(event, Delta):
+        return pb.GenerateResponse(delta=_delta(event))
+    if isinstance(event, PromptScored):
+        logprobs = [_logprobs(each) for each in event.logprobs]
+        scored = pb.PromptLogprobs(start_position=event.start, logprobs=logprobs)
+        return pb.GenerateResponse(prompt_logprobs=scored)
+    if isinstance(event, Started):
+        started = pb.GenerationStarted(cached_token_count=event.num_cached_tokens)
+        started.queue_duration.FromNanoseconds(round(event.queue_s * 1e9))
+        return pb.GenerateResponse(started=started)
+    return pb.GenerateResponse(finished=_finished(event))
+
+
+def session_event(key: int, event: Event) -> pb.SessionEvent:
+    """Returns the message of one event of a session's request."""
+    if isinstance(event, Failed):
+        return pb.SessionEvent(request_id=key, failure=_failure(event.error))
+    return pb.SessionEvent(request_id=key, response=response_message(event))
+
+
+def _delta(delta: Delta) -> pb.TokenDelta:
+    return pb.TokenDelta(
+        trace=None if delta.trace is None else _trace(delta.trace),
+        token_ids=delta.token_ids,
+        logprobs=[_logprobs(each) for each in delta.logprobs],
+        accepted_token_count=delta.num_accepted,
+        drafted_token_count=delta.num_drafted,
+    )
+
+
+def _trace(trace: RoundTrace) -> pb.RoundTrace:
+    message = pb.RoundTrace(
+        round=trace.round,
+        tree=tree_message(trace.tree),
+        accepted_node_indices=trace.accepted_nodes,
+        row_count=trace.num_rows,
+        verify_duration=_duration(trace.verify_s),
+        wait_duration=_duration(trace.wait_s),
+    )
+    if trace.draft is not None:
+        message.algorithm = trace.draft.algorithm
+        if trace.draft.response_s is not None:
+            message.draft_duration.CopyFrom(_duration(trace.draft.response_s))
+    return message
+
+
+def _duration(duration_s: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        log_prob=logprobs.log_prob,
+        rank=logprobs.rank,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_log_probs=[log_prob for _, log_prob in logprobs.top],
+    )
+
+
+def _finished(event: Finished) -> pb.GenerationFinished:
+    return pb.GenerationFinished(
+        finish_reason=_FINISH_REASONS[event.reason],
+        prompt_token_count=event.num_prompt_tokens,
+        output_token_count=event.num_output_tokens,
+        cached_token_count=event.num_cached_tokens,
+        stop_token_id=event.stop_token_id,
+        speculation=_stats(event.stats),
+    )
+
+
+def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
+    return pb.SpeculationStats(
+        round_count=stats.num_rounds,
+        verified_round_count=stats.num_verified_rounds,
+        drafted_token_count=stats.num_drafted,
+        accepted_token_count=stats.num_accepted,
+        missed_round_count=stats.num_missed_rounds,
+        acceptance_histogram=stats.histogram,
+    )
+
+
+def _failure(error: OutriderError) -> pb.RequestFailure:
+    failure = pb.RequestFailure(
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        field=error.violations[0].field if error.violations else "",
+    )
+    if error.retry_after_s is not None:
+        failure.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+    return failure

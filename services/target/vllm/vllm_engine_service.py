@@ -1,0 +1,271 @@
+"""`VllmEngine`: the contract of the gateway `smg`, over the same engine as `TargetService`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from grpc import aio
+
+from services.target.requests.admission import Admission
+from services.target.requests.request import GenerationRequest
+from services.target.vllm import vllm_engine_codec as codec
+from services.target.vllm import vllm_engine_messages as messages
+from services.target.vllm.model_facts import ModelFacts
+from services.target.vllm.once import Once
+from services.target.vllm.open_choices import OpenChoices
+from services.target.vllm.text_stop import TextStop
+from services.target.vllm.throughput import Throughput
+from services.target.vllm.tokenizer_archive import tokenizer_archive
+from shared.errors import (
+    CheckpointError,
+    FailedPrecondition,
+    InvalidArgument,
+    OutriderError,
+    Unimplemented,
+)
+from shared.pb.smg.grpc.common import common_pb2
+from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
+from shared.pb.vllm.grpc.engine import vllm_engine_pb2_grpc as pb_grpc
+from shared.rpc.lifecycle import State
+from shared.telemetry.request_id import (
+    accepted_request_id,
+    current_request_id,
+    current_traceparent,
+    new_request_id,
+)
+from shared.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+Context = aio.ServicerContext[Any, Any]
+
+_ARCHIVE_CHUNK_BYTES = 64 * 1024
+
+
+class VllmEngineServicer(pb_grpc.VllmEngineServicer):
+    """Serves one engine to other people's gateways."""
+
+    def __init__(self, admission: Admission, facts: ModelFacts) -> None:
+        self._admission = admission
+        self._engine = admission.engine
+        self._facts = facts
+        self._open: dict[str, OpenChoices] = {}
+        self._tokenizer = Once(lambda: Tokenizer.read(facts.tokenizer_folders[0]))
+        self._archive = Once(lambda: tokenizer_archive(facts.tokenizer_folders))
+        self._throughput = Throughput(admission.recorder.clock)
+        self._start_s = time.monotonic()
+        self._last_request_s = 0.0
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        self._last_request_s = time.time()
+        request_id = request.request_id or new_request_id()
+        log_id = accepted_request_id(request.request_id or current_request_id.get())
+        opened = self._opened(request_id)
+        self._admission.open_requests.add()
+        try:
+            await self._submit(request, log_id, opened)
+            async for choice, delta in opened.outputs():
+                if request.stream and delta is not None:
+                    yield messages.chunk_message(choice, delta)
+                if request.stream and choice.finished is not None:
+                    yield messages.complete_message(choice, is_streamed=True)
+            for choice in () if request.stream else opened.choices:
+                yield messages.complete_message(choice, is_streamed=False)
+        except OutriderError as error:
+            opened.fail(error)
+            raise
+        finally:
+            opened.close()
+            self._admission.open_requests.remove()
+            del self._open[request_id]
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        for request_id in request.request_ids:
+            opened = self._open.get(request_id)
+            if opened is not None:
+                opened.abort()
+        return pb.AbortResponse()
+
+    async def HealthCheck(
+        self, request: pb.HealthCheckRequest, context: Context
+    ) -> pb.HealthCheckResponse:
+        state = self._admission.lifecycle.state
+        if self._engine.has_failed:
+            return pb.HealthCheckResponse(healthy=False, message="the engine failed")
+        return pb.HealthCheckResponse(healthy=state is State.ACTIVE, message=state.value)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        return messages.model_info_message(self._facts, self._engine.limits)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        facts = self._facts
+        return pb.GetServerInfoResponse(
+            active_requests=len(self._open),
+            is_paused=self._admission.lifecycle.state is State.DRAINING,
+            last_receive_timestamp=self._last_request_s,
+            uptime_seconds=time.monotonic() - self._start_s,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            kv_cache_dtype=facts.kv_cache_dtype,
+            block_size=facts.page_size,
+            model_dtype=facts.dtype,
+            max_num_seqs=facts.max_running,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        gauges = await asyncio.wrap_future(self._engine.gauges())
+        metrics, model_id = self._admission.recorder.metrics, self._facts.model_id
+        load = messages.load_message(gauges, self._facts)
+        load.gen_throughput = self._throughput.rate(metrics.count(model_id, "generation_tokens"))
+        num_asked = metrics.count(model_id, "prefix_cache_queries")
+        if num_asked:
+            load.cache_hit_rate = metrics.count(model_id, "prefix_cache_hits") / num_asked
+        loads = [] if request.dp_rank else [load]
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=importlib.metadata.version("outrider"),
+            dp_rank_count=len(loads),
+            loads=loads,
+        )
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        if not request.timeout_s >= 0:
+            raise InvalidArgument.of(
+                "TIMEOUT_OUT_OF_RANGE",
+                "timeout_s",
+                f"timeout_s is {request.timeout_s:g}; it must be at least 0",
+            )
+        num_freed = await asyncio.wrap_future(self._engine.flush_prefix_cache())
+        return common_pb2.FlushCacheResponse(success=True, message=f"{num_freed} pages were freed")
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        try:
+            archive = await self._archive.get()
+        except CheckpointError as error:
+            logger.warning("no tokenizer to send: %s", error.message)
+            message = "this target has no files of a tokenizer that it could send"
+            raise FailedPrecondition(message, reason="TOKENIZER_MISSING") from error
+        data = archive.data
+        for start in range(0, len(data), _ARCHIVE_CHUNK_BYTES):
+            end = start + _ARCHIVE_CHUNK_BYTES
+            sha256 = archive.sha256 if end >= len(data) else ""
+            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        raise Unimplemented.of("Embed", "a target has no embeddings")
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        raise Unimplemented.of("StartProfile", "a target has no profiler")
+
+    async def StopProfile(
+        self, request: common_pb2.StopProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        raise Unimplemented.of("StopProfile", "a target has no profiler")
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        raise Unimplemented.of(
+            "SubscribeKvEvents", "a target does not publish what its prefix cache holds"
+        )
+        yield  # what makes it a stream
+
+    def _opened(self, request_id: str) -> OpenChoices:
+        """Raises:
+        InvalidArgument: a request of this id is open.
+        """
+        if request_id in self._open:
+            raise InvalidArgument.of(
+                "REQUEST_ID_DUPLICATE", "request_id", f"request {request_id} is open already"
+            )
+        opened = OpenChoices(self._engine, self._admission.recorder)
+        self._open[request_id] = opened
+        return opened
+
+    async def _submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
+        """Starts the outputs of a request.
+
+        Raises:
+            OutriderError: the request is refused.
+        """
+        self._admission.check_open()
+        codec.check_supported(message)
+        params = message.sampling_params
+        prompt = codec.prompt_within(await self._prompt(message), params, self._engine.limits)
+        parent = current_traceparent.get()
+        opened.record(log_id, len(prompt), parent)
+        template = await self._admission.with_grammar(
+            self._template(log_id, prompt, params), codec.grammar_from_message(params)
+        )
+        requests = codec.choice_requests(template, params)
+        stops = [await self._text_stop(params, each) for each in requests]
+        for _ in requests[1:]:
+            opened.record(log_id, len(prompt), parent)
+        opened.submit(requests, stops)
+
+    def _template(
+        self, log_id: str, prompt: tuple[int, ...], params: pb.SamplingParams
+    ) -> GenerationRequest:
+        limits = self._engine.limits
+        return GenerationRequest(
+            request_id=log_id,
+            prompt_token_ids=prompt,
+            sampling=codec.sampling_from_message(params, limits),
+            stop=codec.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
+            arrival_s=self._admission.recorder.clock(),
+            top_logprobs=codec.top_logprobs(params),
+            prompt_scoring=codec.prompt_scoring(params),
+        )
+
+    async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
+        if message.WhichOneof("input") != "text":
+            return list(message.tokenized.input_ids)
+        return await (await self._read_tokenizer("text")).encode(
+            message.text, add_special_tokens=True
+        )
+
+    async def _text_stop(
+        self, params: pb.SamplingParams, request: GenerationRequest
+    ) -> TextStop | None:
+        strings = codec.stop_strings(params)
+        if not strings:
+            return None
+        return TextStop(
+            await self._read_tokenizer("stop"),
+            strings,
+            skip_special_tokens=params.skip_special_tokens,
+            silent_token_ids=request.stop.stop_token_ids | self._end_token_ids(request),
+            num_ignored=request.stop.min_output_tokens,
+        )
+
+    def _end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
+        return frozenset() if request.stop.ignore_eos else self._engine.limits.eos_token_ids
+
+    async def _read_tokenizer(self, field: str) -> Tokenizer:
+        """Raises:
+        InvalidArgument: the target has no tokenizer; the field cannot be heeded.
+        """
+        try:
+            return await self._tokenizer.get()
+        except CheckpointError as error:
+            logger.warning("no text: %s", error.message)
+            message = f"{field} is set, but this target has no tokenizer that it can use"
+            raise InvalidArgument.of("TOKENIZER_MISSING", field, message) from error

@@ -1,0 +1,105 @@
+"""SGLang's file of candidate steps, and the shapes that follow from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.target.control.adaptive_config import (
+    DEFAULT_CONFIG,
+    Candidates,
+    chain,
+    read_adaptive_config,
+    shape_of,
+)
+from services.target.settings import TargetSettings
+from shared.errors import SettingsError
+from shared.tokens import TreeShape
+
+
+def _write(path: Path, content: object) -> Path:
+    file = path / "adaptive.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_candidates_of_the_largest_size_that_is_not_above_the_batch_hold(tmp_path: Path) -> None:
+    content = {
+        "1": {"candidate_steps": [1, 3, 7], "up_hysteresis": 0.0, "down_hysteresis": -0.25},
+        "8": {"candidate_steps": [0, 1, 3], "ceiling_coeff": 0},
+        "ema_alpha": 0.2,
+        "update_interval": 5,
+        "warmup_batches": 10,
+    }
+    config = read_adaptive_config(_write(tmp_path, content))
+    few, many = config.candidates(7), config.candidates(64)
+    assert few.steps == (1, 3, 7)
+    assert not few.may_pause
+    assert many.steps == (1, 3)
+    assert many.may_pause
+    assert (many.smoothing, many.update_interval, many.num_warm_up_rounds) == (0.2, 5, 10)
+
+
+def test_knobs_without_batch_sizes_hold_for_all(tmp_path: Path) -> None:
+    config = read_adaptive_config(_write(tmp_path, {"candidate_steps": [0, 2]}))
+    assert config.candidates(1) == config.candidates(100)
+    assert config.candidates(1).steps == (2,)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ([1], "holds list; it must be an object"),
+        ({"1": {"candidate_steps": []}}, "candidate_steps is []"),
+        ({"1": {"candidate_steps": [1, 33]}}, "must be a list of whole numbers in [0, 32]"),
+        ({"1": {"candidate_steps": [True]}}, "candidate_steps is [True]"),
+        ({"candidate_step": [1]}, "candidate_step is unknown; known are"),
+        ({"ema_alpha": 0}, "ema_alpha is 0; it must be in (0, 1]"),
+        ({"update_interval": 0}, "update_interval is 0; it must be a whole number, at least 1"),
+        ({"1": 3}, "1 is 3; it must be an object"),
+    ],
+)
+def test_a_bad_file_is_refused_by_key_value_and_limit(
+    tmp_path: Path, content: object, problem: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_adaptive_config(_write(tmp_path, content))
+    assert problem in str(caught.value)
+
+
+def test_a_missing_file_and_bad_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        read_adaptive_config(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"bad\.json"):
+        read_adaptive_config(tmp_path / "bad.json")
+
+
+def test_a_chain_stays_a_chain_at_any_depth() -> None:
+    assert shape_of(TreeShape(3, 1, 4), 7) == TreeShape(7, 1, 8)
+    shapes = Candidates().shapes(TreeShape(3, 1, 4))
+    assert shapes == tuple(map(chain, (1, 2, 3, 5, 7)))
+
+
+def test_a_tree_keeps_its_breadth_and_density_and_may_become_a_chain() -> None:
+    base = TreeShape(5, 4, 16)
+    assert shape_of(base, 3) == TreeShape(3, 4, 10)
+    assert base in Candidates().shapes(base)
+    assert chain(5) in Candidates().shapes(base)
+
+
+def test_a_drafter_made_for_one_step_is_not_asked_for_many() -> None:
+    assert max(s.num_steps for s in Candidates().shapes(TreeShape(1, 1, 2))) == 3
+
+
+def test_the_default_candidates_may_pause() -> None:
+    assert DEFAULT_CONFIG.candidates(1).may_pause
+
+
+def test_a_config_without_the_controller_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no effect without --speculative-adaptive"):
+        TargetSettings(
+            speculative_adaptive=False, speculative_adaptive_config=tmp_path / "adaptive.json"
+        )

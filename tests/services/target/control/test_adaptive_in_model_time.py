@@ -1,0 +1,130 @@
+"""The controller learns fast enough to be on by default, by the clock of a cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.target.control.speculation_controller import SpeculationController
+from shared.models.decoder import Decoder
+from shared.tokens import TreeShape
+from tests.bench.adaptive import Scenario, compare, gpu_step, gpu_tree, on_cpu, on_gpu
+from tests.helpers.engines import tiny_decoder
+from tests.helpers.modelled_split import Kind, Served, Split, serve
+
+NEARLY = 0.97
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "depths"),
+    [
+        (Scenario(on_cpu(0.0), 30.0, 4.0), (3,)),
+        (Scenario(on_cpu(0.8), 16.0, 2.0), (2, 3)),
+        (Scenario(on_cpu(0.95), 16.0, 2.0), (3, 7)),
+        (Scenario(on_gpu(0.0), 6.0, 2.0), (3,)),
+        (Scenario(on_gpu(0.8), 6.0, 1.0), (3, 7)),
+        (Scenario(on_gpu(0.8, hop_s=0.0025), 6.0, 1.0), (3, 7)),
+        (Scenario(on_gpu(0.8, hop_s=0.01), 12.0, 2.0), (3, 7)),
+    ],
+    ids=["cpu 0", "cpu 80", "cpu 95", "gpu 0", "gpu 80", "gpu 80, 5 ms", "gpu 80, 20 ms"],
+)
+def test_it_comes_close_to_the_best_fixed_choice_and_is_never_below_plain(
+    decoder: Decoder, scenario: Scenario, depths: tuple[int, ...]
+) -> None:
+    found = compare(decoder, scenario, depths)
+    assert found.over_plain > NEARLY, "the learning included"
+    assert found.over_best > NEARLY
+
+
+def test_the_pinned_chain_of_3_shows_what_a_wrong_choice_costs(decoder: Decoder) -> None:
+    """Negative control: the scenarios tell good choices from bad ones."""
+    found = compare(decoder, Scenario(on_cpu(0.0), 4.0, 1.0), (3,))
+    assert found.late_pinned[3] < 0.6 * found.plain.rate(1.0, 4.0)
+
+
+def _by_time(before: float, after: float, *, start_s: float, end_s: float) -> Split:
+    def right(now_s: float, sequence_id: int) -> float:
+        return after if start_s <= now_s < end_s else before
+
+    split = on_gpu(0.0)
+    return replace(split, drafts=(replace(split.drafts[0], right=right),))
+
+
+def _served(decoder: Decoder, split: Split, duration_s: float) -> tuple[Served, Served]:
+    plain = serve(decoder, split, duration_s, SpeculationController(None), is_plain=True)
+    return plain, serve(decoder, split, duration_s, SpeculationController())
+
+
+def _gain(plain: Served, adaptive: Served, start_s: float, end_s: float) -> float:
+    return adaptive.rate(start_s, end_s) / plain.rate(start_s, end_s)
+
+
+def test_it_follows_a_text_that_drafts_get_wrong_for_a_while(decoder: Decoder) -> None:
+    split = _by_time(0.9, 0.0, start_s=3.0, end_s=7.0)
+    plain, adaptive = _served(decoder, split, 12.0)
+    assert _gain(plain, adaptive, 1.0, 3.0) > 2.5
+    assert _gain(plain, adaptive, 3.5, 7.0) > 0.95
+    assert _gain(plain, adaptive, 9.0, 12.0) > 2.5, "a probe has found that it pays again"
+
+
+def test_it_follows_a_draft_that_slows_down_for_a_while(decoder: Decoder) -> None:
+    draft = Kind(
+        gpu_tree,
+        lambda now_s, sequence_id: 0.8,
+        slower=lambda now_s: 25.0 if 3.0 <= now_s < 7.0 else 1.0,
+    )
+    plain, adaptive = _served(decoder, Split(gpu_step, (draft,)), 12.0)
+    assert _gain(plain, adaptive, 1.0, 3.0) > 2.0
+    assert _gain(plain, adaptive, 4.0, 7.0) > 0.94
+    assert _gain(plain, adaptive, 10.0, 12.0) > 1.6
+
+
+def test_under_load_it_turns_itself_off_and_then_on_again(decoder: Decoder) -> None:
+    split = replace(on_gpu(0.3), num_streams=lambda now_s: 48 if 2.0 <= now_s < 4.0 else 1)
+    right = lambda now_s, sequence_id: 0.75 if now_s < 2.0 or now_s >= 4.0 else 0.3  # noqa: E731
+    split = replace(split, drafts=(replace(split.drafts[0], right=right),))
+    served = serve(decoder, split, 8.0, SpeculationController())
+    [draft] = served.drafts
+    plain_step_s = gpu_step(48)
+    loaded = [at_s for at_s, _ in draft.shapes if 2.0 + 60 * plain_step_s <= at_s < 4.0]
+    assert len(loaded) * plain_step_s < 0.35 * 2.0, "trees are left to probes and newcomers"
+    assert sum(at_s > 6.0 for at_s, _ in draft.shapes) > 100
+
+
+def _ahead(hit_rate: float, hop_s: float, ahead_s: float, beside: float) -> Split:
+    """A draft that prepares for up to 8 verdicts."""
+    draft = Kind(
+        gpu_tree,
+        lambda now_s, sequence_id: 0.8,
+        hop_s=hop_s,
+        budget=8,
+        ahead_s=lambda num_outcomes: ahead_s,
+        hit_rate=hit_rate,
+    )
+    return Split(gpu_step, (draft,), beside=beside)
+
+
+@pytest.mark.parametrize(
+    ("split", "most"),
+    [(_ahead(0.8, 0.004, 0.002, 1.0), True), (_ahead(0.1, 0.0003, 0.003, 1.8), False)],
+    ids=["far away", "on one device"],
+)
+def test_verdicts_are_prepared_for_where_that_pays(
+    decoder: Decoder, split: Split, most: bool
+) -> None:
+    adaptive = serve(decoder, split, 10.0, SpeculationController())
+    late = adaptive.drafts[0].budgets[len(adaptive.drafts[0].budgets) // 2 :]
+    share = sum(budget > 0 for budget in late) / len(late)
+    assert share > 0.8 if most else share < 0.2
+
+
+def test_a_pinned_draft_is_left_to_itself(decoder: Decoder) -> None:
+    served = serve(decoder, on_cpu(0.0), 2.0, SpeculationController(), pinned=TreeShape(2, 1, 3))
+    assert {shape.num_steps for _, shape in served.drafts[0].shapes} == {2}
+    assert len(served.drafts[0].shapes) > 40

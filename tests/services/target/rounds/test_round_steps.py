@@ -1,0 +1,322 @@
+"""Rounds on the device change no token, whoever comes, goes or asks for more than they can do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
+from services.target.engine import Engine
+from services.target.requests.request import GenerationRequest
+from services.target.rounds.device_rounds import RoundSource
+from services.target.step_report import StepReport
+from shared.kv.pool import KvPool
+from shared.runtime.round_runner import RoundRunner
+from shared.tokens import SamplingParams, StopParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import Pair, load_pair
+from tests.helpers.draft_heads import TinyHead
+from tests.helpers.engines import (
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    Collector,
+    build_engine,
+    request,
+    run,
+    settle,
+)
+
+CPU = torch.device("cpu")
+TREE = TreeShape(3, 3, 9)
+CONTEXT = 120
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(seed=7),
+    "truncated": SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05, seed=1),
+}
+PENALISED = SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    folder: Path = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape, seed=3)
+    head = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
+    return load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
+
+
+@dataclass
+class SilentDraft:
+    """Lends its head and never offers a tree; keeps what it is told."""
+
+    opened: int = 0
+    closed: int = 0
+
+    def send(self, message: DraftMessage) -> bool:
+        self.opened += len(message.opened)
+        self.closed += len(message.closed)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Setup:
+    """An engine with a head that is lent to it, and what its steps reported."""
+
+    engine: Engine
+    draft: SilentDraft
+    attachment: Attachment
+    reports: list[StepReport]
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(report.num_drafted for report in self.reports)
+
+
+def _setup(
+    pair: Pair, *, num_pages: int = 200, num_head_pages: int = 150, is_poisoned: bool = False
+) -> Setup:
+    reports: list[StepReport] = []
+    engine = build_engine(
+        pair.decoder,
+        num_pages=num_pages,
+        on_step=reports.append,
+        poisons_free_pages=is_poisoned,
+    )
+    spec = pair.head.feature_spec
+    draft = SilentDraft()
+    attachment = Attachment(
+        DraftIdentity("embedded", "w", "m", "EAGLE3", 64, 0.0),
+        draft,
+        Patience(0.0),
+        FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
+        rounds=RoundSource(
+            head=pair.head,
+            pool=KvPool(pair.head.kv_layout(PAGE_SIZE), 200, CPU),
+            pages=random.Random(5).sample(range(1, 200), num_head_pages),
+            tree=TREE,
+            max_context_tokens=CONTEXT,
+            max_sequences=8,
+        ),
+    )
+    engine.attach(attachment)
+    return Setup(engine, draft, attachment, reports)
+
+
+def _requests(
+    sampling: SamplingParams, stop: StopParams | None = None, *, disabled: bool = False
+) -> list[GenerationRequest]:
+    return [request(prompt, sampling, stop, speculation_disabled=disabled) for prompt in PROMPTS]
+
+
+def _tokens(collector: Collector, count: int) -> list[list[int]]:
+    return [collector.token_ids(key) for key in range(count)]
+
+
+def _plain(pair: Pair, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    return _tokens(run(build_engine(pair.decoder), requests), len(requests))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_output_is_that_of_plain_decoding(pair: Pair, sampling: str) -> None:
+    requests = _requests(SAMPLINGS[sampling])
+    setup = _setup(pair)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert setup.num_drafted > 0
+    assert setup.draft.opened == 0
+    assert setup.attachment.counters.num_verified_rounds > 0
+    stats = [collector.finished(key).stats for key in range(len(requests))]
+    assert sum(each.num_drafted for each in stats) <= setup.num_drafted
+    assert all(each.num_verified_rounds > 0 for each in stats)
+
+
+def test_stops_are_where_they_were(pair: Pair) -> None:
+    plain = _plain(pair, _requests(SAMPLINGS["seeded"]))
+    stop = StopParams(24, stop_token_ids=frozenset({plain[0][9], plain[1][4], plain[2][0]}))
+    requests = _requests(SAMPLINGS["seeded"], stop)
+    collector = run(_setup(pair).engine, requests)
+    expected = run(build_engine(pair.decoder), requests)
+    for key in range(len(requests)):
+        assert collector.token_ids(key) == expected.token_ids(key)
+        assert collector.finished(key).reason == expected.finished(key).reason
+        assert collector.finished(key).stop_token_id == expected.finished(key).stop_token_id
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request([5, 4, 3], PENALISED, StopParams(9)),
+        request([5, 4, 3], stop=StopParams(9), top_logprobs=2),
+        request([5, 4, 3], stop=StopParams(9, min_output_tokens=4)),
+        request([5, 4, 3], stop=StopParams(9), speculation_disabled=True),
+        replace(request([5, 4, 3], stop=StopParams(9)), num_draft_steps=2),
+        replace(request([5, 4, 3], stop=StopParams(9)), wants_trace=True),
+    ],
+    ids=["penalties", "logprobs", "minimum", "disabled", "depth", "trace"],
+)
+def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
+    pair: Pair, other: GenerationRequest
+) -> None:
+    """It comes while the others are in rounds, and they return to rounds when it has ended."""
+    requests = [*_requests(SAMPLINGS["seeded"], StopParams(30)), other]
+    setup = _setup(pair)
+    collector = Collector()
+    for key, each in enumerate(requests[:-1]):
+        setup.engine.submit(each, collector, key)
+    for _ in range(5):
+        setup.engine.step()
+    before = setup.num_drafted
+    assert before > 0
+    setup.engine.submit(other, collector, len(requests) - 1)
+    while setup.engine.step() or setup.engine.gauges_now().num_running:
+        pass
+    setup.engine.check_idle()
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert setup.draft.opened == setup.draft.closed == len(requests) - (other.speculation_disabled)
+    assert setup.num_drafted > before
+
+
+def test_a_sequence_that_outgrows_the_head_goes_on_in_the_general_path(pair: Pair) -> None:
+    requests = [request([5, 4, 3] * 4, SAMPLINGS["seeded"], StopParams(CONTEXT))]
+    setup = _setup(pair)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, 1) == _plain(pair, requests)
+    assert setup.num_drafted > 0
+    assert setup.draft.opened == 1
+    assert setup.reports[-1].num_drafted == 0
+
+
+def test_prompts_that_come_later_join(pair: Pair) -> None:
+    requests = _requests(SAMPLINGS["seeded"], StopParams(24))
+    setup, collector = _setup(pair), Collector()
+    for key, each in enumerate(requests):
+        setup.engine.submit(each, collector, key)
+        for _ in range(3):
+            setup.engine.step()
+    while setup.engine.step() or setup.engine.gauges_now().num_running:
+        pass
+    setup.engine.check_idle()
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert setup.draft.opened == 0
+
+
+def test_cancelled_sequences_leave_their_pages(pair: Pair) -> None:
+    requests = _requests(SAMPLINGS["greedy"], StopParams(30))
+    setup, collector = _setup(pair), Collector()
+    for key, each in enumerate(requests):
+        setup.engine.submit(each, collector, key)
+    for _ in range(4):
+        setup.engine.step()
+    setup.engine.cancel(collector, 1)
+    for _ in range(3):
+        setup.engine.step()
+    for key in (0, 2, 3):
+        setup.engine.cancel(collector, key)
+    setup.engine.step()
+    assert not setup.engine.step()
+    setup.engine.check_idle()
+    plain = _plain(pair, requests)
+    for key, expected in enumerate(plain):
+        found = collector.token_ids(key)
+        assert found == expected[: len(found)]
+
+
+def test_a_draft_that_leaves_takes_its_rounds_along(pair: Pair) -> None:
+    requests = _requests(SAMPLINGS["seeded"])
+    setup = _setup(pair)
+
+    def each_step(step: int) -> None:
+        if step == 5:
+            setup.engine.detach("embedded")
+
+    collector = run(setup.engine, requests, each_step=each_step)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert setup.num_drafted > 0
+    assert setup.reports[-1].num_drafted == 0
+
+
+@pytest.mark.parametrize(("num_pages", "num_head_pages"), [(22, 150), (200, 9)])
+def test_where_pages_run_out_the_general_path_goes_on(
+    pair: Pair, num_pages: int, num_head_pages: int
+) -> None:
+    requests = _requests(SAMPLINGS["seeded"], StopParams(24))
+    setup = _setup(pair, num_pages=num_pages, num_head_pages=num_head_pages)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert setup.draft.opened > 0
+
+
+def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, asked = RoundRunner.launch, []
+
+    def launch_few(runner: RoundRunner) -> None:
+        asked.append(len(runner.sequence_ids))
+        if asked[-1] > 1:
+            raise torch.OutOfMemoryError("no room")
+        launch(runner)
+
+    monkeypatch.setattr(RoundRunner, "launch", launch_few)
+    requests = _requests(SAMPLINGS["greedy"])
+    setup = _setup(pair)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert max(asked) > 1
+    assert setup.draft.opened == len(requests)
+    alone = [request([9, 9, 2], SAMPLINGS["greedy"])]
+    collector = run(setup.engine, alone)
+    assert _tokens(collector, 1) == _plain(pair, alone)
+    assert setup.reports[-1].num_drafted > 0
+
+
+def _random_request(source: random.Random) -> GenerationRequest:
+    sampling = source.choice([*SAMPLINGS.values()] * 2 + [PENALISED])
+    prompt = [source.randrange(VOCAB_SIZE) for _ in range(source.choice([1, 3, 4, 9, 17]))]
+    num_output = source.randint(1, 24)
+    stop = StopParams(
+        num_output,
+        min_output_tokens=source.choice([0, 0, 0, min(3, num_output)]),
+        stop_token_ids=frozenset(source.sample(range(VOCAB_SIZE), 2)),
+    )
+    return request(prompt, replace(sampling, seed=source.randrange(1000)), stop)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_change_no_token(pair: Pair, seed: int) -> None:
+    """Requests of all kinds come and go, pages run short and are poisoned when free."""
+    source = random.Random(seed)
+    requests = [_random_request(source) for _ in range(16)]
+    expected = run(build_engine(pair.decoder, max_running=32), requests)
+    setup, collector = _setup(pair, num_pages=24, is_poisoned=True), Collector()
+    cancelled = set(source.sample(range(16), 3))
+    arrivals = sorted((source.randrange(80), key) for key in range(16))
+    cancels: list[tuple[int, int]] = []
+    for step in range(2000):
+        while arrivals and arrivals[0][0] <= step:
+            key = arrivals.pop(0)[1]
+            setup.engine.submit(requests[key], collector, key)
+            if key in cancelled:
+                cancels.append((step + source.randint(1, 6), key))
+        for when, key in cancels:
+            if when == step:
+                setup.engine.cancel(collector, key)
+        if not setup.engine.step() and not arrivals and step > 90:
+            break
+    settle(setup.engine)
+    for key in set(range(16)) - cancelled:
+        assert collector.token_ids(key) == expected.token_ids(key)
+        assert collector.finished(key).reason is expected.finished(key).reason
+    assert setup.num_drafted > 0
+    assert setup.draft.opened == setup.draft.closed
