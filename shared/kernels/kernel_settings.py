@@ -20,6 +20,6 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or IS_INTERPRETING
 
 
-def kernel_device() -> torch.device:
-    """Returns the device on which kernels can be tried here."""
-    return torch.device("cpu" if IS_INTERPRETING else "cuda")
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels run on `device`."""
+    return device.type == "cuda" or IS_INTERPRETING

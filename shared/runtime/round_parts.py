@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.kernels.kernel_settings import IS_INTERPRETING
+from shared.kernels.kernel_settings import has_triton
 from shared.models.heads.head import DraftHead
 from shared.models.heads.layers import SplitHeadLayer
 from shared.runtime.round_batches import RoundShape
@@ -30,7 +30,7 @@ class RoundParts:
     def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
         """Returns the fastest parts for a head."""
         is_small = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
-        if not (device.type == "cuda" or IS_INTERPRETING) or not is_small:
+        if not has_triton(device) or not is_small:
             return PLAIN
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_draft_fused import FusedRoundDraft

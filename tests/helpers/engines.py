@@ -56,9 +56,12 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 24
 
 
-def tiny_decoder(folder: Path, device: torch.device = CPU) -> Decoder:
-    """Returns a random decoder with a small vocabulary, so that drafts hit by chance as well."""
-    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3)
+def tiny_decoder(folder: Path, device: torch.device = CPU, *, seed: int = 3) -> Decoder:
+    """Returns a random decoder with a small vocabulary, so that drafts hit by chance as well.
+
+    Another seed gives another model of the same shape.
+    """
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=seed)
     return load_decoder(folder, dtype=torch.float32, device=device)
 
 

@@ -64,6 +64,12 @@ class LossyDraft(WiredDraft):
         now, self._said = self._said[:num_now], self._said[num_now:]
         super().offer(tuple(now))
 
+    def each_step(self, step: int) -> None:
+        """For `run`: pumps, and loses the stream twice in a row and once more."""
+        if step in (15, 16, 40):
+            self.reconnect()
+        self.pump()
+
     def reconnect(self) -> None:
         """Loses the stream with all that is on it, and attaches again."""
         self.disconnect()

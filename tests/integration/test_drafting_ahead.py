@@ -6,21 +6,13 @@ so that what happens between two steps is the test's to say.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.fan_out import FanOut
 from services.target.step_report import StepReport
-from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.models.loader import load_decoder
 from shared.ngram.index import NgramOptions
-from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.ahead_cases import (
     CHAIN,
@@ -31,16 +23,13 @@ from tests.helpers.ahead_cases import (
     requests,
     total_outcomes,
 )
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.engines import (
-    CPU,
-    PAGE_SIZE,
-    VOCAB_SIZE,
     build_engine,
     run,
     tiny_decoder,
 )
 from tests.helpers.lossy_draft import LossyDraft
+from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
 BUDGET = FanOut(6)
@@ -54,18 +43,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 @pytest.fixture(scope="module")
 def other_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A draft that is often wrong: other weights, the same vocabulary."""
-    folder: Path = tmp_path_factory.mktemp("other")
-    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=4)
-    return load_decoder(folder, dtype=torch.float32, device=CPU)
-
-
-def _standalone(
-    decoder: Decoder, num_pages: int = 300, *, max_context_tokens: int = 200
-) -> StandaloneDrafter:
-    pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
-    leases = KvLeases(num_pages, PAGE_SIZE)
-    runner = ModelRunner(decoder, pool)
-    return StandaloneDrafter(runner, leases, max_context_tokens=max_context_tokens)
+    return tiny_decoder(tmp_path_factory.mktemp("other"), seed=4)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -76,7 +54,7 @@ def test_good_draft_is_hit_every_round_and_changes_nothing(
     expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
-    draft = WiredDraft(engine, _standalone(decoder), shape, BUDGET)
+    draft = WiredDraft(engine, standalone(decoder), shape, BUDGET)
     draft.attach()
     assert outputs(run(engine, requests(sampling))) == expected
     tally = total_outcomes(reports)
@@ -94,18 +72,12 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     shape = (CHAIN, TREE)[seed % 2]
-    drafter = _standalone((decoder, other_decoder)[seed // 2 % 2])
+    drafter = standalone((decoder, other_decoder)[seed // 2 % 2])
     draft = LossyDraft(
         engine, drafter, shape, BUDGET, seed=seed, delay=2 + seed, loss=(0.0, 0.2)[seed % 2]
     )
     draft.attach()
-
-    def each_step(step: int) -> None:
-        if step in (15, 16, 40):
-            draft.reconnect()
-        draft.pump()
-
-    assert outputs(run(engine, requests(sampling), each_step=each_step)) == expected
+    assert outputs(run(engine, requests(sampling), each_step=draft.each_step)) == expected
     drafter.check()
     tally = total_outcomes(reports)
     assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
@@ -116,7 +88,7 @@ def test_short_draft_memory_changes_nothing(decoder: Decoder, num_pages: int) ->
     sampling = SAMPLINGS["sampled"]
     expected = outputs(run(build_engine(decoder), requests(sampling, 20)))
     engine = build_engine(decoder)
-    draft = WiredDraft(engine, _standalone(decoder, num_pages), TREE, BUDGET)
+    draft = WiredDraft(engine, standalone(decoder, num_pages), TREE, BUDGET)
     draft.attach()
     assert outputs(run(engine, requests(sampling, 20))) == expected
 
@@ -141,7 +113,7 @@ def test_context_that_slides_changes_nothing(decoder: Decoder) -> None:
     expected = outputs(run(build_engine(decoder), asked))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
-    drafter = _standalone(decoder, max_context_tokens=70)
+    drafter = standalone(decoder, max_context_tokens=70)
     WiredDraft(engine, drafter, CHAIN, BUDGET).attach()
     assert outputs(run(engine, asked)) == expected
     assert total_outcomes(reports).num_hits > 0

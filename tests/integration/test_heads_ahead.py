@@ -125,13 +125,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(head: Head, see
         engine, drafter, shape, BUDGET, seed=seed, delay=2 + seed, loss=(0.0, 0.2)[seed % 2]
     )
     draft.attach()
-
-    def each_step(step: int) -> None:
-        if step in (15, 16, 40):
-            draft.reconnect()
-        draft.pump()
-
-    assert outputs(run(engine, requests(sampling), each_step=each_step)) == expected
+    assert outputs(run(engine, requests(sampling), each_step=draft.each_step)) == expected
     drafter.check()
 
 

@@ -30,7 +30,6 @@ from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.head_runner import HeadRunner
-from shared.runtime.runner import ModelRunner
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
@@ -46,6 +45,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.grammars import EOS, regex
 from tests.helpers.hosted_draft import HostedDraft
+from tests.helpers.standalone_drafts import standalone
 from tests.shared.speculation.naive import chi_square_p_value, naive_law
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -114,13 +114,8 @@ def _sharpened(tree: TokenTree) -> TokenTree:
 def _standalone(
     decoder: Decoder, drafter: type[StandaloneDrafter] = StandaloneDrafter
 ) -> StandaloneDrafter:
-    pool = KvPool(decoder.kv_layout(PAGE_SIZE), 600, CPU)
-    return drafter(
-        ModelRunner(decoder, pool),
-        KvLeases(600, PAGE_SIZE),
-        max_context_tokens=128,
-        generator=torch.Generator().manual_seed(6),
-    )
+    generator = torch.Generator().manual_seed(6)
+    return standalone(decoder, 600, max_context_tokens=128, generator=generator, drafter=drafter)
 
 
 def _eagle3(folder: Path, target: Path) -> EagleDrafter:

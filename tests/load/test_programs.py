@@ -8,20 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.process import DraftProcess
-from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
-from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.serving import free_ports
 from tests.load import draft as load_draft
 from tests.load import gateway as load_gateway
 from tests.load import target as load_target
 from tests.load.gateway_stack import NUM_PORTS
-from tests.services.draft.scripted_drafter import ScriptedDrafter
+from tests.services.draft.scripted_drafter import serving_scripted_draft
 
 
 def _check_files(out: Path, name: str, num_requests: int) -> list[dict[str, float]]:
@@ -57,14 +53,7 @@ async def test_load_target_measures_a_target_to_its_knee(tmp_path: Path) -> None
 
 
 async def test_load_draft_measures_trees_in_an_open_loop(tmp_path: Path) -> None:
-    arguments = ("--port", "0", "--target", "127.0.0.1:1")
-    settings = load_settings(DraftSettings, service="draft", arguments=arguments, env={})
-    process = DraftProcess(settings)
-    await process.listen()
-    await process.serve(
-        ScriptedDrafter(), WorkerIdentity("worker", "scripted", "STANDALONE", None, 4, None)
-    )
-    try:
+    async with serving_scripted_draft() as process:
         flags = load_draft.parse(
             [
                 *("--address", f"127.0.0.1:{process.port}", "--out", str(tmp_path)),
@@ -73,8 +62,6 @@ async def test_load_draft_measures_trees_in_an_open_loop(tmp_path: Path) -> None
             ]
         )
         text = await asyncio.wait_for(load_draft.run(flags), 30.0)
-    finally:
-        await process.stop()
     assert "requests a second (burst)" in text
     [summary] = _check_files(tmp_path, "draft", 6)
     assert summary["requests"] == 6

@@ -13,10 +13,8 @@ import torch
 from tqdm import tqdm
 
 from shared.models.decoder import Decoder
-from shared.models.loader import load_decoder
 from shared.runtime.device import device_named
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.engines import VOCAB_SIZE
+from tests.helpers.engines import tiny_decoder
 from tests.soak.soak import Soak
 
 SEEDS = {"target": 3, "other": 4}
@@ -24,12 +22,7 @@ SEEDS = {"target": 3, "other": 4}
 
 def decoders(folder: Path, device: torch.device) -> dict[str, Decoder]:
     """Returns a target and a model that is often wrong, both random and tiny."""
-    found = {}
-    for name, seed in SEEDS.items():
-        shape = TinyShape(vocab_size=VOCAB_SIZE)
-        path = write_checkpoint(folder / name, "llama", shape, seed=seed)
-        found[name] = load_decoder(path, dtype=torch.float32, device=device)
-    return found
+    return {name: tiny_decoder(folder / name, device, seed=seed) for name, seed in SEEDS.items()}
 
 
 def main() -> None:

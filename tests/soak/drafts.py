@@ -7,30 +7,18 @@ from collections.abc import Mapping, Sequence
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.target.engine import Engine
-from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.ngram.index import NgramOptions
-from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
-from tests.helpers.engines import PAGE_SIZE
 from tests.helpers.lossy_draft import LossyDraft
+from tests.helpers.standalone_drafts import standalone
 
 # Less than eight long sequences need, so that the draft drops some.
 NUM_PAGES = 120
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
 AHEAD = FanOut(6)
-
-
-def standalone(decoder: Decoder) -> StandaloneDrafter:
-    """Returns a draft with a model and pages of its own."""
-    pool = KvPool(decoder.kv_layout(PAGE_SIZE), NUM_PAGES, decoder.device)
-    return StandaloneDrafter(
-        ModelRunner(decoder, pool), KvLeases(NUM_PAGES, PAGE_SIZE), max_context_tokens=200
-    )
 
 
 class Drafts:
@@ -46,8 +34,8 @@ class Drafts:
             "ngram": (NgramDrafter(NgramOptions()), TreeShape(4, 4, 8), AHEAD)
         }
         for name, decoder in decoders.items():
-            drafters[f"{name}-ahead"] = (standalone(decoder), TREE, AHEAD)
-            drafters[f"{name}-chain"] = (standalone(decoder), CHAIN, SYNCHRONOUS)
+            drafters[f"{name}-ahead"] = (standalone(decoder, NUM_PAGES), TREE, AHEAD)
+            drafters[f"{name}-chain"] = (standalone(decoder, NUM_PAGES), CHAIN, SYNCHRONOUS)
         self._attached: list[LossyDraft] = []
         self._away = [
             LossyDraft(

@@ -20,7 +20,15 @@ from shared.models.decoder import Decoder
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
-from tests.helpers.engines import PAGE_SIZE, Collector, PoisonedPages, engine_over, run, settle
+from tests.helpers.engines import (
+    PAGE_SIZE,
+    Collector,
+    PoisonedPages,
+    build_engine,
+    engine_over,
+    run,
+    settle,
+)
 from tests.soak.drafts import Drafts
 from tests.soak.traffic import Traffic
 
@@ -190,10 +198,8 @@ class Soak:
 
 def plain_outputs(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[list[int]]:
     """Returns what an engine without drafts, overlap, graphs or shared prefixes gives."""
-    pool = KvPool(decoder.kv_layout(PAGE_SIZE), _PLAIN_PAGES, decoder.device)
-    leases = KvLeases(_PLAIN_PAGES, PAGE_SIZE, prefix_cache=False)
-    engine = engine_over(
-        ModelRunner(decoder, pool), leases, max_running=MAX_RUNNING,
+    engine = build_engine(
+        decoder, num_pages=_PLAIN_PAGES, max_running=MAX_RUNNING, prefix_cache=False,
         max_context_tokens=CONTEXT_TOKENS, eos_token_ids=EOS, overlaps=False,
     )  # fmt: skip
     collector = run(engine, [replace(each, priority=0) for each in requests])

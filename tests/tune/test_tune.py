@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.process import DraftProcess
-from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from shared.rpc.channel import open_channel
-from shared.settings import load_settings
-from tests.services.draft.scripted_drafter import ScriptedDrafter
+from tests.services.draft.scripted_drafter import serving_scripted_draft
 from tests.tune.__main__ import PLAIN, Trial, best, report
 from tests.tune.draft_config import DraftConfig
 from tests.tune.search import AXES, Shape, best_of, coordinate_descent, neighbours
@@ -80,14 +76,7 @@ def test_the_report_names_the_flags_of_the_best_shape(tmp_path: Path) -> None:
 
 
 async def test_a_running_draft_is_set_and_left_as_it_was_found() -> None:
-    arguments = ("--port", "0", "--target", "127.0.0.1:1")
-    settings = load_settings(DraftSettings, service="draft", arguments=arguments, env={})
-    process = DraftProcess(settings)
-    await process.listen()
-    await process.serve(
-        ScriptedDrafter(), WorkerIdentity("worker", "scripted", "STANDALONE", None, 4, None)
-    )
-    try:
+    async with serving_scripted_draft() as process:
         async with open_channel(f"127.0.0.1:{process.port}") as channel:
             async with DraftConfig(channel) as draft:
                 found = draft.shape
@@ -97,5 +86,3 @@ async def test_a_running_draft_is_set_and_left_as_it_was_found() -> None:
                 await draft.unpin()
             async with DraftConfig(channel) as after:
                 assert after.shape == found
-    finally:
-        await process.stop()

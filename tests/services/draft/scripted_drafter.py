@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.events import FeatureRows
+from services.draft.process import DraftProcess
 from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.settings import DraftSettings
+from services.draft.worker import WorkerIdentity
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.settings import load_settings
 from shared.tokens import TokenTree, TreeShape, Verdict
+
+
+@contextlib.asynccontextmanager
+async def serving_scripted_draft() -> AsyncIterator[DraftProcess]:
+    """A draft process on a free port whose target does not answer."""
+    arguments = ("--port", "0", "--target", "127.0.0.1:1")
+    settings = load_settings(DraftSettings, service="draft", arguments=arguments, env={})
+    process = DraftProcess(settings)
+    await process.listen()
+    await process.serve(
+        ScriptedDrafter(), WorkerIdentity("worker", "scripted", "STANDALONE", None, 4, None)
+    )
+    try:
+        yield process
+    finally:
+        await process.stop()
 
 
 class ScriptedDrafter:

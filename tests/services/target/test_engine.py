@@ -12,13 +12,9 @@ from services.target.engine import Engine
 from services.target.requests.request import Finished, GenerationRequest, Started
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
-from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.runner import ModelRunner
 from shared.tokens import FinishReason, SamplingParams, StopParams, TokenTree
 from tests.helpers.engines import (
-    CPU,
     VOCAB_SIZE,
     Collector,
     Proposal,
@@ -32,6 +28,7 @@ from tests.helpers.engines import (
     shuffled_drops,
     tiny_decoder,
 )
+from tests.helpers.plain_forward import plain_forward
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
 
@@ -240,19 +237,8 @@ def test_logprobs_are_those_of_a_plain_forward(decoder: Decoder, overlaps: bool)
 
 def _rescored(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     whole = [*prompt, *tokens]
-    num_pages = len(whole) // 4 + 2
-    pool = KvPool(decoder.kv_layout(4, torch.float32), num_pages, CPU)
-    rows = SequenceRows(
-        token_ids=whole,
-        positions=range(len(whole)),
-        kv_start=0,
-        pages=range(1, num_pages),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=range(len(prompt) - 1, len(whole) - 1),
-    )
-    batch = build_batch([rows], page_size=4, device=CPU)
-    return ModelRunner(decoder, pool).run(batch).logits.log_softmax(-1)
+    rows = range(len(prompt) - 1, len(whole) - 1)
+    return plain_forward(decoder, whole, rows).logits.log_softmax(-1)
 
 
 def test_request_without_speculation_is_decoded_plainly(decoder: Decoder) -> None:

@@ -10,13 +10,9 @@ import torch
 from services.target.requests.request import GenerationRequest, PromptScoring
 from services.target.step_report import StepReport
 from shared.errors import InvalidArgument
-from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (
-    CPU,
     Collector,
     ScriptedDraft,
     build_engine,
@@ -25,6 +21,7 @@ from tests.helpers.engines import (
     run,
     tiny_decoder,
 )
+from tests.helpers.plain_forward import plain_forward
 
 PROMPT = [1, 2, 3, 4, 5, 9, 8, 7, 3, 3, 11, 2, 20, 6, 5, 4, 3, 2, 1, 22]
 
@@ -36,19 +33,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture(scope="module")
 def expected(decoder: Decoder) -> torch.Tensor:
-    num_pages = len(PROMPT) // 4 + 2
-    pool = KvPool(decoder.kv_layout(4, torch.float32), num_pages, CPU)
-    rows = SequenceRows(
-        token_ids=PROMPT,
-        positions=range(len(PROMPT)),
-        kv_start=0,
-        pages=range(1, num_pages),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=range(len(PROMPT)),
-    )
-    batch = build_batch([rows], page_size=4, device=CPU)
-    return ModelRunner(decoder, pool).run(batch).logits.log_softmax(-1)
+    return plain_forward(decoder, PROMPT, range(len(PROMPT))).logits.log_softmax(-1)
 
 
 def _check(collector: Collector, key: int, start: int, expected: torch.Tensor) -> None:

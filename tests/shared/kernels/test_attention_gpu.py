@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shared.kernels.attention import PagedRows, paged_attention, plan_attention, plan_tiles
-from shared.kernels.kernel_settings import kernel_device
 from shared.kernels.narrow_cache import CacheScales, store
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import (
@@ -27,6 +26,7 @@ from tests.helpers.attention_batches import (
     tree,
     with_pages,
 )
+from tests.helpers.kernel_device import kernel_device
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), kernel_device()

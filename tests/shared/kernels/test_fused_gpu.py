@@ -8,11 +8,12 @@ from torch import Tensor
 
 from shared.kernels.activation import plain_silu_mul, silu_mul
 from shared.kernels.head_inputs import join_inputs, plain_join_inputs
-from shared.kernels.kernel_settings import IS_INTERPRETING, kernel_device
+from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.norm import add_rms_norm, plain_rms_norm, rms_norm
 from shared.kernels.rotary import position_tables, rotation_tables
 from shared.kernels.rotary_cache import plain_rotate_into_cache, rotate_into_cache
+from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
 CUDA = kernel_device()

@@ -11,13 +11,9 @@ from torch import Tensor
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from shared.errors import FailedPrecondition
-from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (
-    CPU,
     ScriptedDraft,
     build_engine,
     oracle_trees,
@@ -25,6 +21,7 @@ from tests.helpers.engines import (
     run,
     tiny_decoder,
 )
+from tests.helpers.plain_forward import plain_forward
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 SAMPLING = SamplingParams(seed=7)
@@ -44,19 +41,7 @@ def _spec(decoder: Decoder, layers: tuple[int, ...] = (1, 3, 4), width: int = 8)
 
 def _expected(decoder: Decoder, spec: FeatureSpec, tokens: Sequence[int]) -> Tensor:
     """Rows of every position of `tokens` from one plain forward."""
-    num_pages = len(tokens) // 4 + 2
-    pool = KvPool(decoder.kv_layout(4, torch.float32), num_pages, CPU)
-    rows = SequenceRows(
-        token_ids=tokens,
-        positions=range(len(tokens)),
-        kv_start=0,
-        pages=range(1, num_pages),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=(0,),
-    )
-    batch = build_batch([rows], page_size=4, device=CPU)
-    output = ModelRunner(decoder, pool).run(batch, capture_layers=(1, 3))
+    output = plain_forward(decoder, tokens, (0,), capture_layers=(1, 3))
     parts = torch.cat([*output.features, output.hidden], dim=-1)
     assert spec.projection is not None
     return parts @ spec.projection.T

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from llguidance import LLParserLimits
 
 from services.target.grammars.matcher import CompiledGrammar
@@ -18,13 +17,9 @@ from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.grammar import GrammarKind
-from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.runner import ModelRunner
 from shared.tokens import EMPTY_TREE, FinishReason, SamplingParams, StopParams, TokenTree
 from tests.helpers.engines import (
-    CPU,
     VOCAB_SIZE,
     Collector,
     Proposal,
@@ -38,6 +33,7 @@ from tests.helpers.engines import (
     tiny_decoder,
 )
 from tests.helpers.grammars import EOS, compiled, regex, spelled
+from tests.helpers.plain_forward import plain_forward
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3] * 12)
 PATTERN = r"\{(a|b|ab|bc|x){3,9}(0|1|01|12){0,6}\}( ?[xy]{1,3})*"
@@ -293,26 +289,11 @@ def _law(
         [mask] = matcher.tree_masks(EMPTY_TREE)
         assert mask is not None
         ids = [i for i in range(VOCAB_SIZE) if mask[i // 8] >> (i % 8) & 1]
-        weights = _logits(decoder, [*prompt, *output])[ids].softmax(0).tolist()
+        whole = [*prompt, *output]
+        [logits] = plain_forward(decoder, whole, [len(whole) - 1]).logits.float()
+        weights = logits[ids].softmax(0).tolist()
         waiting += [((*output, i), probability * w) for i, w in zip(ids, weights, strict=True)]
     return law
-
-
-def _logits(decoder: Decoder, whole: list[int]) -> torch.Tensor:
-    num_pages = len(whole) // 4 + 2
-    pool = KvPool(decoder.kv_layout(4, torch.float32), num_pages, CPU)
-    last = len(whole) - 1
-    rows = SequenceRows(
-        token_ids=whole,
-        positions=range(len(whole)),
-        kv_start=0,
-        pages=range(1, num_pages),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=range(last, last + 1),
-    )
-    batch = build_batch([rows], page_size=4, device=CPU)
-    return ModelRunner(decoder, pool).run(batch).logits[0].float()
 
 
 def _chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
