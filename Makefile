@@ -24,7 +24,7 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu serve certs demo bench \
-  bench-drafters bench-async bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
+  bench-drafters bench-async bench-start bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
   up down clean
 
 help: ## this list
@@ -104,6 +104,9 @@ bench-drafters: $(STAMP) ## every drafter of the demo on the same prompts; ARGS=
 
 bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU each; ARGS="--help"
 	@$(PY) -m tests.bench.ahead $(ARGS)
+
+bench-start: $(STAMP) ## the parts of a target's start, to the first token; ARGS="--widen DIR --algorithm EAGLE3"
+	@$(PY) -m tests.bench.start $(ARGS)
 
 bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, then plain decode by the engine
 	@$(PY) -m tests.bench.gpu

@@ -23,6 +23,7 @@ from services.target.rounds.device_rounds import RoundSource
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
 from shared.settings import load_settings, shown_settings
+from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def build_embedded_draft(
         CheckpointError: the draft's folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
-    drafter = build_drafter(chosen)
+    with start_phase("load"):
+        drafter = build_drafter(chosen)
     check_drafter(settings, drafter)
     shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
     # Before the draft's thread has the drafter.
@@ -98,7 +100,8 @@ def build_embedded_draft(
         fan_out=chosen.fan_out,
     )
     engine.start()
-    warm_up(engine, drafter.limits.feature_spec)
+    with start_phase("warm-up"):
+        warm_up(engine, drafter.limits.feature_spec)
     worker = replace(worker_identity(chosen, drafter.limits, worker_id="embedded"), shape=shape)
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds)

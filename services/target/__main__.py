@@ -26,6 +26,7 @@ from shared.settings import load_settings, split_arguments
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 from shared.telemetry.round_log import open_round_log
+from shared.telemetry.start_up import IMPORTS, SERVING, log_process_age, start_phase
 from shared.telemetry.tracing import tracer_for
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
@@ -43,6 +44,7 @@ def main() -> None:
         settings, draft_settings = read_settings(sys.argv[1:], os.environ)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         configure_logs("target", level=settings.log_level, log_format=settings.log_format)
+        log_process_age(IMPORTS)
         # Of the process, so a draft it hosts has no say.
         torch.set_num_threads(settings.num_threads)
         uvloop.run(_serve(settings, draft_settings))
@@ -78,7 +80,7 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
     # Loading blocks the loop: there is nothing to serve yet.
-    followers = Followers(settings) if settings.tp_size > 1 else None
+    followers = _followers(settings)
     engine = build_engine(settings, metrics.observe_step, followers)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
@@ -91,11 +93,13 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
         wire=wire,
     )
     if draft_settings is not None:
-        draft = build_embedded_draft(engine, settings, draft_settings, tracer)
+        with start_phase("draft"):
+            draft = build_embedded_draft(engine, settings, draft_settings, tracer)
         registry.register(draft.metrics)
         process.embed(draft.port, draft.settings)
     serve_metrics(registry, settings.maintenance_host, settings.metrics_port, settings.server_tls)
     await process.start()
+    log_process_age(SERVING)
     try:
         await process.run_until(stop)
     finally:
@@ -106,6 +110,13 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
         tracer.close()
         if round_log is not None:
             round_log.close()
+
+
+def _followers(settings: TargetSettings) -> Followers | None:
+    if settings.tp_size == 1:
+        return None
+    with start_phase("followers"):
+        return Followers(settings)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.rpc.shutdown import stop_servers
 from shared.settings import shown_settings
+from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
@@ -154,7 +155,8 @@ class TargetProcess:
         self._engine.start()
         if self._embedded is not None:
             self._embedded.attach(self._tokenizer_sha256)
-        await warm_up(self._engine)
+        with start_phase("warm-up"):
+            await warm_up(self._engine)
         await self._lifecycle.activate()
 
     async def run_until(self, stop: asyncio.Event) -> None:

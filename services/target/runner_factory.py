@@ -26,6 +26,7 @@ from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.lockstep import Leader
 from shared.runtime.memory import num_pages_for
 from shared.runtime.runner import ModelRunner
+from shared.telemetry.start_up import start_phase
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ def build_runner(
         CheckpointError: the model folder cannot be served.
         SettingsError: the device does not hold or compute what the settings ask for.
     """
-    device = device_named(settings.device)
-    _check_device(settings, device)
+    device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
     dtype = dtype_named(settings.dtype, config.dtype, device)
     decoder = load_decoder(
@@ -72,7 +72,9 @@ def build_runner(
     max_context = min(settings.context_length or longest, longest)
     limits = _graph_limits(settings, device, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
-    pool = _pool(settings, decoder, max_context, reserved_bytes)
+    with start_phase("kv-pool") as phase:
+        pool = _pool(settings, decoder, max_context, reserved_bytes)
+        phase.size_bytes = pool.storage.nbytes
     logger.info(
         "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
         settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
@@ -86,6 +88,15 @@ def check_tp_size(settings: TargetSettings, config: ModelConfig) -> None:
     problems = Shard(0, settings.tp_size).problems(config)
     if problems:
         raise SettingsError(problems)
+
+
+def _opened_device(settings: TargetSettings) -> torch.device:
+    """Returns the device, ready for use; a GPU takes a while to be."""
+    with start_phase("device"):
+        device = device_named(settings.device)
+        _check_device(settings, device)
+        torch.zeros(1, device=device).tolist()
+    return device
 
 
 def _check_device(settings: TargetSettings, device: torch.device) -> None:
@@ -145,5 +156,6 @@ def _graphs(decoder: Decoder, pool: KvPool, limits: GraphLimits | None) -> Forwa
     if limits is None:
         return None
     graphs = ForwardGraphs(decoder, pool, limits)
-    graphs.capture(show_progress=True)
+    with start_phase("graphs"):
+        graphs.capture(show_progress=True)
     return graphs

@@ -22,6 +22,7 @@ from shared.models.decoder_weights import IGNORED_SUFFIXES, LM_HEAD_KEY, decoder
 from shared.models.mtp_keys import find_mtp_layers
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import read_weights
+from shared.telemetry.start_up import start_phase
 
 
 def load_decoder(
@@ -47,17 +48,20 @@ def load_decoder(
     config = ModelConfig.from_folder(folder)
     checkpoint = Checkpoint.open(folder, options.load_format)
     tied_copy = (LM_HEAD_KEY,) if config.tie_word_embeddings else ()
-    tensors = read_weights(
-        checkpoint,
-        decoder_parts(config, shard_of(group)),
-        # Next-token layers are a drafter's.
-        ignored_prefixes=(*find_mtp_layers(checkpoint.files).prefixes, *tied_copy),
-        ignored_suffixes=IGNORED_SUFFIXES,
-        dtype=dtype,
-        device=device,
-        show_progress=show_progress,
-    )
-    return build_decoder(config, tensors, device, options, group)
+    with start_phase("weights") as phase:
+        tensors = read_weights(
+            checkpoint,
+            decoder_parts(config, shard_of(group)),
+            # Next-token layers are a drafter's.
+            ignored_prefixes=(*find_mtp_layers(checkpoint.files).prefixes, *tied_copy),
+            ignored_suffixes=IGNORED_SUFFIXES,
+            dtype=dtype,
+            device=device,
+            show_progress=show_progress,
+        )
+        phase.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with start_phase("layers"):
+        return build_decoder(config, tensors, device, options, group)
 
 
 def shard_of(group: TensorGroup | None) -> Shard:

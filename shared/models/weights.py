@@ -74,6 +74,8 @@ def read_weights(
                 _check_shape(path, weights, part)
                 places[part.key].copy_(_repeated(weights.read(part.key, part.cut), part))
                 progress.update()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # so that a start says what reading took
     return targets
 
 

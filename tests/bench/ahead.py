@@ -26,6 +26,7 @@ from services.target.settings import DEMO_MODEL
 from shared.errors import OutriderError
 from shared.tokens import TreeShape
 from tests.bench.pair import Answer, Pair, PairFailed, PairSettings, chat_prompts, running_pair
+from tests.bench.wide_folders import widened
 from tests.load.figures import table
 from tests.load.prompts import PROMPTS
 
@@ -163,12 +164,7 @@ def _bytes(one: Pass, direction: str) -> float:
 
 def _widened(folder: Path, model: Path, draft: Path) -> tuple[Path, Path]:
     """Returns wide copies of both, written unless they are there."""
-    wide = folder / "target-8b", folder / "draft-1b"
-    for source, target, shape in ((model, wide[0], "8b"), (draft, wide[1], "1b")):
-        if not (target / "config.json").exists():
-            command = [sys.executable, "-m", "tests.bench.widen", "--model", str(source)]
-            subprocess.run([*command, "--shape", shape, "--out", str(target)], check=True)
-    return wide
+    return widened(folder / "target-8b", model, "8b"), widened(folder / "draft-1b", draft, "1b")
 
 
 def _shape(text: str) -> TreeShape:

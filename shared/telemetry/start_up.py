@@ -1,0 +1,77 @@
+"""How long the parts of a start take, a log line each:
+
+    target INFO start-up phase=weights seconds=3.214 size_bytes=16060522496 gb_per_s=5.0
+
+A phase inside another is named after both, `draft/weights`, and its line comes first. Seconds are
+what the caller waits: what runs beside it is not in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+MESSAGE = "start-up"
+IMPORTS = "imports"
+SERVING = "serving"
+_OWN_STAT = Path("/proc/self/stat")
+# Of the 52 fields of proc(5)'s stat, behind the one that may hold spaces.
+_START_TICKS_FIELD = 19
+
+_outer_phase: ContextVar[str] = ContextVar("outer_phase", default="")
+
+
+@dataclass(slots=True)
+class StartPhase:
+    """A phase under way.
+
+    Attributes:
+        size_bytes: what it moved, if that is its work; set it before the phase ends.
+    """
+
+    size_bytes: int | None = None
+
+
+@contextmanager
+def start_phase(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[StartPhase]:
+    """Logs how long its body takes, unless that fails."""
+    path = f"{_outer_phase.get()}{name}"
+    token = _outer_phase.set(f"{path}/")
+    phase, start_s = StartPhase(), clock()
+    try:
+        yield phase
+    finally:
+        _outer_phase.reset(token)
+    _log(path, clock() - start_s, phase.size_bytes)
+
+
+def log_process_age(name: str) -> None:
+    """Logs the time since the process began, where the system tells it."""
+    seconds = process_age_s()
+    if seconds is not None:
+        _log(name, seconds)
+
+
+def process_age_s() -> float | None:
+    """Returns the seconds since this process was started, to 10 ms; None outside Linux."""
+    try:
+        fields = _OWN_STAT.read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    start_s = int(fields[_START_TICKS_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+
+
+def _log(path: str, seconds: float, size_bytes: int | None = None) -> None:
+    facts: dict[str, str | float] = {"phase": path, "seconds": round(seconds, 3)}
+    if size_bytes is not None:
+        facts["size_bytes"] = size_bytes
+        facts["gb_per_s"] = round(size_bytes / max(seconds, 1e-9) / 1e9, 2)
+    logger.info(MESSAGE, extra=facts)

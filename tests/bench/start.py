@@ -1,0 +1,294 @@
+"""`make bench-start`: from the start of a target's process to the first token it serves, in parts.
+
+Starts the target again and again. The first start reads the files into the page cache and fills
+the kernels' caches, and has a column of its own; the others are medians. `--cold-kernels` gives
+every start empty caches of compiled kernels.
+
+The target itself says how long its parts take (`shared/telemetry/start_up.py`); what this program
+sees from outside, the port, health and the first tokens over gRPC, stands below them. The second
+request shows what the first one still paid for.
+
+With `--widen DIR` the demo's models are first written there with the matrices of an 8B target and,
+for `--algorithm STANDALONE`, a 1B draft or, for a head, one of the published shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.draft.model_folders import DEMO_DRAFT
+from services.probe import grpc_is_serving
+from services.target.settings import DEMO_MODEL
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.telemetry.start_up import MESSAGE, SERVING
+from tests.bench.wide_folders import widened, widened_with_head
+from tests.load.figures import table
+
+DEMO_HEADS = DEMO_MODEL.parent / "heads"
+HEADS = ("EAGLE", "EAGLE3", "MTP", "DFLASH")
+_POLL_S = 0.005
+_NUM_TOKENS = 16
+_PROMPT = tuple(range(10, 26))
+
+
+class StartFailed(Exception):
+    """The target ended or did not come up in time; holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start, and how often.
+
+    Attributes:
+        arguments: of the target.
+        repeats: starts behind the first.
+    """
+
+    arguments: tuple[str, ...]
+    repeats: int
+    has_cold_kernels: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a start; bytes where moving them is its work."""
+
+    seconds: float
+    size_bytes: int | None = None
+
+
+Start = Mapping[str, Part]
+
+
+async def measure(plan: Plan, folder: Path) -> list[Start]:
+    """Returns the parts of every start, the first one's first."""
+    return [await _start(plan, folder / f"{number}.log") for number in range(1 + plan.repeats)]
+
+
+async def _start(plan: Plan, log: Path) -> Start:
+    port, start_s = _free_port(), time.monotonic()
+    async with _running(plan, port, log) as process:
+        seen: dict[str, Part] = {}
+
+        def passed(name: str) -> None:
+            seen[name] = Part(time.monotonic() - start_s)
+
+        async with asyncio.timeout(plan.timeout_s):
+            await _until_open(port, process, log)
+            passed("start to open port")
+            while not await grpc_is_serving(f"127.0.0.1:{port}"):
+                await _pause(process, log)
+            passed("start to SERVING")
+            first = await _first_token_s(port)
+            second = await _first_token_s(port)
+        seen["first token of request 1"] = Part(first)
+        seen["first token of request 2"] = Part(second)
+        seen["start to first token"] = Part(seen["start to SERVING"].seconds + first)
+    return {**told(_text(log)), **seen}
+
+
+@asynccontextmanager
+async def _running(plan: Plan, port: int, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    with tempfile.TemporaryDirectory(prefix="outrider-kernels-") as caches, log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.target", "--port", str(port)),
+            *("--maintenance-port", "0", "--log-format", "json", *plan.arguments),
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **(_caches_in(Path(caches)) if plan.has_cold_kernels else {})},
+        )
+        try:
+            yield process
+        except TimeoutError:
+            raise StartFailed(f"no token in {plan.timeout_s:.0f} s\n{_tail(log)}") from None
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+
+def _caches_in(folder: Path) -> dict[str, str]:
+    """Returns the environment in which kernels are compiled anew."""
+    return {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "CUDA_CACHE_PATH": str(folder / "cuda"),
+    }
+
+
+async def _until_open(port: int, process: asyncio.subprocess.Process, log: Path) -> None:
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            await _pause(process, log)
+        else:
+            writer.close()
+            return await writer.wait_closed()
+
+
+async def _pause(process: asyncio.subprocess.Process, log: Path) -> None:
+    if process.returncode is not None:
+        raise StartFailed(f"the target ended with {process.returncode}\n{_tail(log)}")
+    await asyncio.sleep(_POLL_S)
+
+
+async def _first_token_s(port: int) -> float:
+    """Returns the seconds to the first token of an answer, and lets it finish."""
+    request = pb.GenerateRequest(
+        prompt_token_ids=_PROMPT,
+        sampling_params=sampling_pb2.SamplingParams(temperature=0.0),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=_NUM_TOKENS, ignore_eos=True),
+    )
+    start_s, first_s = time.monotonic(), None
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        async for response in pb_grpc.TargetServiceStub(channel).Generate(request):
+            if first_s is None and response.delta.token_ids:
+                first_s = time.monotonic() - start_s
+    assert first_s is not None, "an answer without tokens"
+    return first_s
+
+
+def told(log: str) -> dict[str, Part]:
+    """Returns the parts that the target's own process logged, in their order, the total last."""
+    parts: dict[str, Part] = {}
+    for line in log.splitlines():
+        if not line.startswith("{"):
+            continue
+        record = json.loads(line)
+        if record.get("message") == MESSAGE and record.get("service") == "target":
+            parts[record["phase"]] = Part(record["seconds"], record.get("size_bytes"))
+    # A part of a part is in it already.
+    others = sum(
+        part.seconds for name, part in parts.items() if name != SERVING and "/" not in name
+    )
+    if SERVING in parts:
+        total = parts.pop(SERVING)
+        parts["between them"] = Part(total.seconds - others)
+        parts[SERVING] = total
+    return parts
+
+
+def report(starts: Sequence[Start]) -> str:
+    """Returns the table: a row a part, the first start beside the median of the others."""
+    rows = []
+    for name, first in starts[0].items():
+        later = [start[name].seconds for start in starts[1:] if name in start]
+        median = statistics.median(later) if later else None
+        rows.append(
+            (
+                name,
+                f"{first.seconds:.3f}",
+                "-" if median is None else f"{median:.3f}",
+                "-" if median is None else f"{min(later):.3f} to {max(later):.3f}",
+                "-" if first.size_bytes is None else f"{first.size_bytes / 1e9:.2f}",
+                _speed(first, first.seconds if median is None else median),
+            )
+        )
+    header = ("part", "first start, s", "median, s", "all, s", "GB", "GB/s")
+    return table(header, rows)
+
+
+def _speed(part: Part, seconds: float) -> str:
+    if part.size_bytes is None or seconds == 0.0:
+        return "-"
+    return f"{part.size_bytes / 1e9 / seconds:.1f}"
+
+
+def _free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        port: int = each.getsockname()[1]
+        return port
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def _tail(log: Path) -> str:
+    return _text(log)[-2000:]
+
+
+def target_arguments(flags: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the target's flags; writes wide models first where they are asked for."""
+    model, draft = flags.model, flags.draft_model or _demo_draft(flags.algorithm)
+    if flags.widen is not None:
+        model, draft = _widened(flags.widen, flags.algorithm, model, draft)
+    arguments = ["--model-path", str(model)]
+    if flags.algorithm is not None:
+        arguments += ["--draft", "embedded", "--speculative-algorithm", flags.algorithm]
+        if flags.algorithm != "NGRAM":
+            arguments += ["--speculative-draft-model-path", str(draft)]
+    return (*arguments, *flags.target_flags.split())
+
+
+def _demo_draft(algorithm: str | None) -> Path:
+    return DEMO_HEADS / algorithm.lower() if algorithm in HEADS else DEMO_DRAFT
+
+
+def _widened(folder: Path, algorithm: str | None, model: Path, draft: Path) -> tuple[Path, Path]:
+    wide = folder / "target-8b"
+    if algorithm in HEADS:
+        return widened_with_head(wide, model, algorithm, draft)
+    narrow = widened(folder / "draft-1b", draft, "1b") if algorithm == "STANDALONE" else draft
+    return widened(wide, model, "8b"), narrow
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench-start", description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--widen", type=Path, metavar="DIR", help="folder for an 8B copy")
+    parser.add_argument(
+        "--algorithm",
+        choices=(*HEADS, "STANDALONE", "NGRAM"),
+        help="of a draft inside the target; none when unset",
+    )
+    parser.add_argument("--draft-model", type=Path, help="folder of the draft; the demo's")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cold-kernels", action="store_true", help="compile at every start")
+    parser.add_argument("--timeout-s", type=float, default=600.0)
+    parser.add_argument("--target-flags", default="", help="further flags of the target")
+    return parser.parse_args(arguments)
+
+
+async def run(flags: argparse.Namespace) -> str:
+    """Returns the table of the starts that the flags ask for.
+
+    Raises:
+        StartFailed: a start came to no token.
+    """
+    plan = Plan(target_arguments(flags), flags.repeats, flags.cold_kernels, flags.timeout_s)
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-start-") as name:
+        return report(await measure(plan, Path(name)))
+
+
+def main() -> int:
+    try:
+        print(asyncio.run(run(parse(sys.argv[1:]))))
+    except (StartFailed, subprocess.CalledProcessError) as error:
+        print(f"bench-start: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
