@@ -39,7 +39,7 @@ from shared.runtime.head_runner import HeadRunner
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 from tests.bench.device_clock import copy_bandwidth, device_ms
-from tests.bench.wide_engine import MAX_SEQUENCES, Drafting, Run, serve
+from tests.bench.wide_engine import MAX_SEQUENCES, Drafting, Run, serve, warm_up
 from tests.bench.wide_pair import PAIR_8B, TARGET, PairShapes, WidePair, chat_prompts
 from tests.load.figures import table
 
@@ -48,7 +48,6 @@ PAGE_SIZE = 16
 MAX_CONTEXT = 2048
 CHAIN, TREE = TreeShape(5, 1, 6), TreeShape(5, 8, 32)
 STANDALONE_SHAPE = TreeShape(3, 1, 4)
-WARM_UP_TOKENS = 16
 NARROW = ModelOptions(quantisation=Quantisation.FP8)
 
 
@@ -154,8 +153,7 @@ class WideBench:
         self, runner: ModelRunner, name: str, drafting: Drafting
     ) -> Iterator[tuple[str, ...]]:
         for batch in self.plan.batches:
-            # Compiles kernels: a target does not wait that long for a draft.
-            serve(runner, self.prompts[:batch], WARM_UP_TOKENS, drafting)
+            warm_up(runner, self.prompts[:batch], drafting)
             run = serve(runner, self.prompts[:batch], self.plan.output_tokens, drafting)
             shape = drafting.shape
             floor_ms = self._floor_ms(runner, batch, shape) + drafting.floor_ms(batch)
@@ -224,9 +222,9 @@ class WideBench:
             f"{run.tokens_per_s:,.0f}",
             f"{run.tokens_per_s / plain.tokens_per_s:.2f}",
             f"{run.tokens_a_round:.2f}",
-            f"{run.step_ms:.2f}",
+            f"{run.round_ms:.2f}",
             f"{floor_ms:.2f}",
-            f"{floor_ms / run.step_ms:.0%}",
+            f"{floor_ms / run.round_ms:.0%}",
             f"{same}/{batch}",
         )
 

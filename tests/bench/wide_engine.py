@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from tests.bench.engine_times import Answers, StepTimes
 MAX_SEQUENCES = 64
 _TERMS = AttachmentTerms(VerificationMode.COUPLED, 256, MAX_SEQUENCES, 0.25)
 _LONGEST_RUN_S = 120.0
+_WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Run:
     """One mode at one batch size.
 
     Attributes:
-        tokens_per_s: over the steps in which every sequence takes part.
+        tokens_per_s: while no sequence has a prompt to compute and none has ended.
         tokens_a_round: committed, bonus included.
-        step_ms: median time between two commits.
+        round_ms: mean time from one round of a sequence to its next.
     """
 
     tokens_per_s: float
     tokens_a_round: float
-    step_ms: float
+    round_ms: float
     answers: tuple[tuple[int, ...], ...]
 
 
@@ -71,6 +71,20 @@ def serve(
     drafting: Drafting | None = None,
 ) -> Run:
     """Answers all prompts at once, greedily, by a new engine over `runner`."""
+    return _figures(*_served(runner, prompts, num_tokens, drafting))
+
+
+def warm_up(runner: ModelRunner, prompts: Sequence[Sequence[int]], drafting: Drafting) -> None:
+    """Compiles kernels and captures graphs: a target does not wait that long for a draft."""
+    _served(runner, prompts, _WARM_UP_TOKENS, drafting)
+
+
+def _served(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    drafting: Drafting | None,
+) -> tuple[StepTimes, Answers]:
     times, answers = StepTimes(), Answers(len(prompts))
     engine = _engine(runner, times)
     draft = None if drafting is None else _attached(engine, drafting)
@@ -82,23 +96,22 @@ def serve(
     if draft is not None:
         draft.stop()
     assert has_ended, "the engine does not come to an end"
-    return _figures(times, answers, len(prompts))
+    return times, answers
 
 
-def _figures(times: StepTimes, answers: Answers, num_sequences: int) -> Run:
-    steps = [
-        (at_s - before_s, report)
-        for (before_s, _), (at_s, report) in zip(times.reports, times.reports[1:], strict=False)
-        if report.num_rounds == num_sequences
-    ]
-    # The first ones compute what is left of prompts and capture graphs.
+def _figures(times: StepTimes, answers: Answers) -> Run:
+    steps = times.shared_steps(answers.first_ended_s)
+    # The first ones capture graphs.
     steps = steps[len(steps) // 4 :]
     assert steps, "no step had all sequences"
+    num_sequences = answers.num_requests
     committed = sum(report.num_committed for _, report in steps)
+    num_rounds = sum(report.num_rounds for _, report in steps)
+    span_s = sum(duration_s for duration_s, _ in steps)
     return Run(
-        tokens_per_s=committed / sum(duration_s for duration_s, _ in steps),
-        tokens_a_round=committed / (num_sequences * len(steps)),
-        step_ms=1e3 * statistics.median(duration_s for duration_s, _ in steps),
+        tokens_per_s=committed / span_s,
+        tokens_a_round=committed / num_rounds,
+        round_ms=1e3 * span_s * num_sequences / num_rounds,
         answers=tuple(tuple(answers.token_ids[key]) for key in range(num_sequences)),
     )
 
