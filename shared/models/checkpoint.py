@@ -49,7 +49,8 @@ class WeightFile(Protocol):
 
     def shape(self, key: str) -> tuple[int, ...]: ...
 
-    def read(self, key: str, cut: Cut | None = None) -> Tensor: ...
+    def read(self, key: str, cut: Cut | None = None) -> Tensor:
+        """Returns a view of the mapped file: its elements are read when they are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,14 @@ class Checkpoint:
                 weight_map = ConfigFile.read(index).nested("weight_map")
                 return cls(folder, {key: folder / weight_map.text(key) for key in weight_map})
             if single.is_file():
-                keys = open_weights(single, torch.device("cpu")).keys()
+                keys = open_weights(single).keys()
                 return cls(folder, dict.fromkeys(keys, single))
         names = " nor ".join(f"{stem}.{suffix}" for stem, suffix in files)
         raise CheckpointError(f"{folder} has {'neither' if len(files) > 1 else 'no'} {names}")
 
 
-def open_weights(path: Path, device: torch.device) -> WeightFile:
-    """Opens one weight file; its tensors are read to `device`.
+def open_weights(path: Path) -> WeightFile:
+    """Opens one weight file; its tensors are in the host's memory.
 
     Raises:
         CheckpointError: if it is missing, truncated or not what its suffix says.
@@ -94,14 +95,14 @@ def open_weights(path: Path, device: torch.device) -> WeightFile:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     if path.suffix == ".safetensors":
-        return _SafetensorsFile(path, device)
-    return _PickledFile(path, device)
+        return _SafetensorsFile(path)
+    return _PickledFile(path)
 
 
 class _SafetensorsFile:
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path) -> None:
         try:
-            self._file: Any = safe_open(path, framework="pt", device=str(device))
+            self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -123,8 +124,7 @@ class _SafetensorsFile:
 class _PickledFile:
     """Loaded with `weights_only`: a pickle that holds anything but tensors is refused."""
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, path: Path) -> None:
         try:
             self._tensors: dict[str, Tensor] = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=True
@@ -140,4 +140,4 @@ class _PickledFile:
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
         tensor = self._tensors[key]
-        return (tensor if cut is None else tensor[cut.slices]).to(self._device)
+        return tensor if cut is None else tensor[cut.slices]

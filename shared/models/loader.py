@@ -34,7 +34,7 @@ def load_decoder(
     show_progress: bool = False,
     group: TensorGroup | None = None,
 ) -> Decoder:
-    """Reads config and weights, cast to `dtype`, straight to `device`.
+    """Reads config and weights to `device`, cast to `dtype`.
 
     Args:
         options: quantisation is that of the layers. Embedding and lm_head stay as they are: one

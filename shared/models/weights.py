@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.errors import CheckpointError
 from shared.models.checkpoint import Checkpoint, Cut, WeightFile, open_weights
+from shared.models.weight_copies import WeightCopy, copy_weights
 
 # How many names a message lists before it only counts.
 _MAX_NAMES = 5
@@ -56,7 +57,7 @@ def read_weights(
     device: torch.device,
     show_progress: bool = False,
 ) -> dict[str, Tensor]:
-    """Reads all parts straight to `device`, cast to `dtype`, stacked into their targets.
+    """Reads all parts to `device`, cast to `dtype`, stacked into their targets.
 
     Raises:
         CheckpointError: for missing or unexpected keys, a wrong shape or a damaged file.
@@ -65,18 +66,27 @@ def read_weights(
     targets = _allocate(parts, dtype, device)
     places = _places(parts, targets)
     progress = tqdm(
-        total=len(parts), desc="weights", unit="tensor", disable=None if show_progress else True
+        total=sum(target.nbytes for target in targets.values()),
+        desc="weights",
+        unit="B",
+        unit_scale=True,
+        disable=None if show_progress else True,
     )
     with progress:
-        for path, file_parts in _by_file(checkpoint, parts).items():
-            weights = open_weights(path, device)
-            for part in file_parts:
-                _check_shape(path, weights, part)
-                places[part.key].copy_(_repeated(weights.read(part.key, part.cut), part))
-                progress.update()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # so that a start says what reading took
+        for size_bytes in copy_weights(_copies(checkpoint, parts, places), device):
+            progress.update(size_bytes)
     return targets
+
+
+def _copies(
+    checkpoint: Checkpoint, parts: Sequence[WeightPart], places: Mapping[str, Tensor]
+) -> Iterator[WeightCopy]:
+    for path, file_parts in _by_file(checkpoint, parts).items():
+        weights = open_weights(path)
+        for part in file_parts:
+            _check_shape(path, weights, part)
+            source = weights.read(part.key, part.cut)
+            yield WeightCopy(_repeated(source, part), places[part.key])
 
 
 def stack_weights(

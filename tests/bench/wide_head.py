@@ -115,7 +115,7 @@ class WideHead:
         return self._axes.stream.shared().repeated(num_streams, self._small.hidden_size)
 
     def _num_streams(self, key: str, dim: int) -> int:
-        width = open_weights(self._checkpoint.files[key], torch.device("cpu")).shape(key)[dim]
+        width = open_weights(self._checkpoint.files[key]).shape(key)[dim]
         return width // self._small.hidden_size
 
     def _token_map(self) -> Tensor:
@@ -224,4 +224,4 @@ class WideHead:
         return dict(config.get(key) or {})
 
     def _read(self, key: str) -> Tensor:
-        return open_weights(self._checkpoint.files[key], torch.device("cpu")).read(key)
+        return open_weights(self._checkpoint.files[key]).read(key)

@@ -205,7 +205,7 @@ class WideModel:
                 (folder / name).write_bytes((self.folder / name).read_bytes())
 
     def _small(self, key: str) -> Tensor:
-        return open_weights(self._checkpoint.files[key], self._device).read(key)
+        return open_weights(self._checkpoint.files[key]).read(key).to(self._device)
 
 
 def write_config(source: Path, target: Path, changes: Mapping[str, Any]) -> None:

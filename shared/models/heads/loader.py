@@ -205,7 +205,7 @@ def _own_token_map(
     if not has_own_lm_head(config, keys) or TOKEN_MAP_KEY not in keys.keys:
         return None
     path = checkpoint.files[TOKEN_MAP_KEY]
-    offsets = open_weights(path, device).read(TOKEN_MAP_KEY).to(torch.int64)
+    offsets = open_weights(path).read(TOKEN_MAP_KEY).to(device, torch.int64)
     size = config.draft_vocab_size or config.vocab_size
     if tuple(offsets.shape) != (size,):
         raise CheckpointError(

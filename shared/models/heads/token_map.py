@@ -45,7 +45,7 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
 def _read(path: Path) -> object:
     if path.suffix == ".safetensors":
-        weights = open_weights(path, torch.device("cpu"))
+        weights = open_weights(path)
         keys = sorted(weights.keys())
         if len(keys) != 1:
             raise CheckpointError(f"{path} holds {len(keys)} tensors; a token map is 1")
