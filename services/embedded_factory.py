@@ -22,6 +22,7 @@ from services.target.process import attachment_terms
 from services.target.rounds.device_rounds import RoundSource
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
+from shared.models.decoder import Decoder
 from shared.settings import load_settings, shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -84,7 +85,7 @@ def build_embedded_draft(
         SettingsError: memory does not hold what the settings ask for.
     """
     with start_phase("load"):
-        drafter = build_drafter(chosen)
+        drafter = build_drafter(chosen, _lender(target, settings, chosen))
     check_drafter(settings, drafter)
     shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
     # Before the draft's thread has the drafter.
@@ -106,6 +107,12 @@ def build_embedded_draft(
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds)
     return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
+
+
+def _lender(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Decoder | None:
+    """Returns the model of this process, if the draft was made for it and all of it is here."""
+    is_whole = target.decoder.group is None
+    return target.decoder if is_whole and chosen.target_model_path == settings.model_path else None
 
 
 def _rounds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from services.draft.algorithm import Algorithm
 from services.draft.corpus import load_encode, read_corpus
@@ -13,11 +14,18 @@ from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
 from shared.tokenizer_files import tokenizer_sha256
 
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from shared.models.decoder import Decoder
+
 log = logging.getLogger(__name__)
 
 
-def build_drafter(settings: DraftSettings) -> Drafter:
+def build_drafter(settings: DraftSettings, target: Decoder | None = None) -> Drafter:
     """Loads weights or corpus.
+
+    Args:
+        target: of this process, if a head may borrow from it what it shares with its target.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -25,19 +33,18 @@ def build_drafter(settings: DraftSettings) -> Drafter:
     """
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return _build_ngram(settings)
-    # A worker without a model runs where torch is not installed.
     if settings.algorithm is Algorithm.MTP:
         from services.draft.drafters.mtp_factory import build_mtp
 
-        return build_mtp(settings)
+        return build_mtp(settings, target)
     if settings.algorithm is Algorithm.DFLASH:
         from services.draft.drafters.dflash_factory import build_dflash
 
-        return build_dflash(settings)
+        return build_dflash(settings, target)
     if settings.algorithm.reads_features:
         from services.draft.drafters.eagle_factory import build_eagle
 
-        return build_eagle(settings)
+        return build_eagle(settings, target)
     from services.draft.drafters.standalone_factory import build_standalone
 
     return build_standalone(settings)

@@ -27,6 +27,7 @@ from services.target.step_report import EngineGauges, StepReport
 from services.target.verifier import Verifier
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
+from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
@@ -63,7 +64,7 @@ class Engine:
         speculation: SpeculationController | None = None,
     ) -> None:
         self.limits = limits
-        self._config, self._device = runner.decoder.config, runner.device
+        self._decoder, self._device = runner.decoder, runner.device
         self._inbox = inbox
         self._clock = clock
         self._loop = StepLoop(
@@ -108,13 +109,19 @@ class Engine:
         """Where feature rows lie."""
         return self._device
 
+    @property
+    def decoder(self) -> Decoder:
+        """The model; a draft in this process may borrow its tensors."""
+        return self._decoder
+
     def feature_width(self, spec: FeatureSpec) -> int:
         """Returns the width of the rows a spec asks for.
 
         Raises:
             FailedPrecondition: the target does not have such features.
         """
-        num_layers, hidden_size = self._config.num_layers, self._config.hidden_size
+        config = self._decoder.config
+        num_layers, hidden_size = config.num_layers, config.hidden_size
         spec.check(num_layers=num_layers, hidden_size=hidden_size)
         return spec.width(hidden_size)
 

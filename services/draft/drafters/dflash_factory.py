@@ -11,9 +11,10 @@ from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.heads.dflash_config import DflashConfig
 from shared.models.heads.dflash_loader import load_dflash
-from shared.models.heads.target_tensors import TargetFolder, TargetTensors
+from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.block_runner import BlockRunner
 from shared.runtime.device import dtype_named
 from shared.runtime.memory import num_pages_for
@@ -21,11 +22,11 @@ from shared.runtime.memory import num_pages_for
 log = logging.getLogger(__name__)
 
 
-def build_dflash(settings: DraftSettings, target: TargetTensors | None = None) -> DflashDrafter:
+def build_dflash(settings: DraftSettings, target: Decoder | None = None) -> DflashDrafter:
     """Returns the drafter with weights loaded.
 
     Args:
-        target: the tensors of a target in this process; None reads them from its folder.
+        target: of this process, which lends its tensors; None reads them from its folder.
 
     Raises:
         CheckpointError: a folder cannot be served, or the head was made for another target.
@@ -36,14 +37,14 @@ def build_dflash(settings: DraftSettings, target: TargetTensors | None = None) -
     config = DflashConfig.from_folder(folder, target_config)
     device = device_for(settings)
     dtype = dtype_named(settings.dtype, config.layers.dtype, device)
-    target = target or TargetFolder(settings.target_folder, dtype=dtype, device=device)
+    tensors = target_tensors(settings.target_folder, target, dtype=dtype, device=device)
     block_size = settings.speculative_dflash_block_size or config.block_size
     problems = block_problems(settings, block_size)
     if problems:
         raise SettingsError(problems)
     longest = config.layers.max_position_embeddings
     context = context_for(settings, longest, margin_tokens=block_size)
-    head = load_dflash(folder, target, dtype=dtype, device=device, options=settings.model_options)
+    head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
     log_quantisation(settings, head)
     log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
     layout = head.kv_layout(settings.page_size, dtype)

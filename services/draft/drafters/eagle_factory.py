@@ -16,10 +16,11 @@ from services.draft.drafters.placement import (
 )
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
-from shared.models.heads.target_tensors import TargetFolder, TargetTensors
+from shared.models.heads.target_tensors import target_tensors
 from shared.models.heads.token_map import read_token_map
 from shared.runtime.device import dtype_named
 from shared.runtime.head_runner import HeadRunner
@@ -29,11 +30,11 @@ _KINDS = {Algorithm.EAGLE: HeadKind.EAGLE, Algorithm.EAGLE3: HeadKind.EAGLE3}
 log = logging.getLogger(__name__)
 
 
-def build_eagle(settings: DraftSettings, target: TargetTensors | None = None) -> EagleDrafter:
+def build_eagle(settings: DraftSettings, target: Decoder | None = None) -> EagleDrafter:
     """Returns the drafter with weights loaded.
 
     Args:
-        target: the tensors of a target in this process; None reads them from its folder.
+        target: of this process, which lends its tensors; None reads them from its folder.
 
     Raises:
         CheckpointError: a folder cannot be served, or the head was made for another target.
@@ -55,7 +56,7 @@ def build_eagle(settings: DraftSettings, target: TargetTensors | None = None) ->
     head = load_head(
         folder,
         kind,
-        target or TargetFolder(settings.target_folder, dtype=dtype, device=device),
+        target_tensors(settings.target_folder, target, dtype=dtype, device=device),
         dtype=dtype,
         device=device,
         token_map=_token_map(settings, kind, target_config.vocab_size),

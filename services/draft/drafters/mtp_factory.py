@@ -15,19 +15,20 @@ from services.draft.drafters.placement import (
 )
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.heads.mtp_loader import load_mtp
-from shared.models.heads.target_tensors import TargetFolder, TargetTensors
+from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
 from shared.runtime.head_runner import HeadRunner
 
 log = logging.getLogger(__name__)
 
 
-def build_mtp(settings: DraftSettings, target: TargetTensors | None = None) -> EagleDrafter:
+def build_mtp(settings: DraftSettings, target: Decoder | None = None) -> EagleDrafter:
     """Returns the drafter with weights loaded; one layer is a head like EAGLE's.
 
     Args:
-        target: the tensors of a target in this process; None reads them from its folder.
+        target: of this process, which lends its tensors; None reads them from its folder.
 
     Raises:
         CheckpointError: a folder cannot be served, or the layers were made for another target.
@@ -37,16 +38,16 @@ def build_mtp(settings: DraftSettings, target: TargetTensors | None = None) -> E
     config = ModelConfig.from_folder(folder)
     device = device_for(settings)
     dtype = dtype_named(settings.dtype, config.dtype, device)
-    target = target or TargetFolder(settings.target_folder, dtype=dtype, device=device)
+    tensors = target_tensors(settings.target_folder, target, dtype=dtype, device=device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
-    is_shorter = context < target.config.max_position_embeddings
+    is_shorter = context < tensors.config.max_position_embeddings
     if is_shorter:
         log.warning(
             "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
             "their last tokens",
-            *(context, target.config.max_position_embeddings),
+            *(context, tensors.config.max_position_embeddings),
         )
-    head = load_mtp(folder, target, dtype=dtype, device=device, options=settings.model_options)
+    head = load_mtp(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
     log_quantisation(settings, head)
     num_layers = len(head.layers)
     log.info("%s: %d next-token layers in %s on %s", folder.name, num_layers, dtype, device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.decoder_weights import LM_HEAD_KEY
 from shared.models.weights import WeightPart, read_weights
 
@@ -63,3 +64,39 @@ class TargetFolder:
             device=self._device,
         )
         return tensors[key]
+
+
+class DecoderTensors:
+    """Those of a target in this process, which hold no memory of their own where the head's dtype
+    is the target's, but for a packed lm_head."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        assert decoder.group is None, "this process has a part of the tensors only"
+        self._decoder = decoder
+        self._dtype = dtype
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._decoder.config
+
+    def embedding(self) -> Tensor:
+        return self._decoder.embedding.to(self._dtype)
+
+    def lm_head(self) -> Tensor:
+        if self.config.tie_word_embeddings:
+            return self.embedding()
+        return self._decoder.lm_head.dense().to(self._dtype)
+
+
+def target_tensors(
+    folder: Path, decoder: Decoder | None, *, dtype: torch.dtype, device: torch.device
+) -> TargetTensors:
+    """Returns the tensors of `decoder`, or those in its folder where it is of another process.
+
+    Raises:
+        CheckpointError: the folder has no usable config or weights.
+    """
+    if decoder is None:
+        return TargetFolder(folder, dtype=dtype, device=device)
+    assert decoder.device.type == device.type, f"head on {device}, target on {decoder.device}"
+    return DecoderTensors(decoder, dtype)

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.dflash import DflashDrafter
@@ -13,9 +14,11 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
+from shared.models.loader import load_decoder
 from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
+from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 
 SHAPE = TinyShape(vocab_size=64, num_layers=6, max_position_embeddings=256)
@@ -109,3 +112,20 @@ def test_a_pool_without_room_to_look_back_is_refused(target: Path, tmp_path: Pat
     flags += ("--max-total-tokens", "64", "--page-size", "64")
     with pytest.raises(SettingsError, match="--max-total-tokens gives 64 tokens"):
         build_drafter(_settings("DFLASH", target, *flags))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH"])
+def test_a_target_of_this_process_lends_what_its_folder_is_not_read_for(
+    algorithm: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "target", shape=SHAPE)
+    decoder = load_decoder(folder, dtype=torch.float32, device=torch.device("cpu"))
+    (folder / "model.safetensors").unlink()
+    if algorithm == "EAGLE":
+        head = write_head(tmp_path / "head", TinyHead(vocab_size=64, has_embedding=False))
+    else:
+        head = write_dflash(tmp_path / "head", TinyDflash())
+    settings = _settings(algorithm, folder, "--speculative-draft-model-path", str(head))
+    assert build_drafter(settings, decoder).limits.feature_spec is not None
+    with pytest.raises(CheckpointError, match="has neither model"):
+        build_drafter(settings)
