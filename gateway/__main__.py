@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from shared.settings import load_settings, shown_settings
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.tracing import tracer_for
 from shared.tokenizer_files import tokenizer_sha256
+from shared.version import package_version
 
 _FLUSH_GRACE_S = 2  # for responses whose generation is over but whose bytes are not out
 
@@ -98,7 +98,7 @@ def _compose(settings: GatewaySettings) -> Gateway:
         metrics=GatewayMetrics(pool, quotas),
         lifecycle=Lifecycle([]),
         open_answers=OpenAnswers(),
-        version=importlib.metadata.version("outrider"),
+        version=package_version(),
         start_time_s=time.time(),
         quotas=quotas,
         cors_origins=settings.cors_origin,

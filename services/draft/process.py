@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import time
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.settings import shown_settings
 from shared.telemetry.wire_meter import WireMeter
+from shared.version import package_version
 
 _DRAFT = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
@@ -181,7 +181,7 @@ class DraftProcess:
         draft_service_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
     def _register_admin(self, server: aio.Server) -> None:
-        version = importlib.metadata.version("outrider")
+        version = package_version()
         settings = shown_settings(self._settings)
         info = ProcessInfo("draft", version, self._start_time_s, settings)
         hooks = AdminHooks(drain=self._drain, gauges=self._gauges, flush_prefix_cache=self._flush)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
+from shared.version import package_version
 
 logger = logging.getLogger(__name__)
 _TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]
@@ -199,7 +199,7 @@ class TargetProcess:
     def _register_admin(self, server: aio.Server) -> None:
         info = ProcessInfo(
             "target",
-            importlib.metadata.version("outrider"),
+            package_version(),
             time.time(),
             {**self._draft_settings, **shown_settings(self._settings)},
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -40,6 +39,7 @@ from shared.telemetry.request_id import (
     new_request_id,
 )
 from shared.text.tokenizer import Tokenizer
+from shared.version import package_version
 
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
@@ -135,7 +135,7 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
         loads = [] if request.dp_rank else [load]
         return pb.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
-            version=importlib.metadata.version("outrider"),
+            version=package_version(),
             dp_rank_count=len(loads),
             loads=loads,
         )

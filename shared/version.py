@@ -1,0 +1,16 @@
+"""The version of this package, as servers report it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+# A local version label, PEP 440: a checkout that nobody installed has no metadata to read.
+NOT_INSTALLED = "0+checkout"
+
+
+def package_version() -> str:
+    """Returns the installed version, or `NOT_INSTALLED`."""
+    try:
+        return importlib.metadata.version("outrider")
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED
