@@ -13,6 +13,7 @@ import torch
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft, embedded_settings
 from services.target.engine_factory import build_engine
@@ -80,8 +81,9 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
     # Loading blocks the loop: there is nothing to serve yet.
-    followers = _followers(settings)
-    engine = build_engine(settings, metrics.observe_step, followers)
+    layers = () if draft_settings is None else feature_layers(draft_settings)
+    followers = _followers(settings, layers)
+    engine = build_engine(settings, metrics.observe_step, followers, layers)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
     process = TargetProcess(
@@ -112,11 +114,11 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
             round_log.close()
 
 
-def _followers(settings: TargetSettings) -> Followers | None:
+def _followers(settings: TargetSettings, layers: tuple[int, ...]) -> Followers | None:
     if settings.tp_size == 1:
         return None
     with start_phase("followers"):
-        return Followers(settings)
+        return Followers(settings, layers)
 
 
 if __name__ == "__main__":

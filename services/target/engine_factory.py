@@ -36,20 +36,24 @@ def build_engine(
     settings: TargetSettings,
     on_step: Callable[[StepReport], None],
     followers: Followers | None = None,
+    feature_layers: tuple[int, ...] = (),
 ) -> Engine:
     """Loads the model and returns an engine, not started.
 
     Args:
         followers: the other processes that hold a part of the model; None holds it all.
+        feature_layers: whose features a draft in this process will want.
 
     Raises:
         CheckpointError: the model folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
     if followers is None:
-        built = build_runner(settings)
+        built = build_runner(settings, feature_layers=feature_layers)
     else:
-        built = build_runner(settings, followers.group, followers.leader)
+        built = build_runner(
+            settings, followers.group, followers.leader, feature_layers=feature_layers
+        )
     leases = KvLeases(
         built.runner.pool.num_pages,
         settings.page_size,

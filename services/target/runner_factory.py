@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.target.drafts.feature_store import captured_layers
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.kernels.steady import is_hopper
@@ -45,13 +46,19 @@ class BuiltRunner:
 
 
 def build_runner(
-    settings: TargetSettings, group: TensorGroup | None = None, leader: Leader | None = None
+    settings: TargetSettings,
+    group: TensorGroup | None = None,
+    leader: Leader | None = None,
+    *,
+    feature_layers: tuple[int, ...] = (),
 ) -> BuiltRunner:
     """Loads the model, allocates its KV pool and captures its graphs.
 
     Args:
         group: processes that share the model; all of them call this at the same time.
         leader: of rank 0.
+        feature_layers: whose features graphs return; those with others are captured when a draft
+            first wants them, in the middle of its first rounds.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -79,7 +86,8 @@ def build_runner(
         "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
         settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
     )  # fmt: skip
-    runner = ModelRunner(decoder, pool, _graphs(decoder, pool, limits), leader=leader)
+    graphs = _graphs(decoder, pool, limits, captured_layers(feature_layers, config.num_layers))
+    runner = ModelRunner(decoder, pool, graphs, leader=leader)
     return BuiltRunner(runner, config, max_context)
 
 
@@ -152,10 +160,12 @@ def _graph_limits(
     )
 
 
-def _graphs(decoder: Decoder, pool: KvPool, limits: GraphLimits | None) -> ForwardGraphs | None:
+def _graphs(
+    decoder: Decoder, pool: KvPool, limits: GraphLimits | None, capture_layers: tuple[int, ...]
+) -> ForwardGraphs | None:
     if limits is None:
         return None
     graphs = ForwardGraphs(decoder, pool, limits)
     with start_phase("graphs"):
-        graphs.capture(show_progress=True)
+        graphs.capture(capture_layers, show_progress=True)
     return graphs

@@ -51,8 +51,11 @@ class Followers:
         group: that they share with this process.
     """
 
-    def __init__(self, settings: TargetSettings) -> None:
+    def __init__(self, settings: TargetSettings, feature_layers: tuple[int, ...] = ()) -> None:
         """Starts them and returns once all have joined; they load their weights meanwhile.
+
+        Args:
+            feature_layers: what `build_runner` is told in this process.
 
         Raises:
             CheckpointError: the model folder has no usable config.
@@ -70,7 +73,7 @@ class Followers:
             seat = Seat(rank, size, store.port)
             own = replace(settings, device=str(devices[rank]))
             process = context.Process(
-                target=_serve, args=(own, seat, other_end), name=f"target-{rank}"
+                target=_serve, args=(own, seat, other_end, feature_layers), name=f"target-{rank}"
             )
             process.start()
             other_end.close()
@@ -124,7 +127,9 @@ def rank_devices(settings: TargetSettings) -> list[torch.device]:
     return [torch.device("cuda", start + rank) for rank in range(size)]
 
 
-def _serve(settings: TargetSettings, seat: Seat, pipe: Connection) -> None:
+def _serve(
+    settings: TargetSettings, seat: Seat, pipe: Connection, feature_layers: tuple[int, ...]
+) -> None:
     """Runs one follower, until rank 0 closes the pipe."""
     end_with_parent()
     # Ctrl-C reaches the whole group; rank 0 drains and then closes the pipe.
@@ -137,5 +142,5 @@ def _serve(settings: TargetSettings, seat: Seat, pipe: Connection) -> None:
         torch.cuda.set_device(device)
     store = TCPStore(_HOST, seat.store_port, seat.size, is_master=False)
     group = open_group(store, rank=seat.rank, size=seat.size, device=device)
-    follow(build_runner(settings, group).runner, group, pipe)
+    follow(build_runner(settings, group, feature_layers=feature_layers).runner, group, pipe)
     close_group()

@@ -77,11 +77,15 @@ class ForwardGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[GraphKey, CapturedForward] = {}
 
-    def capture(self, *, show_progress: bool = False) -> None:
-        """Captures every bucket, the largest first so that the others reuse its memory."""
+    def capture(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
+        """Captures every bucket, the largest first so that the others reuse its memory.
+
+        Args:
+            capture_layers: those that nearly every forward will want.
+        """
         before = torch.cuda.mem_get_info(self._pool.device)[0]
         keys = [
-            GraphKey(num_rows, has_tail, ())
+            GraphKey(num_rows, has_tail, capture_layers)
             for num_rows in reversed(row_buckets(self.limits.max_rows))
             for has_tail in (True, False)
             if has_tail or num_rows <= _bucket_of(self.limits.max_sequences, self.limits)

@@ -8,7 +8,7 @@ row of W beside the K and V of all layers, a few per cent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,12 @@ class FeatureSpec:
         return len(self.layer_indices) * hidden_size
 
 
+def captured_layers(layer_indices: Iterable[int], num_layers: int) -> tuple[int, ...]:
+    """Returns the layers a forward captures for features of `layer_indices`, ascending; the final
+    norm's output it returns anyway."""
+    return tuple(sorted({index for index in layer_indices if index <= num_layers}))
+
+
 class FeatureStore:
     """Rows of one spec, one a KV slot."""
 
@@ -84,11 +90,6 @@ class FeatureStore:
     def rows(self) -> Tensor:
         """`[num_slots, W]`, a row for each slot of the KV pool."""
         return self._rows
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        """Layers the forward must capture; the final norm's output it returns anyway."""
-        return tuple(index for index in self.spec.layer_indices if index <= self._num_layers)
 
     def write(self, slots: Tensor, output: RunnerOutput, captured: Sequence[int]) -> None:
         """Stores the rows of a forward.
@@ -151,7 +152,8 @@ class FeatureStores:
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """Layers to capture in every forward, for all stores."""
-        return tuple(sorted({i for store in self._stores.values() for i in store.captured_layers}))
+        wanted = [i for store in self._stores.values() for i in store.spec.layer_indices]
+        return captured_layers(wanted, self.num_layers)
 
     def open(self, spec: FeatureSpec) -> None:
         """Makes sure that there is a store; the least recently opened gives way."""

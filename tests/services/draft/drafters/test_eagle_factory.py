@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.draft.drafter_factory import build_drafter, model_id, tokenizer_identity
+from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError
 from shared.settings import load_settings
@@ -47,7 +48,7 @@ def test_a_drafter_is_built_from_its_folder_and_its_targets(
     settings = _settings(write_head(tmp_path / "tiny", head), target, algorithm)
     limits = build_drafter(settings).limits
     assert limits.feature_spec is not None
-    assert limits.feature_spec.layer_indices == layers
+    assert limits.feature_spec.layer_indices == feature_layers(settings) == layers
     assert (limits.vocab_size, limits.max_context_tokens) == (300, 128)
     assert model_id(settings) == "tiny"
     assert tokenizer_identity(settings) == tokenizer_sha256(target)

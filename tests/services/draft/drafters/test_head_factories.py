@@ -12,6 +12,7 @@ from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.models.loader import load_decoder
@@ -49,12 +50,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_next_token_layers_come_from_the_target_s_own_folder(
     mtp: TinyMtp, kind: type[EagleDrafter], tmp_path: Path
 ) -> None:
-    drafter = build_drafter(_settings("MTP", write_mtp(tmp_path, mtp)))
+    settings = _settings("MTP", write_mtp(tmp_path, mtp))
+    drafter = build_drafter(settings)
     assert type(drafter) is kind
     assert drafter.limits.max_context_tokens == 256
     spec = drafter.limits.feature_spec
     assert spec is not None
-    assert spec.layer_indices == (7,)
+    assert spec.layer_indices == feature_layers(settings) == (7,)
 
 
 def test_a_target_without_next_token_layers_is_refused(target: Path) -> None:
@@ -70,8 +72,12 @@ def test_a_block_head_is_built_with_its_target_s_tensors(
     flags = ["--speculative-draft-model-path", str(head)]
     flags += ["--speculative-draft-model-quantization", quantisation]
     with caplog.at_level(logging.WARNING):
-        drafter = build_drafter(_settings("DFLASH", target, *flags))
+        settings = _settings("DFLASH", target, *flags)
+        drafter = build_drafter(settings)
     assert isinstance(drafter, DflashDrafter)
+    spec = drafter.limits.feature_spec
+    assert spec is not None
+    assert spec.layer_indices == feature_layers(settings)
     # The head was trained on 128 tokens, the target on 256.
     assert drafter.limits.max_context_tokens == 128
     assert "looks back on 123 tokens; the target's context is 256" in caplog.text
