@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,9 @@ _SWITCH_INTERVAL_S = 0.0005
 
 def main() -> None:
     """Runs the target until SIGINT or SIGTERM."""
+    # Modules stay. A full collection that walks what they hold, some 200,000 objects with torch,
+    # takes 50 ms, in which no thread launches a step or sends a token.
+    gc.freeze()
     try:
         settings, draft_settings = read_settings(sys.argv[1:], os.environ)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
