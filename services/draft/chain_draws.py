@@ -14,6 +14,7 @@ from services.draft.draft_scores import DraftScores, Path
 from services.draft.sequence import DraftSequence
 from shared.speculation.noise import fresh_seeds
 from shared.speculation.rejection import DrawnChain
+from shared.speculation.upload import uploaded
 from shared.speculation.verify import coupled_draw
 from shared.tokens import TokenTree, TreeShape
 
@@ -77,7 +78,7 @@ class ChainDraws:
         log_probs = self._law(_over_tokens(logits, self._vocab_size), paths)
         assert log_probs.shape[1] == 1, "only chains are drawn"
         level = log_probs.squeeze(1)
-        seeds = fresh_seeds(len(level), self._generator).to(level.device)
+        seeds = uploaded(fresh_seeds(len(level), self._generator), level.device)
         drawn = coupled_draw(level, seeds, torch.zeros_like(seeds))
         self._levels.append(level)
         return torch.full_like(log_probs, -math.inf).scatter_(-1, drawn[:, None, None], 0.0)

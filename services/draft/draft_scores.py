@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.draft.sequence import DraftSequence
+from shared.kv.upload import uploaded_numbers
 from shared.speculation.confidence import coupled_confidence, point_mass_confidence
 from shared.speculation.noise import gumbel_noise
 from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
@@ -28,7 +29,6 @@ class DraftScores:
         self._sequences = sequences
         self._device = device
         self._samplings: dict[int, RowSampling] = {}
-        self._is_coupled = torch.tensor([[[s.mirrors_noise]] for s in sequences], device=device)
         self._num_coupled = sum(s.mirrors_noise for s in sequences)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
@@ -87,8 +87,7 @@ class DraftScores:
         coupled = coupled_confidence(logits, sampling, noise, counts)
         if self._num_coupled == len(self._sequences):
             return coupled
-        counts_of_rows = torch.tensor(row_counts, device=self._device)
-        is_coupled = self._is_coupled.flatten().repeat_interleave(counts_of_rows).unsqueeze(1)
+        is_coupled = self._is_coupled(row_counts).unsqueeze(1)
         return torch.where(is_coupled, coupled, point_mass_confidence(logits, sampling, counts))
 
     def of_block(self, logits: Tensor) -> Tensor:
@@ -122,7 +121,17 @@ class DraftScores:
         if self._num_coupled == len(self._sequences):
             return coupled
         point_mass = point_mass_confidence(logits, sampling, counts).view(shape)
-        return torch.where(self._is_coupled, coupled, point_mass)
+        is_coupled = self._is_coupled([1] * len(self._sequences))[:, None, None]
+        return torch.where(is_coupled, coupled, point_mass)
+
+    def _is_coupled(self, row_counts: Sequence[int]) -> Tensor:
+        """Returns for each row whether its sequence's target draws with shared noise."""
+        flags = [
+            sequence.mirrors_noise
+            for sequence, count in zip(self._sequences, row_counts, strict=True)
+            for _ in range(count)
+        ]
+        return uploaded_numbers(flags, self._device) > 0
 
     def _sampling(self, num_rows: int) -> RowSampling:
         if num_rows not in self._samplings:
@@ -135,8 +144,10 @@ class DraftScores:
         """Returns the noise of each sequence and depth, `[S * len(depths), V]`."""
         num_sequences = len(self._sequences)
         seeds = sampling.seeds.view(num_sequences, -1)[:, :1].expand(-1, len(depths))
-        positions = torch.tensor([[s.num_tokens + d for d in depths] for s in self._sequences])
-        return gumbel_noise(seeds.flatten(), positions.flatten().to(self._device), vocab_size)
+        positions = [
+            sequence.num_tokens + depth for sequence in self._sequences for depth in depths
+        ]
+        return gumbel_noise(seeds.flatten(), uploaded_numbers(positions, self._device), vocab_size)
 
     def _ragged_noise(
         self, seeds: Tensor, depths: Sequence[Sequence[int]], vocab_size: int
@@ -150,12 +161,11 @@ class DraftScores:
         ]
         distinct = list(dict.fromkeys(positions))
         rank = {key: number for number, key in enumerate(distinct)}
-        first = torch.tensor([positions.index(key) for key in distinct], device=self._device)
-        drawn = torch.tensor([position for _, position in distinct], device=self._device)
+        first = uploaded_numbers([positions.index(key) for key in distinct], self._device)
+        drawn = uploaded_numbers([position for _, position in distinct], self._device)
         noise = gumbel_noise(seeds.index_select(0, first), drawn, vocab_size)
-        return noise.index_select(
-            0, torch.tensor([rank[key] for key in positions], device=self._device)
-        )
+        ranks = uploaded_numbers([rank[key] for key in positions], self._device)
+        return noise.index_select(0, ranks)
 
     def _counts(self, paths: Sequence[Sequence[Path]], vocab_size: int) -> TokenCounts | None:
         if not any(sequence.sampling.has_penalties for sequence in self._sequences):

@@ -17,6 +17,7 @@ from torch import Tensor
 from services.target.path_rules import PathRule
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import RowMasks
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
 from shared.speculation.distributions import target_log_probs
 from shared.speculation.logprobs import (
@@ -202,8 +203,7 @@ class _QueuedLogprobs:
                 num_top += [wanted] * (own.stop - own.start)
         if not rows:
             return None
-        index = torch.tensor(rows, pin_memory=token_ids.is_cuda)
-        index = index.to(token_ids.device, non_blocking=True)
+        index = uploaded_numbers(rows, token_ids.device)
         packed = packed_logprobs(
             laws.logits.index_select(0, index), token_ids.index_select(0, index), max(num_top)
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
+from shared.kv.upload import uploaded_numbers
 from shared.models.heads.dflash import DflashHead
 from shared.runtime.compiled import compile_small
 
@@ -41,7 +42,7 @@ class BlockRunner:
     @torch.inference_mode()
     def write_context(self, rows: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
         """Takes in the features `[R, W]` of R positions, each for the slot beside it."""
-        index = torch.tensor([positions, slots], dtype=torch.int64, device=self.device)
+        index = uploaded_numbers([positions, slots], self.device)
         self.head.write_context(rows, index[0], index[1], self.pool)
 
     @torch.inference_mode()

@@ -58,7 +58,7 @@ class FeatureRingWriter:
         if freed is None or self._end + len(rows) - freed > self.num_rows:
             return None
         start, self._end = self._end, self._end + len(rows)
-        places = (torch.arange(start, self._end) % self.num_rows).to(self._rows.device)
+        places = _places(start, self._end, self._rows)
         self._rows.index_copy_(0, places, rows.to(self._rows.device, self._rows.dtype))
         if self._rows.device.type == "cuda":
             # Bytes would be copied to the host here, which waits as well.
@@ -126,7 +126,7 @@ class FeatureRingReader:
         """
         if start < 0 or not 0 <= count <= self.num_rows:
             raise ValueError(f"{count} rows from {start}; the ring has {self.num_rows}")
-        places = (torch.arange(start, start + count) % self.num_rows).to(self._rows.device)
+        places = _places(start, start + count, self._rows)
         rows = self._rows.index_select(0, places)
         is_cuda = self._rows.device.type == "cuda"
         self._copied.append((start + count, _recorded() if is_cuda else None))
@@ -141,6 +141,11 @@ class FeatureRingReader:
             return None
         self._told = self._end
         return self._end
+
+
+def _places(start: int, end: int, ring: Tensor) -> Tensor:
+    """Returns where rows lie, `[end - start]`, without waiting for the device."""
+    return torch.arange(start, end, device=ring.device) % len(ring)
 
 
 def _recorded() -> torch.cuda.Event:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
+from shared.kv.upload import uploaded_numbers
 from shared.models.heads.head import DraftHead
 
 _CHUNK_ROWS = 2048
@@ -61,5 +62,5 @@ class HeadCatchUp:
         """Returns the hidden states that the rows of some positions read."""
         size = self._pool.page_size
         slots = [pages[position // size] * size + position % size for position in positions]
-        index = torch.tensor(slots, device=self._feature_rows.device)
+        index = uploaded_numbers(slots, self._feature_rows.device)
         return self._head.fuse(self._feature_rows.index_select(0, index))

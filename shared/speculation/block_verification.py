@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from shared.speculation.rejection import ChainLaws, ChainRows, ChainRule
+from shared.speculation.upload import uploaded, uploaded_ids
 
 
 def path_weights(ratios: Tensor, lengths: Sequence[int]) -> Tensor:
     """Returns `[N]` float64 in [0, 1], for each node the joint ratio of the path down to it: the
     ratio of its token times what is above it, never more than 1."""
     depth = max(lengths)
-    places = torch.tensor(
+    places = uploaded_ids(
         [chain * depth + place for chain, n in enumerate(lengths) for place in range(n)],
-        device=ratios.device,
+        ratios.device,
     )
     padded = ratios.new_ones(len(lengths) * depth).index_copy_(0, places, ratios)
     levels = padded.view(len(lengths), depth)
@@ -49,9 +50,9 @@ def block_rows(laws: ChainLaws) -> ChainRows:
     residuals = (row_weights * laws.target_probs - laws.draft_probs).clamp_min_(0.0)
     masses = residuals.sum(-1).index_select(0, own_rows)
     thresholds = torch.where(weights < 1.0, masses / (masses + 1.0 - weights), 1.0)
-    is_last = torch.tensor(
-        [place == length - 1 for length in laws.lengths for place in range(length)],
-        device=weights.device,
+    is_last = uploaded(
+        torch.tensor([place == length - 1 for length in laws.lengths for place in range(length)]),
+        weights.device,
     )
     return ChainRows.of(laws, torch.where(is_last, weights, thresholds), residuals)
 

@@ -38,6 +38,14 @@ class Children:
         """Returns the first `count` children of each node."""
         return Children(self.token_ids[..., :count], self.log_probs[..., :count])
 
+    def on_host(self) -> list[list[list[tuple[int, float]]]]:
+        """Returns token and score of each child, as `[B][N][topk]`. Waits for the device once."""
+        # Token ids are exact in float64, so one transfer brings both.
+        pairs = torch.stack([self.token_ids.double(), self.log_probs.double()], dim=-1).tolist()
+        return [
+            [[(int(token), score) for token, score in node] for node in nodes] for nodes in pairs
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Beam:
@@ -55,6 +63,28 @@ class Beam:
     log_probs: Tensor
     parents: Tensor
     visible: Tensor
+
+    def on_host(self) -> list[BeamRows]:
+        """Returns what lays out the rows of each tree. Waits for the device once."""
+        columns = (self.token_ids.unsqueeze(2), self.parents.unsqueeze(2), self.visible)
+        packed = torch.cat(columns, dim=2).tolist()
+        return [
+            BeamRows(
+                [row[0] for row in rows],
+                [row[1] for row in rows],
+                [[bool(each) for each in row[2:]] for row in rows],
+            )
+            for rows in packed
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRows:
+    """A beam of one tree on the host; see `Beam`."""
+
+    token_ids: list[int]
+    parents: list[int]
+    visible: list[list[bool]]
 
 
 @dataclass(frozen=True, slots=True)

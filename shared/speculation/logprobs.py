@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.speculation.topk import stable_topk
+from shared.speculation.upload import uploaded_ids
 from shared.tokens import TokenLogprobs
 
 
@@ -24,7 +25,7 @@ def token_logprobs(
         num_top: R counts of alternatives wanted, each in [0, MAX_TOP_LOGPROBS].
     """
     assert logits.shape[0] == len(token_ids) == len(num_top)
-    chosen_ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    chosen_ids = uploaded_ids(token_ids, logits.device)
     packed = packed_logprobs(logits, chosen_ids, max(num_top, default=0))
     return unpacked_logprobs(packed.cpu(), num_top)
 

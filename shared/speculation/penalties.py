@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.speculation.upload import uploaded, uploaded_ids
+
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
@@ -73,7 +75,7 @@ def count_tokens(
     prompts = [h.prompt_ids if h.has_penalties else () for h in histories]
     paths = [p if h.has_penalties else () for h in histories for p in h.row_paths]
     owners = [i for i, history in enumerate(histories) for _ in history.row_paths]
-    rows = torch.tensor(owners, dtype=torch.int64, device=device)
+    rows = uploaded_ids(owners, device)
     output = histogram(committed, vocab_size, device).index_select(0, rows)
     output += histogram(paths, vocab_size, device)
     in_prompt = histogram(prompts, vocab_size, device).index_select(0, rows) > 0
@@ -100,9 +102,7 @@ def histogram(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch
         if len(ids)
     ]
     if lists:
-        places = torch.cat(lists)
-        if device.type == "cuda":
-            places = places.pin_memory().to(device, non_blocking=True)
+        places = uploaded(torch.cat(lists), device)
         # Sums of ones are exact in float32, so the order of the additions does not matter.
         counts.scatter_add_(0, places, torch.ones((), device=device).expand(len(places)))
     return counts.view(len(token_ids), vocab_size)

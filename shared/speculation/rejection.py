@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shared.speculation.noise import fresh_coins, fresh_seeds
+from shared.speculation.upload import uploaded, uploaded_ids
 from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree
 
@@ -84,17 +85,17 @@ class ChainLaws:
             f"{len(draft)} laws over {draft.shape[1]} tokens for rows {tuple(log_probs.shape)}"
         )
         target_probs = log_probs.to(torch.float64).softmax(-1)
-        above = torch.tensor(_rows_above_nodes(lengths), device=log_probs.device)
+        above = uploaded_ids(_rows_above_nodes(lengths), log_probs.device)
         return cls(
             target_probs,
             torch.zeros_like(target_probs).index_copy_(0, above, draft.softmax(-1)),
-            torch.tensor(token_ids, device=log_probs.device),
+            uploaded_ids(token_ids, log_probs.device),
             lengths,
         )
 
     def rows_above_nodes(self) -> Tensor:
         """Returns `[N]` int64, the row that predicts each node."""
-        return torch.tensor(_rows_above_nodes(self.lengths), device=self.target_probs.device)
+        return uploaded_ids(_rows_above_nodes(self.lengths), self.target_probs.device)
 
     def ratios(self) -> Tensor:
         """Returns `[N]` float64, target over draft probability of each node's token; NaN where
@@ -203,7 +204,7 @@ def _drawn_rows(
     for batch in _batches(chains, max_rows=max(_MAX_LAW_ELEMENTS // log_probs.shape[1], 1)):
         end = start + sum(len(chain) + 1 for chain in batch)
         rows = rule.rows(ChainLaws.of(log_probs[start:end], batch))
-        seeds = fresh_seeds(end - start, generator).to(log_probs.device)
+        seeds = uploaded(fresh_seeds(end - start, generator), log_probs.device)
         residual_log_probs = rows.residuals.log().to(torch.float32)
         drawn.append(coupled_draw(residual_log_probs, seeds, torch.zeros_like(seeds)))
         thresholds.append(rows.thresholds)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.speculation.penalties import Penalties
+from shared.speculation.upload import uploaded, uploaded_ids
 from shared.tokens import SamplingParams
 
 # Below this a temperature is as good as 0, and dividing by it would overflow.
@@ -85,7 +86,7 @@ def row_sampling(
     counts = torch.tensor(row_counts, dtype=torch.int64)
     numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64)
     seeds = torch.tensor([signed_seed(p.seed) for p in params], dtype=torch.int64)
-    columns = _uploaded(numbers.repeat_interleave(counts, 0), device)
+    columns = uploaded(numbers.repeat_interleave(counts, 0), device)
     floats = columns.to(torch.float32)
     has_all_top_k = bool(drawing) and all(p.top_k for p in drawing)
     return RowSampling(
@@ -95,7 +96,7 @@ def row_sampling(
         top_ps=columns[:, 2:3],
         min_ps=floats[:, 3:4],
         penalties=_penalties(floats) if any(p.has_penalties for p in params) else None,
-        seeds=_uploaded(seeds.repeat_interleave(counts), device),
+        seeds=uploaded(seeds.repeat_interleave(counts), device),
         bias=_bias(params, row_counts, device),
         banned=_banned(banned_token_ids, device),
         all_greedy=not drawing,
@@ -172,9 +173,9 @@ def _bias(
     token_ids = [token_id for each in owners for token_id in each.logit_bias]
     values = [value for each in owners for value in each.logit_bias.values()]
     return (
-        _uploaded(torch.tensor(rows, dtype=torch.int64), device),
-        _uploaded(torch.tensor(token_ids, dtype=torch.int64), device),
-        _uploaded(torch.tensor(values, dtype=torch.float32), device),
+        uploaded_ids(rows, device),
+        uploaded_ids(token_ids, device),
+        uploaded(torch.tensor(values, dtype=torch.float32), device),
     )
 
 
@@ -186,13 +187,6 @@ def _banned(
     if not rows:
         return None
     return (
-        _uploaded(torch.tensor(rows, dtype=torch.int64), device),
-        _uploaded(torch.tensor(token_ids, dtype=torch.int64), device),
+        uploaded_ids(rows, device),
+        uploaded_ids(token_ids, device),
     )
-
-
-def _uploaded(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. From pinned memory, which the host does not wait for."""
-    if device.type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)

@@ -25,6 +25,7 @@ from shared.speculation.noise import fresh_coins, fresh_seeds, gumbel_noise
 from shared.speculation.penalties import TokenCounts
 from shared.speculation.row_sampling import RowSampling
 from shared.speculation.tree import row_parents
+from shared.speculation.upload import uploaded, uploaded_ids
 from shared.tokens import TokenTree
 
 
@@ -166,12 +167,12 @@ def point_mass_draws(
         if parent is not None
     ]
     token_ids = [token_id for tree in trees for token_id in tree.token_ids]
-    row_index = torch.tensor(rows, dtype=torch.int64, device=log_probs.device)
-    token_index = torch.tensor(token_ids, dtype=torch.int64, device=log_probs.device)
+    row_index = uploaded_ids(rows, log_probs.device)
+    token_index = uploaded_ids(token_ids, log_probs.device)
     node_probs = log_probs[row_index, token_index].to(torch.float64).exp()
     residual = log_probs.index_put((row_index, token_index), log_probs.new_full((), -math.inf))
     has_mass = (residual > -math.inf).any(dim=-1)
-    seeds = fresh_seeds(row_starts[-1], generator).to(log_probs.device)
+    seeds = uploaded(fresh_seeds(row_starts[-1], generator), log_probs.device)
     drawn = coupled_draw(residual, seeds, torch.zeros_like(seeds))
     coins = fresh_coins(row_starts[-1], generator)
     # One transfer instead of three: token ids and flags are exact in float64.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.head_runner import HeadRunner
 
 
@@ -79,8 +79,7 @@ class LayerForwards:
 
     def pick(self, states: Tensor, rows: Sequence[int]) -> Tensor:
         """Returns the states of some rows, counted over all sequences."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self._runner.device)
-        return states.index_select(0, index)
+        return states.index_select(0, uploaded_numbers(rows, self._runner.device))
 
     def settle(self, sequence: DraftSequence, count: int) -> None:
         """Counts rows that all layers have computed for good."""

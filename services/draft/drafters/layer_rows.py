@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from services.draft.drafters.draft_kv import SequenceKv
 from shared.kv.batch import SequenceRows
+from shared.speculation.growth import BeamRows
 
 
 class LayerRows:
@@ -37,15 +38,14 @@ class LayerRows:
         """Returns the open committed rows of a layer."""
         return len(self._tokens) - layer
 
-    def add_beam(
-        self, token_ids: Sequence[int], parents: Sequence[int], visible: Sequence[Sequence[bool]]
-    ) -> None:
-        """Takes the next beam of the tree; see `TreeTail.extend`."""
+    def add_beam(self, beam: BeamRows) -> None:
+        """Takes the next beam of the tree."""
+        token_ids, parents = beam.token_ids, beam.parents
         first, depth = len(self._tree_tokens), len(self.paths[0]) + 1
         self._parents += [self._beam_rows[place] for place in parents]
         self._tree_tokens += token_ids
         self._depths += [depth] * len(token_ids)
-        self._visible += visible
+        self._visible += beam.visible
         self._beam_rows = list(range(first, first + len(token_ids)))
         self.paths = [
             (*self.paths[place], token) for place, token in zip(parents, token_ids, strict=True)

@@ -28,6 +28,7 @@ from services.draft.drafters.outcome_drafter import TailWork, learn_rows
 from services.draft.drafters.tail import Tail, TailNode
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows
+from shared.kv.upload import uploaded_numbers
 from shared.speculation.growth import Children
 
 
@@ -54,9 +55,8 @@ class LayerTails(HeadTails):
             kv.tail = Tail(num_window_rows(kv, sequence), sequence.token_ids[-1])
             kv.tail.root.state = state
             tails.append(kv.tail)
-        tokens, log_probs = children.token_ids[:, 0].tolist(), children.log_probs[:, 0].tolist()
-        for tail, *best in zip(tails, tokens, log_probs, strict=True):
-            tail.root.learn(list(zip(*best, strict=True)))
+        for tail, own in zip(tails, children.on_host(), strict=True):
+            tail.root.learn(own[0])
 
     def tail_of(self, sequence: DraftSequence) -> Tail | None:
         is_complete = self._contexts.is_complete(sequence)
@@ -97,8 +97,8 @@ class LayerTails(HeadTails):
         for layer in dict.fromkeys((*range(shallowest, last), last)):
             hidden = above[:, layer - 1]
             if layer == last:
-                is_deep = torch.tensor([node.depth > last for node in nodes], device=above.device)
-                hidden = torch.where(is_deep.unsqueeze(1), above[:, last], hidden)
+                is_deep = uploaded_numbers([node.depth > last for node in nodes], above.device)
+                hidden = torch.where(is_deep.unsqueeze(1) > 0, above[:, last], hidden)
             own = [_shifted(each, layer) for each in rows]
             states[:, layer] = self._forwards.run(own, hidden, layer)
         self._note(work, states)
@@ -107,7 +107,7 @@ class LayerTails(HeadTails):
         """Takes the states `[L, n, H]` of the nodes, and scores what may follow each."""
         nodes = [node for each in work for node in each.nodes]
         last = self._forwards.num_layers - 1
-        scoring = torch.tensor([min(node.depth, last) for node in nodes], device=states.device)
+        scoring = uploaded_numbers([min(node.depth, last) for node in nodes], states.device)
         chosen = states[torch.arange(len(nodes), device=states.device), scoring]
         learn_rows(work, self._forwards.logits(chosen), self._device)
         for node, state in zip(nodes, states.unbind(), strict=True):

@@ -124,7 +124,6 @@ class MultiLayerDrafter(EagleDrafter):
 def _next_beam(growth: TreeGrowth, tails: Sequence[LayerRows]) -> Beam:
     """Waits for the device once a level: the host lays out the rows."""
     beam = growth.select_beam()
-    columns = (each.tolist() for each in (beam.token_ids, beam.parents, beam.visible))
-    for tail, *level in zip(tails, *columns, strict=True):
-        tail.add_beam(*level)
+    for tail, own in zip(tails, beam.on_host(), strict=True):
+        tail.add_beam(own)
     return beam

@@ -199,6 +199,5 @@ def learn_rows(work: Sequence[TailWork], logits: Tensor, device: torch.device) -
     width = min(max(each.width for each in work), logits.shape[1])
     best = choose_children(scores.of_ragged(logits, paths).unsqueeze(1), width)
     nodes = [node for each in work for node in each.nodes]
-    tokens, log_probs = best.token_ids.squeeze(1).tolist(), best.log_probs.squeeze(1).tolist()
-    for node, own_tokens, own_log_probs in zip(nodes, tokens, log_probs, strict=True):
-        node.learn(list(zip(own_tokens, own_log_probs, strict=True)))
+    for node, [continuations] in zip(nodes, best.on_host(), strict=True):
+        node.learn(continuations)

@@ -24,6 +24,7 @@ from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.runner import ModelRunner
 from shared.speculation.growth import Children, TreeGrowth, choose_children
 from shared.speculation.noise import fresh_generator
@@ -223,6 +224,6 @@ class StandaloneDrafter:
         device, page_size = self._runner.device, self._runner.page_size
         moves = self._kv.take_moves()
         if moves:
-            slots = torch.tensor(moves, dtype=torch.int64, device=device)
+            slots = uploaded_numbers(moves, device)
             self._runner.pool.move(slots[:, 0], slots[:, 1])
         return self._runner.run(build_batch(rows, page_size=page_size, device=device)).logits

@@ -9,7 +9,7 @@ from torch import Tensor
 from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.drafters.tail import Tail, TailNode
 from shared.kv.batch import SequenceRows
-from shared.speculation.growth import Beam, Children
+from shared.speculation.growth import Beam, BeamRows, Children
 
 
 class TreeTail:
@@ -26,19 +26,9 @@ class TreeTail:
         self._pages = kv.lease.pages
         self._beams: list[list[TailNode]] = [[self.tail.root]]
 
-    def extend(
-        self,
-        token_ids: Sequence[int],
-        parents: Sequence[int],
-        visible: Sequence[Sequence[bool]],
-    ) -> SequenceRows:
-        """Lays out the rows of the next beam, all with logits.
-
-        Args:
-            token_ids: the beam, K nodes.
-            parents: place of each node's parent in the beam before; 0 is the root at first.
-            visible: K rows over all tail rows, the new ones included.
-        """
+    def extend(self, beam: BeamRows) -> SequenceRows:
+        """Lays out the rows of the next beam, all with logits."""
+        token_ids, parents = beam.token_ids, beam.parents
         first_row, depth = self.tail.num_rows, len(self.paths[0])
         above = [self._beams[-1][place] for place in parents]
         nodes = [self.tail.add(node, token) for node, token in zip(above, token_ids, strict=True)]
@@ -53,7 +43,7 @@ class TreeTail:
             pages=self._pages,
             prefix_length=self.tail.base,
             # A chain is causal.
-            tail_mask=None if len(nodes) == 1 else visible,
+            tail_mask=None if len(nodes) == 1 else beam.visible,
             logit_rows=range(len(nodes)),
         )
 
@@ -73,24 +63,10 @@ class TreeTail:
 def beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
     """Lays out the beam of each tree. Waits for the device once a level: the host lays out the
     rows."""
-    token_ids, parents, visible = (
-        tensor.tolist() for tensor in (beam.token_ids, beam.parents, beam.visible)
-    )
-    return [
-        tail.extend(*level) for tail, *level in zip(tails, token_ids, parents, visible, strict=True)
-    ]
+    return [tail.extend(own) for tail, own in zip(tails, beam.on_host(), strict=True)]
 
 
 def learn_levels(tails: Sequence[TreeTail], levels: Sequence[Children]) -> None:
     """Hands the best tokens after each row to the tails. Waits for the device."""
-    host = [(level.token_ids.tolist(), level.log_probs.tolist()) for level in levels]
-    for place, tail in enumerate(tails):
-        tail.learn(
-            [
-                [
-                    list(zip(*node, strict=True))
-                    for node in zip(tokens[place], log_probs[place], strict=True)
-                ]
-                for tokens, log_probs in host
-            ]
-        )
+    for tail, *own in zip(tails, *(level.on_host() for level in levels), strict=True):
+        tail.learn(own)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.errors import FailedPrecondition
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.runner import RunnerOutput
 
 MAX_STORES = 2
@@ -124,8 +125,7 @@ class FeatureStore:
 
     def read(self, slots: Sequence[int]) -> Tensor:
         """Returns `[len(slots), W]`, a copy on the store's device."""
-        index = torch.tensor(slots, dtype=torch.int64, device=self._rows.device)
-        return self._rows.index_select(0, index)
+        return self._rows.index_select(0, uploaded_numbers(slots, self._rows.device))
 
 
 class FeatureStores:
