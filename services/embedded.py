@@ -40,7 +40,7 @@ from services.target.drafts.feature_rows import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
-from services.target.rounds.device_rounds import RoundSource
+from services.target.rounds.round_source import RoundSource
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull
 from shared.tokens import Verdict

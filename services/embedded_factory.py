@@ -17,15 +17,17 @@ from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.embedded_problems import check_drafter, check_embedded
 from services.target.engine import Engine
+from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
-from services.target.rounds.device_rounds import RoundSource
+from services.target.rounds.round_source import RoundSource
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
 from shared.models.decoder import Decoder
 from shared.settings import load_settings, shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
+from shared.tokens import TreeShape
 
 log = logging.getLogger(__name__)
 # Verification of more rows is bound by arithmetic, which hides what the host costs.
@@ -132,15 +134,28 @@ def _rounds(
         )
         return None
     loan = drafter.lend()
+    (tree, max_sequences), *others = _round_trees(settings, chosen).items()
     return RoundSource(
         head=loan.head,
         pool=loan.pool,
         pages=loan.pages,
-        tree=chosen.shape,
+        tree=tree,
         max_context_tokens=min(loan.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=min(
-            chosen.max_running_requests,
-            settings.cuda_graph_max_bs,
-            max(_MAX_ROUND_ROWS // chosen.shape.num_draft_tokens, 1),
-        ),
+        max_sequences=max_sequences,
+        other_trees=dict(others),
+        is_pinned=chosen.is_shape_pinned,
     )
+
+
+def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeShape, int]:
+    """Returns the trees that rounds may have, each with the most sequences of a round; the first
+    one is that of rounds while nothing is chosen."""
+    config, most = adaptive_config(settings), chosen.max_running_requests
+    is_free = config is not None and not chosen.is_shape_pinned
+    shapes = config.round_shapes(chosen.shape) if config and is_free else (chosen.shape,)
+    return {
+        shape: min(
+            most, settings.cuda_graph_max_bs, max(_MAX_ROUND_ROWS // shape.num_draft_tokens, 1)
+        )
+        for shape in shapes
+    }

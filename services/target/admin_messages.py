@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.target.drafts.attachment import AttachmentStatus
-from services.target.step_report import EngineGauges
+from services.target.step_report import EngineGauges, shape_name
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 
 
 def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
     """Returns the live figures by their names on the wire."""
+    shape = gauges.round_shape
     return {
         "waiting_request_count": gauges.num_waiting,
         "running_request_count": gauges.num_running,
@@ -22,6 +23,13 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
         "paused_sequence_count": gauges.num_paused,
         "probe_seconds": gauges.probe_s,
         **{f"step_ms_of_{rows}_rows": 1e3 * each for rows, each in gauges.step_s.items()},
+        "round_step_count": 0 if shape is None else shape.num_steps,
+        "round_topk": 0 if shape is None else shape.topk,
+        "round_draft_token_count": 0 if shape is None else shape.num_draft_tokens,
+        **{
+            f"round_ms_of_{shape_name(tree)}_for_{size}": 1e3 * each
+            for (tree, size), each in gauges.round_s.items()
+        },
     }
 
 

@@ -163,7 +163,7 @@ class Engine:
 
     def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:
         """Returns the live drafts, oldest first, with what is wanted of them."""
-        return self._call(self._loop.attachments.statuses)
+        return self._call(self._loop.statuses)
 
     def gauges(self) -> Future[EngineGauges]:
         """Returns the live figures."""
@@ -196,6 +196,10 @@ class Engine:
     def gauges_now(self) -> EngineGauges:
         """Returns the live figures."""
         return self._loop.gauges()
+
+    def statuses_now(self) -> tuple[AttachmentStatus, ...]:
+        """Returns the live drafts, see `attachments`."""
+        return self._loop.statuses()
 
     def check_idle(self) -> None:
         """Asserts that no page is lost, with nothing running."""

@@ -76,7 +76,7 @@ def build_engine(
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
         fallback=_fallback(settings),
-        speculation=SpeculationController(_adaptive_config(settings)),
+        speculation=SpeculationController(adaptive_config(settings)),
     )
 
 
@@ -105,7 +105,12 @@ def _verifier(settings: TargetSettings) -> Verifier:
     )
 
 
-def _adaptive_config(settings: TargetSettings) -> AdaptiveConfig | None:
+def adaptive_config(settings: TargetSettings) -> AdaptiveConfig | None:
+    """Returns what speculation may choose from; None where nothing is chosen.
+
+    Raises:
+        SettingsError: the file is wrong.
+    """
     if not settings.speculative_adaptive:
         return None
     path = settings.speculative_adaptive_config

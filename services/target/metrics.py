@@ -8,7 +8,7 @@ from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.engine import Engine
 from services.target.settings import TargetSettings
-from services.target.step_report import StepReport
+from services.target.step_report import StepReport, shape_name
 from shared.errors import OutriderError
 from shared.telemetry.round_log import RoundLog
 from shared.telemetry.vllm_metrics import EngineFigures
@@ -35,6 +35,7 @@ class TargetMetrics:
     | `outrider_target_paused_rounds` | rounds | without trees, because they would not pay |
     | `outrider_target_probe_rounds` | rounds | with a tree, only to learn |
     | `outrider_target_cut_nodes` | tree nodes | drafted, but not worth a row |
+    | `outrider_target_device_rounds` | rounds by `shape` of the trees | their share: over rounds |
     | `outrider_target_preemptions` | sequences | should be near 0 |
     | `outrider_target_foreseen_verdicts` | verdicts by position, rank | the next tree was here |
     | `outrider_target_unforeseen_verdicts` | verdicts by position | prepared for in vain |
@@ -79,6 +80,9 @@ class TargetMetrics:
         self._paused = counter("paused_rounds", "Rounds for which no tree was wanted.")
         self._probes = counter("probe_rounds", "Rounds that were drafted for only to learn.")
         self._cut = counter("cut_nodes", "Drafted nodes that were not worth their row.")
+        self._device_rounds = counter(
+            "device_rounds", "Times a sequence had a round on the device.", "shape"
+        )
         self._seconds = Histogram(
             "outrider_target_step_seconds",
             "Duration of a step.",
@@ -96,6 +100,8 @@ class TargetMetrics:
         self._accepted.inc(report.num_accepted)
         self._preempted.inc(report.num_preempted)
         self.num_preempted += report.num_preempted
+        if report.round_shape is not None:
+            self._device_rounds.labels(shape_name(report.round_shape)).inc(report.num_rounds)
         self._observe_outcomes(report.outcomes)
         self._observe_speculation(report.speculation)
         self._busy.inc(report.duration_s)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.control.speculation_controller import SpeculationController
-from services.target.drafts.attachment import Attachment
+from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.feature_feed import FeatureFeed
@@ -160,6 +160,7 @@ class StepLoop:
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
+        standing = self._rounds.standing
         return EngineGauges(
             self._scheduler.num_waiting,
             self._scheduler.num_running,
@@ -167,11 +168,17 @@ class StepLoop:
             self._leases.num_free_pages,
             self._leases.num_cached_pages,
             self._leases.num_held_pages,
-            self.attachments.assignments.num_drafted_for,
-            self.attachments.assignments.num_paused,
-            self.attachments.controller.budget.spent_s,
+            self.attachments.assignments.num_drafted_for + standing.num_drafted_for,
+            self.attachments.assignments.num_paused + standing.num_paused,
+            self.attachments.controller.budget.spent_s + standing.probe_s,
             self.attachments.controller.step_times.measured(),
+            standing.shape,
+            standing.round_s,
         )
+
+    def statuses(self) -> tuple[AttachmentStatus, ...]:
+        """Returns the drafts, oldest first, with what is wanted of them."""
+        return tuple(map(self._rounds.told, self.attachments.statuses()))
 
     def check_idle(self) -> None:
         """With nothing running every page is free or cached; anything else is our bug."""

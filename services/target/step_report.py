@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
+from shared.tokens import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class StepReport:
             for the one before.
         num_discarded: sequences that had ended when the step was read; their rows were for nothing.
         speculation: what the controller did since the report before.
+        round_shape: of the trees where the step was a round on the device; else None.
     """
 
     duration_s: float
@@ -43,6 +45,12 @@ class StepReport:
     outcomes: OutcomeTally
     num_discarded: int
     speculation: SpeculationCounts
+    round_shape: TreeShape | None = None
+
+
+def shape_name(shape: TreeShape) -> str:
+    """Returns a shape as figures name it: steps, top-k and draft tokens."""
+    return f"{shape.num_steps}_{shape.topk}_{shape.num_draft_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class EngineGauges:
         num_paused: running sequences that have a draft, but go without trees.
         probe_s: time that probes have cost.
         step_s: usual time of a decode step, by its rows.
+        round_shape: of the trees of rounds on the device; None while there are none.
+        round_s: usual time of such a round, by shape and sequences.
     """
 
     num_waiting: int
@@ -66,3 +76,5 @@ class EngineGauges:
     num_paused: int
     probe_s: float
     step_s: Mapping[int, float]
+    round_shape: TreeShape | None
+    round_s: Mapping[tuple[TreeShape, int], float]

@@ -7,6 +7,7 @@ sampling. The trees pass from the first to the second on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +31,26 @@ class CapturedRound:
 
 
 class RoundGraphs:
-    """Rounds over the first slots of one state."""
+    """Rounds over the first slots of one state.
+
+    Args:
+        memory: of `torch.cuda.graph_pool_handle`, where other rounds have their graphs as well;
+            none of them may be under way beside these. None takes some of its own.
+    """
 
     def __init__(
-        self, draft: RoundDraft, verification: RoundVerification, state: RoundState
+        self,
+        draft: RoundDraft,
+        verification: RoundVerification,
+        state: RoundState,
+        memory: Any | None = None,
     ) -> None:
         self._draft = draft
         self._verification = verification
         self._state = state
-        self._memory = torch.cuda.graph_pool_handle() if state.numbers.is_cuda else None
+        self._memory = memory
+        if memory is None and state.numbers.is_cuda:
+            self._memory = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
 
     @torch.inference_mode()
@@ -49,7 +61,7 @@ class RoundGraphs:
             See `RoundVerification.decide`. With graphs it holds until the next run.
         """
         if self._memory is None:
-            state = self._state.first(self._bucket_of(num_slots))
+            state = self._state.first(self.num_computed(num_slots))
             return self._verification.decide(state, self._draft.grow(state, sampling), sampling)
         captured = self.of(num_slots, sampling)
         captured.draft.replay()
@@ -59,12 +71,18 @@ class RoundGraphs:
     @torch.inference_mode()
     def of(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs for at least `num_slots`, captured when first asked for."""
-        key = (self._bucket_of(num_slots), sampling)
+        key = (self.num_computed(num_slots), sampling)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
         return self._captured[key]
 
-    def _bucket_of(self, num_slots: int) -> int:
+    @property
+    def num_captured(self) -> int:
+        """Pairs of graphs."""
+        return len(self._captured)
+
+    def num_computed(self, num_slots: int) -> int:
+        """Returns how many slots a round of so many computes."""
         bucket = next((size for size in _BUCKETS if size >= num_slots), num_slots)
         return min(bucket, self._state.num_slots)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +74,12 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A launched round: its result on the way to the host, and who took part."""
+    """A launched round: its result on the way to the host, who took part, and its size."""
 
     result: HostCopy
     sequences: tuple[tuple[int, _Placed], ...]
+    num_slots: int
+    sampling: RoundSampling
 
 
 class RoundRunner:
@@ -87,6 +90,7 @@ class RoundRunner:
         head_pool: the head's, with pages of the same size.
         feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`.
         parts: what drafts and verifies; None takes what suits head and device.
+        graph_memory: see `RoundGraphs`.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class RoundRunner:
         tree: TreeShape,
         limits: RoundLimits,
         parts: RoundParts | None = None,
+        graph_memory: Any | None = None,
     ) -> None:
         assert pool.page_size == head_pool.page_size, "pages differ in size"
         assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
@@ -121,6 +126,7 @@ class RoundRunner:
             parts.draft(head, head_pool, batches, feature_rows),
             parts.verification(decoder, pool, self.shape, head.feature_spec, feature_rows),
             self._state,
+            graph_memory,
         )
         self._catch_up = HeadCatchUp(head, head_pool, feature_rows)
         self._placed: dict[int, _Placed] = {}
@@ -140,6 +146,20 @@ class RoundRunner:
     def num_awaited(self) -> int:
         """Sequences of the oldest unread round."""
         return len(self._pending[0].sequences)
+
+    @property
+    def awaited_size(self) -> tuple[int, RoundSampling]:
+        """Slots that the oldest unread round computes, and its kind."""
+        return self._pending[0].num_slots, self._pending[0].sampling
+
+    @property
+    def num_captured(self) -> int:
+        """Sizes and kinds whose graphs are there."""
+        return self._graphs.num_captured
+
+    def num_computed(self, num_sequences: int) -> int:
+        """Returns how many slots a round of sequences computes that are placed together."""
+        return self._graphs.num_computed(num_sequences)
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Captures the graphs for a number of sequences before anyone waits for them."""
@@ -220,10 +240,12 @@ class RoundRunner:
         for each in placed:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         sampling = RoundSampling.of(each.sampling for each in placed)
-        result = self._graphs.run(1 + max(each.slot for each in placed), sampling)
+        num_slots = self._graphs.num_computed(1 + max(each.slot for each in placed))
+        result = self._graphs.run(num_slots, sampling)
         for each in placed:
             each.num_pending += 1
-        self._pending.append(_Pending(HostCopy(result), tuple(self._placed.items())))
+        sequences = tuple(self._placed.items())
+        self._pending.append(_Pending(HostCopy(result), sequences, num_slots, sampling))
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""

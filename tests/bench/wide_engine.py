@@ -17,7 +17,7 @@ from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.inbox import Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
-from services.target.rounds.device_rounds import RoundSource
+from services.target.rounds.round_source import RoundSource
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

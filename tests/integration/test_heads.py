@@ -52,22 +52,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def _flags(folders: dict[str, Path], kind: str) -> list[str]:
+def _flags(folders: dict[str, Path], kind: str, *, is_pinned: bool = True) -> list[str]:
     algorithm = kind.removesuffix(AHEAD)
     # Next-token layers are the target's own.
     has_own = algorithm in folders
     own = ("--speculative-draft-model-path", str(folders[algorithm])) if has_own else ()
     ahead = ("--speculative-outcome-budget", "4") if kind.endswith(AHEAD) else ()
-    return [
-        *("--speculative-algorithm", algorithm, *own, *ahead),
-        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
-        *("--speculative-num-draft-tokens", "6"),
-    ]
+    shape = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2")
+    pinned = (*shape, "--speculative-num-draft-tokens", "6") if is_pinned else ()
+    return ["--speculative-algorithm", algorithm, *own, *ahead, *pinned]
 
 
 @asynccontextmanager
 async def _serving(
-    folders: dict[str, Path], kind: str, placement: str, *flags: str
+    folders: dict[str, Path], kind: str, placement: str, *flags: str, is_pinned: bool = True
 ) -> AsyncIterator[pb_grpc.TargetServiceStub]:
     folder = folders["target"]
     arguments = [
@@ -76,7 +74,7 @@ async def _serving(
         *("--candidate-wait-ms", "10000", "--draft", placement),
     ]
     if placement == "embedded":
-        arguments += _flags(folders, kind)
+        arguments += _flags(folders, kind, is_pinned=is_pinned)
     arguments += flags
     settings, draft_settings = read_settings(arguments, {})
     engine = build_engine(settings, lambda report: None)
@@ -169,6 +167,17 @@ async def test_rounds_on_the_device_change_nothing(
                 assert found == expected
                 assert num_verified > 0
     assert max(launched) == len(PROMPTS)
+
+
+async def test_rounds_that_are_chosen_change_nothing(folders: dict[str, Path]) -> None:
+    """Plain steps, the draft's own tree or chains, as the machine happens to measure them."""
+    flags = ("--device-rounds", "on", "--speculative-adaptive")
+    async with _serving(folders, "EAGLE3", "embedded", *flags, is_pinned=False) as stub:
+        for temperature in (0.0, 1.0):
+            expected, _ = await _outputs(stub, temperature, disabled=True)
+            for _ in range(2):
+                found, _ = await _outputs(stub, temperature, disabled=False)
+                assert found == expected
 
 
 @pytest.mark.parametrize("quantisation", ["int8", "fp8"])

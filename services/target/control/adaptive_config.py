@@ -54,6 +54,17 @@ class Candidates:
             shapes |= {chain(depth) for depth in steps}
         return tuple(sorted(shapes, key=lambda each: (each.num_steps, each.topk)))
 
+    def round_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns the trees that rounds on the device may have: `shapes` where depths are set,
+        else the draft's own and chains that are as deep, half as deep and of one step. Each takes
+        graphs of its own, so they are few."""
+        if self.steps is not None:
+            return self.shapes(base) if self.steps else ()
+        deepest = min(base.num_steps, base.max_node_count)
+        depths = sorted({1, -(-deepest // 2), deepest}, reverse=True)
+        chains = [chain(depth) for depth in depths if base.topk > 1 or depth < deepest]
+        return (base, *chains)
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig:
@@ -69,6 +80,12 @@ class AdaptiveConfig:
         """Returns what may be chosen for a batch."""
         fitting = [size for size in self.by_batch if size <= num_sequences]
         return self.by_batch[max(fitting, default=min(self.by_batch))]
+
+    def round_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns the trees that rounds may have at any size of batch, the draft's own first."""
+        found = {shape for each in self.by_batch.values() for shape in each.round_shapes(base)}
+        order = sorted(found - {base}, key=lambda each: (-each.num_steps, -each.topk))
+        return (base, *order) if base in found or not order else tuple(order)
 
 
 DEFAULT_CONFIG = AdaptiveConfig({1: Candidates()})

@@ -17,6 +17,7 @@ from services.target.control.decode_costs import DecodeCosts
 from services.target.control.goodput import best_cut, path_survivals
 from services.target.control.outlooks import Outlooks
 from services.target.control.probe_budget import ProbeBudget
+from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_counts import SpeculationCounts
 from services.target.control.step_times import StepTimes
 from services.target.control.wishes import LARGEST_PROBE_STEPS, Wishes
@@ -69,6 +70,7 @@ class SpeculationController:
     """
 
     def __init__(self, config: AdaptiveConfig | None = DEFAULT_CONFIG) -> None:
+        self._config = config
         self._is_adaptive = config is not None
         self._costs = DecodeCosts()
         self._outlooks = Outlooks(config, self._costs)
@@ -94,6 +96,15 @@ class SpeculationController:
         """Returns the counts since the last call."""
         counts, self._counts = self._counts, SpeculationCounts()
         return counts
+
+    def round_chooser(self) -> RoundChooser | None:
+        """Returns what chooses the rounds of one head; None where nothing is chosen."""
+        return None if self._config is None else RoundChooser(self._config, self.step_times)
+
+    def count_rounds(self, *, num_paused: int = 0, num_probes: int = 0) -> None:
+        """Counts rounds of single sequences that a `RoundChooser` left plain, or tried."""
+        self._counts.num_paused_rounds += num_paused
+        self._counts.num_probe_rounds += num_probes
 
     def wanted_shape(self, attachment: Attachment) -> TreeShape | None:
         """Returns what a draft is asked for at the moment; None when nothing is."""

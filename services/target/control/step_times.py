@@ -103,6 +103,11 @@ class StepTimes:
         bucket = self._buckets.get(_bucket_of(num_rows))
         return self._num_steps - (0 if bucket is None else bucket.seen_at)
 
+    def is_sure(self, num_rows: int) -> bool:
+        """Whether steps of about this width were measured a few times."""
+        bucket = self._buckets.get(_bucket_of(num_rows))
+        return bucket is not None and bucket.is_sure
+
     def __call__(self, num_rows: int) -> float:
         """Returns the expected seconds; 0 before anything was measured."""
         return self.pace * self._relative(num_rows)

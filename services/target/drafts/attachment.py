@@ -25,7 +25,7 @@ from shared.tokens import (
 
 if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
-    from services.target.rounds.device_rounds import RoundSource
+    from services.target.rounds.round_source import RoundSource
     from services.target.sequence import Sequence
 
 

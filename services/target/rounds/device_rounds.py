@@ -1,6 +1,6 @@
 """Sequences whose rounds stay on the device: draft, verification and commit without the host.
 
-A draft in the target's process may lend its head, see `RoundSource`. Then, while every running
+A draft in the target's process may lend its head, see `round_source.py`. Then, while every running
 sequence is such that a round needs nothing of the host, the loop launches round after round and
 reads each one late. Whatever does not fit, a prompt, a grammar, log probabilities, sends all of
 them back to the general path, which computes the same tokens, and they return when it is gone.
@@ -14,37 +14,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.target.control.round_times import RoundSize
 from services.target.drafts.feature_store import FeatureStore
+from services.target.rounds.round_runners import RoundRunners
+from services.target.rounds.round_source import RoundSource
 from services.target.sequence import Sequence as TargetSequence
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.kv.pages import PagePool
-from shared.kv.pool import KvPool
-from shared.models.heads.head import DraftHead
-from shared.runtime.round_runner import RoundLimits, RoundRunner, SequenceRound
+from shared.runtime.round_runner import RoundRunner, SequenceRound
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
-_CAPTURED_SIZES = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoundSource:
-    """What a draft in this process lends for rounds on the device.
-
-    Attributes:
-        pool: of the head, with pages as large as the target's.
-        pages: those of its pages that are the rounds' alone.
-        max_context_tokens: longest sequence that the head can look back on.
-    """
-
-    head: DraftHead
-    pool: KvPool
-    pages: Sequence[int]
-    tree: TreeShape
-    max_context_tokens: int
-    max_sequences: int
 
 
 @dataclass(slots=True)
@@ -67,6 +49,9 @@ class DeviceRounds:
     Args:
         store: the features that the head reads, one row a slot of the target's pool.
         algorithm: the name of what the head does.
+
+    Attributes:
+        is_pinned: an operator fixed the shape.
     """
 
     def __init__(
@@ -78,31 +63,49 @@ class DeviceRounds:
         algorithm: str,
     ) -> None:
         self.store = store
+        self.is_pinned = source.is_pinned
         self._algorithm = algorithm
         self._leases = leases
         self._head_pages = PagePool.of(source.pages)
-        self._limits = RoundLimits(source.max_sequences, source.max_context_tokens)
-        self._runner = RoundRunner(
-            decoder=runner.decoder,
-            pool=runner.pool,
-            head=source.head,
-            head_pool=source.pool,
-            feature_rows=store.rows,
-            tree=source.tree,
-            limits=self._limits,
-        )
+        self._max_context_tokens = source.max_context_tokens
+        self._runners = RoundRunners(source, runner, store.rows)
         self._guests: dict[int, _Guest] = {}
         self._refused: set[int] = set()
-        self._capture()
 
-    def _capture(self) -> None:
-        """Makes the usual graphs before anyone waits for them."""
-        try:
-            for count in _CAPTURED_SIZES:
-                for kind in (RoundSampling.GREEDY, RoundSampling.DRAWN):
-                    self._runner.capture(min(count, self._limits.max_sequences), kind)
-        except torch.OutOfMemoryError:
-            logger.warning("rounds on the device are confined to what memory is left")
+    @property
+    def shape(self) -> TreeShape:
+        """Of the trees that rounds have now."""
+        return self._runners.shape
+
+    def shapes_for(self, num_sequences: int) -> tuple[TreeShape, ...]:
+        """Returns the shapes that take so many sequences, the draft's own first."""
+        return self._runners.shapes_for(num_sequences)
+
+    def size_of(self, sequences: Sequence[TargetSequence]) -> RoundSize:
+        """Returns the size of a round of these sequences, when they begin together."""
+        kind = RoundSampling.of(each.sampling for each in sequences)
+        return RoundSize(self._runners.num_computed(len(sequences)), kind.value)
+
+    @property
+    def awaited_size(self) -> RoundSize:
+        """Of the oldest unread round."""
+        num_slots, kind = self._runner.awaited_size
+        return RoundSize(self._runners.num_computed(num_slots), kind.value)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs so far; a launch that needs new ones takes long."""
+        return self._runners.num_captured
+
+    def turn_to(self, shape: TreeShape) -> None:
+        """Gives the rounds from now on trees of another shape; every round has been read."""
+        if shape != self.shape:
+            self.leave()
+            self._runners.turn_to(shape)
+
+    @property
+    def _runner(self) -> RoundRunner:
+        return self._runners.current
 
     @property
     def is_running(self) -> bool:
@@ -122,14 +125,14 @@ class DeviceRounds:
             and request.stop.min_output_tokens == 0
             and not sampling.has_penalties
             and not sampling.logit_bias
-            and len(sequence.token_ids) <= self._limits.max_context_tokens
+            and len(sequence.token_ids) <= self._max_context_tokens
             and sequence.sequence_id not in self._refused
         )
 
     def suits(self, sequences: Sequence[TargetSequence]) -> bool:
         """Whether the next step of all running sequences can be a round, once the host has read
         those before it."""
-        return 0 < len(sequences) <= self._limits.max_sequences and all(
+        return 0 < len(sequences) <= self._runners.max_sequences and all(
             self.takes(each) and each.num_uncomputed == 1 and each.num_computed > 0
             for each in sequences
         )
@@ -147,10 +150,17 @@ class DeviceRounds:
             self._runner.launch()
         except torch.OutOfMemoryError:
             # Graphs of this size do not fit beside weights and cache; smaller ones may.
-            logger.warning("no memory for rounds of %d sequences", len(self._runner.sequence_ids))
-            self._refused |= self._runner.sequence_ids
+            self._give_up()
             return False
         return True
+
+    def _give_up(self) -> None:
+        """No memory for the sequences that take part: other shapes may have some for them."""
+        if self._runners.are_several:
+            self._runners.confine(len(self._runner.sequence_ids))
+            return
+        logger.warning("no memory for rounds of %d sequences", len(self._runner.sequence_ids))
+        self._refused |= self._runner.sequence_ids
 
     @property
     def num_pending(self) -> int:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from services.target.clock import Clock
 from services.target.committer import Committer
-from services.target.drafts.attachment import Attachment
+from services.target.control.round_chooser import RoundBatch, RoundChooser
+from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.device_rounds import DeviceRounds
+from services.target.rounds.round_meter import RoundMeter
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
+from shared.tokens import TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStanding:
+    """What is in force for the sequences that rounds could take.
+
+    Attributes:
+        shape: of the rounds under way; None while there are none.
+        num_drafted_for: sequences that take part.
+        num_paused: sequences that step plainly because that pays more.
+        probe_s: time that probes have cost.
+        round_s: usual time of a round, by shape and sequences.
+    """
+
+    shape: TreeShape | None
+    num_drafted_for: int
+    num_paused: int
+    probe_s: float
+    round_s: Mapping[tuple[TreeShape, int], float]
 
 
 class RoundSteps:
@@ -45,19 +68,26 @@ class RoundSteps:
         self._max_unread = int(runs_ahead)
         self._rounds: DeviceRounds | None = None
         self._attachment: Attachment | None = None
+        self._chooser: RoundChooser | None = None
+        self._meter: RoundMeter | None = None
+        self._is_plain = False
         self._committed_s = 0.0
 
     def open(self, attachment: Attachment) -> None:
         """A draft attached; if it lends its head, rounds take over when they can."""
         rounds = self._make_rounds(attachment)
-        if rounds is not None:
-            self._attachment, self._rounds = attachment, rounds
+        if rounds is None:
+            return
+        self._attachment, self._rounds = attachment, rounds
+        self._chooser = None if rounds.is_pinned else self._attachments.controller.round_chooser()
+        self._meter = None if self._chooser is None else RoundMeter(self._chooser.times)
 
     def close(self, attachment: Attachment | None) -> None:
         """A draft has left, perhaps the one whose head the rounds have."""
         if self._rounds is not None and attachment is self._attachment:
             self.settle()
-            self._attachment = self._rounds = None
+            self._attachment = self._rounds = self._chooser = self._meter = None
+            self._is_plain = False
 
     def step(self, settle: Callable[[], None]) -> bool:
         """Runs rounds instead of a step of the general path; False leaves it to that one.
@@ -65,17 +95,29 @@ class RoundSteps:
         Args:
             settle: reads and commits the general path's step in flight.
         """
-        rounds = self._rounds
+        rounds, self._is_plain = self._rounds, False
         if rounds is None or not self._suits(rounds):
+            self._interrupt()
+            return False
+        shape = self._choose(rounds)
+        if shape is None:
+            self._is_plain = True
             self.settle()
+            self._close_assignments()
             return False
         settle()
-        if not self._suits(rounds):
+        if shape != rounds.shape:
+            self.settle()
+            rounds.turn_to(shape)
+        if not self._suits(rounds):  # who was in flight has ended
             return False
-        for sequence in self._scheduler.running:
-            self._attachments.assignments.close(sequence)
+        self._close_assignments()
+        return self._run(rounds)
+
+    def _run(self, rounds: DeviceRounds) -> bool:
+        """Launches a round and reads those that are due; False when it cannot be."""
         start_s = self._clock()
-        if not self._all_end(rounds) and not rounds.launch(self._scheduler.running):
+        if not self._all_end(rounds) and not self._launch(rounds, start_s):
             self.settle()
             return False
         while rounds.num_pending > self._max_unread:
@@ -84,14 +126,70 @@ class RoundSteps:
             self._drain(rounds, start_s)
         return True
 
+    def _launch(self, rounds: DeviceRounds, now_s: float) -> bool:
+        meter, num_captured = self._meter, rounds.num_captured
+        if meter is not None and not rounds.is_running:
+            meter.enter(now_s)
+        is_launched = rounds.launch(self._scheduler.running)
+        if meter is not None and rounds.num_captured != num_captured:
+            meter.interrupt()
+        return is_launched
+
+    def _choose(self, rounds: DeviceRounds) -> TreeShape | None:
+        """Returns the shape of the next round; None to step plainly instead."""
+        running = self._scheduler.running
+        shapes, chooser = rounds.shapes_for(len(running)), self._chooser
+        if chooser is None:
+            return shapes[0]
+        batch = RoundBatch(running, shapes, rounds.size_of(running))
+        shape = chooser.choose(batch, self._clock())
+        self._attachments.controller.count_rounds(
+            num_paused=0 if shape else len(running),
+            num_probes=len(running) if shape and chooser.is_probing else 0,
+        )
+        return shape
+
+    def _interrupt(self) -> None:
+        """The next step cannot be a round."""
+        self.settle()
+        if self._chooser is not None:
+            self._chooser.interrupt(self._clock())
+
+    def _close_assignments(self) -> None:
+        """Takes the running sequences from their drafts."""
+        for sequence in self._scheduler.running:
+            self._attachments.assignments.close(sequence)
+
     def settle(self) -> None:
         """Reads and commits every round under way, and leaves the sequences to the general
         path."""
         rounds = self._rounds
-        if rounds is None or not rounds.is_running:
-            return
-        self._drain(rounds, self._clock())
-        rounds.leave()
+        if rounds is not None and rounds.is_running:
+            self._drain(rounds, self._clock())
+            rounds.leave()
+        if self._meter is not None:
+            self._meter.interrupt()
+
+    @property
+    def standing(self) -> RoundStanding:
+        """What is in force now."""
+        num_running, chooser = self._scheduler.num_running, self._chooser
+        is_running = self._rounds is not None and self._rounds.is_running
+        return RoundStanding(
+            self._rounds.shape if self._rounds is not None and is_running else None,
+            num_running if is_running else 0,
+            num_running if self._is_plain else 0,
+            0.0 if chooser is None else chooser.budget.spent_s,
+            {} if chooser is None else chooser.times.measured(),
+        )
+
+    def told(self, status: AttachmentStatus) -> AttachmentStatus:
+        """Returns what is told of a draft, with what rounds do in its place."""
+        standing = self.standing
+        is_idle = not standing.num_drafted_for + standing.num_paused
+        if status.attachment is not self._attachment or is_idle:
+            return status
+        return replace(status, shape=standing.shape, num_paused=standing.num_paused)
 
     def assign(self, admitted: Iterable[Sequence], now_s: float) -> None:
         """Hands new sequences to drafts; while rounds are to take all that run, none, and else
@@ -106,6 +204,8 @@ class RoundSteps:
         """Lets go of a sequence that has ended; its pages are freed after this."""
         if self._rounds is not None:
             self._rounds.forget(sequence)
+        if self._chooser is not None:
+            self._chooser.forget(sequence)
 
     def _suits(self, rounds: DeviceRounds) -> bool:
         return not self._scheduler.may_admit and rounds.suits(self._scheduler.running)
@@ -121,10 +221,15 @@ class RoundSteps:
 
     def _commit(self, rounds: DeviceRounds, start_s: float) -> None:
         """Reads the oldest round and commits it."""
-        num_guests = rounds.num_guests
+        num_guests, size = rounds.num_guests, rounds.awaited_size
         decided = rounds.read()
         now_s = self._clock()
+        if self._meter is not None:
+            self._meter.read(rounds.shape, size, now_s)
         start_s, self._committed_s = max(start_s, self._committed_s), now_s
+        if self._chooser is not None:
+            counts = [(sequence, len(each.token_ids) - 1) for sequence, each in decided]
+            self._chooser.observe_round(rounds.shape, counts)
         num_committed = num_accepted = 0
         for sequence, each in decided:
             count = self._committer.commit_round(sequence, each, now_s)
@@ -149,5 +254,6 @@ class RoundSteps:
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.controller.take_counts(),
                 num_discarded=num_guests - len(decided),
+                round_shape=rounds.shape,
             )
         )

@@ -9,6 +9,7 @@ import pytest
 
 from services.target.control.adaptive_config import (
     DEFAULT_CONFIG,
+    AdaptiveConfig,
     Candidates,
     chain,
     read_adaptive_config,
@@ -92,6 +93,24 @@ def test_a_tree_keeps_its_breadth_and_density_and_may_become_a_chain() -> None:
 
 def test_a_drafter_made_for_one_step_is_not_asked_for_many() -> None:
     assert max(s.num_steps for s in Candidates().shapes(TreeShape(1, 1, 2))) == 3
+
+
+def test_rounds_on_the_device_come_in_few_shapes_no_larger_than_the_draft_s_own() -> None:
+    tree = TreeShape(5, 4, 16)
+    assert DEFAULT_CONFIG.round_shapes(tree) == (tree, chain(5), chain(3), chain(1))
+    assert DEFAULT_CONFIG.round_shapes(chain(3)) == (chain(3), chain(2), chain(1))
+    assert DEFAULT_CONFIG.round_shapes(chain(1)) == (chain(1),)
+    short = TreeShape(6, 1, 3)  # two nodes
+    assert DEFAULT_CONFIG.round_shapes(short) == (short, chain(1))
+
+
+def test_rounds_on_the_device_have_the_depths_that_are_set() -> None:
+    base = TreeShape(4, 2, 9)
+    config = AdaptiveConfig({1: Candidates(steps=(2, 4)), 8: Candidates(steps=(1,))})
+    found = config.round_shapes(base)
+    assert found[0] == base
+    assert set(found) == {base, chain(4), shape_of(base, 2), chain(2), shape_of(base, 1), chain(1)}
+    assert AdaptiveConfig({1: Candidates(steps=())}).round_shapes(base) == (base,)
 
 
 def test_the_default_candidates_may_pause() -> None:

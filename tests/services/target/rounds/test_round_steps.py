@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from services.target.control.round_chooser import RoundBatch, RoundChooser
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.device_rounds import RoundSource
+from services.target.rounds.round_source import RoundSource
 from services.target.step_report import StepReport
 from shared.kv.pool import KvPool
 from shared.runtime.round_runner import RoundRunner
@@ -35,6 +37,7 @@ from tests.helpers.engines import (
 
 CPU = torch.device("cpu")
 TREE = TreeShape(3, 3, 9)
+OTHER_TREES = {TreeShape(4, 1, 5): 8, TreeShape(1, 5, 6): 3}
 CONTEXT = 120
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
 SAMPLINGS = {
@@ -84,14 +87,21 @@ class Setup:
 
 
 def _setup(
-    pair: Pair, *, num_pages: int = 200, num_head_pages: int = 150, is_poisoned: bool = False
+    pair: Pair,
+    *,
+    num_pages: int = 200,
+    num_head_pages: int = 150,
+    is_poisoned: bool = False,
+    other_trees: Mapping[TreeShape, int] | None = None,
 ) -> Setup:
+    """`other_trees` has the controller choose."""
     reports: list[StepReport] = []
     engine = build_engine(
         pair.decoder,
         num_pages=num_pages,
         on_step=reports.append,
         poisons_free_pages=is_poisoned,
+        speculation=None if other_trees is None else SpeculationController(),
     )
     spec = pair.head.feature_spec
     draft = SilentDraft()
@@ -107,6 +117,7 @@ def _setup(
             tree=TREE,
             max_context_tokens=CONTEXT,
             max_sequences=8,
+            other_trees=other_trees or {},
         ),
     )
     engine.attach(attachment)
@@ -293,13 +304,51 @@ def _random_request(source: random.Random) -> GenerationRequest:
     return request(prompt, replace(sampling, seed=source.randrange(1000)), stop)
 
 
+def _choose_anything(seed: int) -> Callable[[RoundChooser, RoundBatch, float], TreeShape | None]:
+    """Returns a choice that changes every third step or so, whatever pays."""
+    source = random.Random(seed)
+    last: list[TreeShape | None] = [None]
+
+    def choose(chooser: RoundChooser, batch: RoundBatch, now_s: float) -> TreeShape | None:
+        options = [None, *batch.shapes]
+        if last[0] not in options or source.random() < 0.3:
+            last[0] = source.choice(options)
+        return last[0]
+
+    return choose
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_any_choice_at_any_step_changes_no_token(
+    pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while requests come, one after another."""
+    monkeypatch.setattr(RoundChooser, "choose", _choose_anything(3))
+    requests = _requests(SAMPLINGS[name], StopParams(40))
+    setup, collector = _setup(pair, is_poisoned=True, other_trees=OTHER_TREES), Collector()
+    for key, each in enumerate(requests):
+        setup.engine.submit(each, collector, key)
+        for _ in range(9):
+            setup.engine.step()
+    settle(setup.engine)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert {report.round_shape for report in setup.reports} == {None, TREE, *OTHER_TREES}
+    assert setup.draft.opened == 0
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives_change_no_token(pair: Pair, seed: int) -> None:
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["one shape", "any choice"])
+def test_random_lives_change_no_token(
+    pair: Pair, is_chosen: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests of all kinds come and go, pages run short and are poisoned when free."""
+    monkeypatch.setattr(RoundChooser, "choose", _choose_anything(seed))
     source = random.Random(seed)
     requests = [_random_request(source) for _ in range(16)]
     expected = run(build_engine(pair.decoder, max_running=32), requests)
-    setup, collector = _setup(pair, num_pages=24, is_poisoned=True), Collector()
+    others = OTHER_TREES if is_chosen else None
+    setup = _setup(pair, num_pages=24, is_poisoned=True, other_trees=others)
+    collector = Collector()
     cancelled = set(source.sample(range(16), 3))
     arrivals = sorted((source.randrange(80), key) for key in range(16))
     cancels: list[tuple[int, int]] = []

@@ -1,0 +1,34 @@
+"""What a draft in the target's process lends for rounds on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
+from shared.tokens import TreeShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundSource:
+    """A head with its pages, and the shapes of its trees.
+
+    Attributes:
+        pool: of the head, with pages as large as the target's.
+        pages: those of its pages that are the rounds' alone.
+        tree: the draft's own shape.
+        max_context_tokens: longest sequence that the head can look back on.
+        max_sequences: of a round with the draft's own shape.
+        other_trees: further shapes that may be chosen, each with the most sequences of a round.
+        is_pinned: an operator fixed the shape, so that nothing is chosen.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    pages: Sequence[int]
+    tree: TreeShape
+    max_context_tokens: int
+    max_sequences: int
+    other_trees: Mapping[TreeShape, int] = field(default_factory=dict)
+    is_pinned: bool = False

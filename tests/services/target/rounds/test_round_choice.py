@@ -1,0 +1,297 @@
+"""An engine with a lent head takes rounds, or steps plainly, as its controller finds to pay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.target.admin_messages import attachment_message, gauge_values
+from services.target.control.speculation_controller import SpeculationController
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
+from services.target.engine import Engine
+from services.target.requests.request import GenerationRequest
+from services.target.rounds.round_source import RoundSource
+from services.target.step_report import StepReport
+from shared.kv.pool import KvPool
+from shared.runtime.round_runner import RoundRunner
+from shared.tokens import SamplingParams, StopParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import Pair, load_pair
+from tests.helpers.draft_heads import TinyHead
+from tests.helpers.engines import (
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    Collector,
+    build_engine,
+    request,
+    run,
+    settle,
+)
+from tests.helpers.model_time import ModelClock, TimedRun, TimedRunner, run_timed
+
+CPU = torch.device("cpu")
+# Of 20 tokens that the head knows; trained for nothing, it hits as often as it is broad.
+TREE, NARROW, CHAIN = TreeShape(1, 16, 17), TreeShape(1, 8, 9), TreeShape(2, 1, 3)
+MAX_SEQUENCES = 8
+NUM_TOKENS = 160
+PLAIN_S = 0.01
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a round by its shape and sequences; a plain step takes `PLAIN_S`."""
+
+    round_s: Callable[[TreeShape, int], float]
+
+
+CHEAP = Costs(lambda shape, size: 1.05 * PLAIN_S)
+DEAR = Costs(lambda shape, size: 4.0 * PLAIN_S)
+CHEAP_NARROW = Costs(lambda shape, size: (4.0 if shape.topk == TREE.topk else 1.05) * PLAIN_S)
+CHEAP_ALONE = Costs(lambda shape, size: (1.05 if size < 3 else 4.0) * PLAIN_S)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    folder: Path = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape, seed=3)
+    head = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
+    return load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
+
+
+class SilentDraft:
+    """Lends its head and never offers a tree."""
+
+    def send(self, message: DraftMessage) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Setup:
+    """An engine whose forwards and rounds take the time of a cost model."""
+
+    engine: Engine
+    clock: ModelClock
+    reports: list[StepReport] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> Counter[TreeShape | None]:
+        """Decode steps by what they were; None is plain."""
+        decode = [report for report in self.reports if not report.num_prompt_rows]
+        return Counter(report.round_shape for report in decode)
+
+    def serve(self, requests: list[GenerationRequest]) -> TimedRun:
+        self.reports.clear()
+        return run_timed(self.engine, self.clock, requests)
+
+
+def _setup(
+    pair: Pair,
+    costs: Costs,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_adaptive: bool = True,
+    is_pinned: bool = False,
+    lends: bool = True,
+) -> Setup:
+    clock, launch = ModelClock(), RoundRunner.launch
+    reports: list[StepReport] = []
+
+    def timed_launch(runner: RoundRunner) -> None:
+        clock.advance(costs.round_s(runner.shape.tree, len(runner.sequence_ids)))
+        launch(runner)
+
+    monkeypatch.setattr(RoundRunner, "launch", timed_launch)
+    engine = build_engine(
+        pair.decoder,
+        num_pages=800,
+        on_step=reports.append,
+        clock=clock,
+        speculation=SpeculationController() if is_adaptive else SpeculationController(None),
+        make_runner=lambda decoder, pool: TimedRunner(decoder, pool, clock, lambda rows: PLAIN_S),
+    )
+    if lends:
+        engine.attach(_attachment(pair, is_pinned=is_pinned))
+    return Setup(engine, clock, reports)
+
+
+def _attachment(pair: Pair, *, is_pinned: bool) -> Attachment:
+    spec = pair.head.feature_spec
+    return Attachment(
+        DraftIdentity("embedded", "w", "m", "EAGLE3", 64, 0.0, TREE),
+        SilentDraft(),
+        Patience(0.0),
+        FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
+        rounds=RoundSource(
+            head=pair.head,
+            pool=KvPool(pair.head.kv_layout(PAGE_SIZE), 800, CPU),
+            pages=range(1, 800),
+            tree=TREE,
+            max_context_tokens=190,
+            max_sequences=MAX_SEQUENCES,
+            other_trees={} if is_pinned else {NARROW: MAX_SEQUENCES, CHAIN: MAX_SEQUENCES},
+            is_pinned=is_pinned,
+        ),
+    )
+
+
+def _requests(count: int, *, first: int = 0) -> list[GenerationRequest]:
+    stop = StopParams(NUM_TOKENS, ignore_eos=True)
+    return [
+        request([1 + key, 2, 3], SamplingParams(temperature=0.7 * (key % 2), seed=key), stop)
+        for key in range(first, first + count)
+    ]
+
+
+def _plain(pair: Pair, requests: list[GenerationRequest]) -> list[list[int]]:
+    collector = run(build_engine(pair.decoder, num_pages=800), requests)
+    return [collector.token_ids(key) for key in range(len(requests))]
+
+
+def _assert_plain_output(pair: Pair, found: TimedRun, requests: list[GenerationRequest]) -> None:
+    tokens = [found.collector.token_ids(key) for key in range(len(requests))]
+    assert tokens == _plain(pair, requests)
+
+
+def _usual(setup: Setup) -> TreeShape | None:
+    return setup.shapes.most_common(1)[0][0]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("costs", "wanted"),
+    [(CHEAP, TREE), (CHEAP_NARROW, NARROW), (DEAR, None)],
+    ids=["wide", "narrow", "plain"],
+)
+def test_it_chooses_what_pays_and_changes_no_token(
+    pair: Pair,
+    costs: Costs,
+    wanted: TreeShape | None,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = _setup(pair, costs, monkeypatch)
+    requests = _requests(count)
+    for _ in range(2):
+        _assert_plain_output(pair, setup.serve(requests), requests)
+    assert _usual(setup) == wanted
+
+
+def test_plain_steps_where_rounds_lose_and_trees_where_they_win(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine, alone and with seven at a time, in turn."""
+    setup = _setup(pair, CHEAP_ALONE, monkeypatch)
+    for count, is_plain in ((1, False), (7, True), (1, False)):
+        for _ in range(2):
+            requests = _requests(count)
+            _assert_plain_output(pair, setup.serve(requests), requests)
+        assert (_usual(setup) is None) == is_plain
+
+
+def _duration_s(setup: Setup) -> float:
+    """Of the second time that the same requests are served."""
+    setup.serve(_requests(4))
+    return setup.serve(_requests(4)).duration_s
+
+
+def test_it_is_no_slower_than_plain_where_rounds_lose_and_faster_where_they_win(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durations = {}
+    for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
+        for kind in ("adaptive", "fixed", "plain"):
+            with monkeypatch.context() as patch:
+                lends, is_adaptive = kind != "plain", kind == "adaptive"
+                setup = _setup(pair, costs, patch, lends=lends, is_adaptive=is_adaptive)
+                durations[name, kind] = _duration_s(setup)
+    assert durations["cheap", "adaptive"] < 0.9 * durations["cheap", "plain"]
+    assert durations["dear", "adaptive"] < 1.1 * durations["dear", "plain"]
+    # The negative control: the draft's own shape, come what may.
+    assert durations["dear", "fixed"] > 2.0 * durations["dear", "plain"]
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_what_an_operator_fixed_is_left_alone(
+    pair: Pair, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pinning the shape, or by leaving the controller off."""
+    setup = _setup(pair, DEAR, monkeypatch, is_adaptive=is_pinned, is_pinned=is_pinned)
+    requests = _requests(2)
+    _assert_plain_output(pair, setup.serve(requests), requests)
+    assert set(setup.shapes) == {TREE}
+
+
+def test_requests_that_pin_or_disable_go_the_general_path(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = _setup(pair, CHEAP, monkeypatch)
+    for other in (
+        replace(_requests(1)[0], num_draft_steps=2),
+        replace(_requests(1)[0], speculation_disabled=True),
+    ):
+        _assert_plain_output(pair, setup.serve([other]), [other])
+        assert set(setup.shapes) == {None}
+
+
+@pytest.mark.parametrize(
+    ("costs", "wanted"), [(CHEAP, (16, 3, 0, 1)), (DEAR, (0, 0, 3, 0))], ids=["wide", "plain"]
+)
+def test_the_decision_is_told(
+    pair: Pair,
+    costs: Costs,
+    wanted: tuple[int, int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup, collector = _setup(pair, costs, monkeypatch), Collector()
+    setup.serve(_requests(3))
+    for key, each in enumerate(_requests(3)):
+        setup.engine.submit(each, collector, key)
+    told: Counter[tuple[float, ...]] = Counter()
+    gauges: Mapping[str, float] = {}
+    for _ in range(40):
+        setup.engine.step()
+        gauges = gauge_values(setup.engine.gauges_now())
+        [status] = setup.engine.statuses_now()
+        names = ("round_topk", "drafted_for_sequence_count", "paused_sequence_count")
+        figures = [gauges[name] for name in names]
+        told[*figures, attachment_message(status).wanted_step_count] += 1
+    assert told.most_common(1)[0][0] == wanted
+    assert gauges["round_ms_of_1_16_17_for_4"] == pytest.approx(1e3 * costs.round_s(TREE, 3))
+    paused = sum(report.speculation.num_paused_rounds for report in setup.reports)
+    assert (paused > 30) == (costs is DEAR)
+    for key in range(3):
+        setup.engine.cancel(collector, key)
+    settle(setup.engine)
+
+
+def test_a_shape_without_memory_gives_way_to_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = _setup(pair, CHEAP, monkeypatch)
+    launch = RoundRunner.launch
+
+    def launch_narrow(runner: RoundRunner) -> None:
+        if runner.shape.tree == TREE and len(runner.sequence_ids) > 1:
+            raise torch.OutOfMemoryError("no room")
+        launch(runner)
+
+    monkeypatch.setattr(RoundRunner, "launch", launch_narrow)
+    requests = _requests(3)
+    for _ in range(2):
+        _assert_plain_output(pair, setup.serve(requests), requests)
+    assert _usual(setup) == NARROW
+    assert "no memory for rounds of 3 sequences with trees of 1 steps, 16 wide" in caplog.text
+    alone = _requests(1)
+    for _ in range(2):
+        _assert_plain_output(pair, setup.serve(alone), alone)
+    assert _usual(setup) == TREE
