@@ -30,6 +30,14 @@ def draft_sequence(
     )
 
 
+def mixed_sequences(*lengths: int) -> list[DraftSequence]:
+    """A sequence of each length, greedy and sampled in turn."""
+    return [
+        draft_sequence(random_text(number, length), [GREEDY, SAMPLED][number % 2], number=number)
+        for number, length in enumerate(lengths)
+    ]
+
+
 def propose(drafter: Drafter, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
     """Returns a tree for each sequence, in their order."""
     assert all(drafter.reserve(sequence, shape) for sequence in sequences)

@@ -65,8 +65,13 @@ class EagleDrafter:
             keeps_features=keeps_features,
             min_rows=self._num_open_rows,
         )
-        self._tails = HeadTails(self._contexts, runner.device)
-        self._outcomes = outcome_drafter(self._tails)
+        self._tails = self._new_tails()
+        self._outcomes = OutcomeDrafter(
+            self._tails.tail_of,
+            self._tails.compute,
+            max_depth=CONTEXT_MARGIN - 1,
+            keeps_rows=False,
+        )
 
     @property
     def foresight(self) -> OutcomeDrafter:
@@ -148,6 +153,10 @@ class EagleDrafter:
         """Committed rows that only a proposal computes."""
         return 1
 
+    def _new_tails(self) -> HeadTails:
+        """Returns what computes behind committed tokens, ahead of verdicts."""
+        return HeadTails(self._contexts, self._runner.device)
+
     def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Computes the next committed rows of each sequence."""
         self._contexts.compute(counts, with_logits=False)
@@ -197,10 +206,3 @@ class EagleDrafter:
             num_steps=min(shape.num_steps, shape.max_node_count),
             topk=min(shape.topk, self._runner.head.vocabulary.size),
         )
-
-
-def outcome_drafter(tails: HeadTails) -> OutcomeDrafter:
-    """Returns what drafts ahead with the tails of a head."""
-    return OutcomeDrafter(
-        tails.tail_of, tails.compute, max_depth=CONTEXT_MARGIN - 1, keeps_rows=False
-    )

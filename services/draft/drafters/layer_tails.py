@@ -34,13 +34,17 @@ from shared.speculation.growth import Children
 
 class LayerTails(HeadTails):
     """See `HeadTails`. A node's state is `[n, H]`, one row a layer; rows of layers that the node
-    has none in are never read."""
+    has none in are never read.
+
+    Attributes:
+        forwards: of the layers.
+    """
 
     def __init__(
         self, contexts: HeadContexts, forwards: LayerForwards, device: torch.device
     ) -> None:
         super().__init__(contexts, device)
-        self._forwards = forwards
+        self.forwards = forwards
 
     def plant(self, sequences: Sequence[DraftSequence], states: Tensor, children: Children) -> None:
         """Begins a tail below the last committed token of each; no node of it is computed.
@@ -63,10 +67,10 @@ class LayerTails(HeadTails):
         return self._contexts.kv_of(sequence).tail if is_complete else None
 
     def _is_root_due(self, work: TailWork) -> bool:
-        return self._contexts.backlog(work.sequence) > self._forwards.num_layers - 1
+        return self._contexts.backlog(work.sequence) > self.forwards.num_layers - 1
 
     def _compute_roots(self, work: Sequence[TailWork]) -> None:
-        contexts, forwards = self._contexts, self._forwards
+        contexts, forwards = self._contexts, self.forwards
         sequences = [each.sequence for each in work]
         own = [LayerRows(contexts.kv_of(each), each.token_ids) for each in sequences]
         counts = [(each, contexts.backlog(each)) for each in sequences]
@@ -90,7 +94,7 @@ class LayerTails(HeadTails):
             each.tail.lay_out(each.nodes, self._contexts.kv_of(each.sequence).lease.pages)
             for each in work
         ]
-        last = self._forwards.num_layers - 1
+        last = self.forwards.num_layers - 1
         above = torch.stack([_state(node.parent) for node in nodes])
         states = torch.zeros_like(above)
         shallowest = min(node.depth for node in nodes)
@@ -100,16 +104,16 @@ class LayerTails(HeadTails):
                 is_deep = uploaded_numbers([node.depth > last for node in nodes], above.device)
                 hidden = torch.where(is_deep.unsqueeze(1) > 0, above[:, last], hidden)
             own = [_shifted(each, layer) for each in rows]
-            states[:, layer] = self._forwards.run(own, hidden, layer)
+            states[:, layer] = self.forwards.run(own, hidden, layer)
         self._note(work, states)
 
     def _note(self, work: Sequence[TailWork], states: Tensor) -> None:
         """Takes the states `[L, n, H]` of the nodes, and scores what may follow each."""
         nodes = [node for each in work for node in each.nodes]
-        last = self._forwards.num_layers - 1
+        last = self.forwards.num_layers - 1
         scoring = uploaded_numbers([min(node.depth, last) for node in nodes], states.device)
         chosen = states[torch.arange(len(nodes), device=states.device), scoring]
-        learn_rows(work, self._forwards.logits(chosen), self._device)
+        learn_rows(work, self.forwards.logits(chosen), self._device)
         for node, state in zip(nodes, states.unbind(), strict=True):
             node.state = state
 

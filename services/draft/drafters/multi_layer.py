@@ -17,14 +17,12 @@ import torch
 
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.eagle import EagleDrafter, outcome_drafter
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.layer_forwards import LayerForwards
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.layer_tails import LayerTails
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows
-from shared.kv.leases import KvLeases
-from shared.runtime.head_runner import HeadRunner
 from shared.speculation.growth import Beam, TreeGrowth, parent_states
 from shared.tokens import TreeShape
 
@@ -33,25 +31,15 @@ class MultiLayerDrafter(EagleDrafter):
     """See `Drafter`. Its leases must not cache prefixes: a row's key there is too short for what
     the deeper layers read."""
 
-    def __init__(
-        self,
-        runner: HeadRunner,
-        leases: KvLeases,
-        *,
-        max_context_tokens: int,
-        keeps_features: bool,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(
-            runner,
-            leases,
-            max_context_tokens=max_context_tokens,
-            keeps_features=keeps_features,
-            generator=generator,
-        )
-        self._forwards = LayerForwards(runner, self._contexts)
-        self._layer_tails = LayerTails(self._contexts, self._forwards, runner.device)
-        self._outcomes = outcome_drafter(self._layer_tails)
+    _tails: LayerTails
+
+    def _new_tails(self) -> LayerTails:
+        forwards = LayerForwards(self._runner, self._contexts)
+        return LayerTails(self._contexts, forwards, self._runner.device)
+
+    @property
+    def _forwards(self) -> LayerForwards:
+        return self._tails.forwards
 
     @property
     def _num_layers(self) -> int:
@@ -102,7 +90,7 @@ class MultiLayerDrafter(EagleDrafter):
         for sequence, count in counts:
             forwards.settle(sequence, count - (self._num_layers - 1))
         if self._outcomes.budget:
-            self._layer_tails.plant(sequences, torch.stack(roots, dim=1), first)
+            self._tails.plant(sequences, torch.stack(roots, dim=1), first)
         grown = zip(sequences, growth.finish(), strict=True)
         return [Proposal(sequence, result.tree) for sequence, result in grown]
 

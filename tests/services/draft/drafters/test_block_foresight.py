@@ -21,6 +21,7 @@ from tests.helpers.drafting import (
     committed,
     draft_sequence,
     foreseen_tokens,
+    mixed_sequences,
     prepare_ahead,
     propose,
     random_text,
@@ -126,10 +127,7 @@ def test_sequences_prepare_together_and_alike(
     for max_rows in (1, block_foresight.MAX_ROWS):
         monkeypatch.setattr(block_foresight, "MAX_ROWS", max_rows)
         drafter = _drafter(setup)
-        sequences = [
-            draft_sequence(random_text(n, length), [GREEDY, SAMPLED][n % 2], number=n)
-            for n, length in enumerate((5, 17, 9))
-        ]
+        sequences = mixed_sequences(5, 17, 9)
         for sequence in sequences:
             setup.open(drafter, sequence)
         trees = propose(drafter, TREE, *sequences)

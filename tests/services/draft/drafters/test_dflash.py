@@ -9,7 +9,14 @@ from services.draft.sequence import DraftSequence
 from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree, TreeShape
 from tests.helpers.block_setup import BLOCK_SIZE, CHAIN, PAGE_SIZE, TREE, BlockSetup, block_setup
 from tests.helpers.dflash_heads import best_block_paths
-from tests.helpers.drafting import GREEDY, SAMPLED, draft_sequence, propose, random_text
+from tests.helpers.drafting import (
+    GREEDY,
+    SAMPLED,
+    draft_sequence,
+    mixed_sequences,
+    propose,
+    random_text,
+)
 from tests.helpers.head_oracle import Values, path_values
 
 SHAPES = [CHAIN, TREE, TreeShape(2, 1, 8), TreeShape(9, 1, 3), TreeShape(2, 3, 12)]
@@ -91,10 +98,7 @@ def test_catching_up_in_chunks_changes_nothing(setup: BlockSetup, chunk: int) ->
 
 
 def test_sequences_of_a_batch_do_not_disturb_each_other(setup: BlockSetup) -> None:
-    sequences = [
-        draft_sequence(random_text(n, length), [GREEDY, SAMPLED][n % 2], number=n)
-        for n, length in enumerate((5, 17, 2, 9))
-    ]
+    sequences = mixed_sequences(5, 17, 2, 9)
     drafter = setup.drafter()
     for sequence in sequences:
         setup.open(drafter, sequence)

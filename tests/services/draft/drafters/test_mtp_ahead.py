@@ -20,6 +20,7 @@ from tests.helpers.drafting import (
     committed,
     draft_sequence,
     foreseen_tokens,
+    mixed_sequences,
     prepare_ahead,
     propose,
     random_text,
@@ -107,10 +108,7 @@ def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
 def test_sequences_prepare_together_and_alike(name: str, setups: dict[str, MtpSetup]) -> None:
     setup = setups[name]
     drafter = _drafter(setup)
-    sequences = [
-        draft_sequence(random_text(n, length), [GREEDY, SAMPLED][n % 2], number=n)
-        for n, length in enumerate((5, 17, 9))
-    ]
+    sequences = mixed_sequences(5, 17, 9)
     for sequence in sequences:
         setup.open(drafter, sequence)
     trees = propose(drafter, TREE, *sequences)
