@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.target.drafts.attachment import AttachmentStatus
+from services.target.settings import TargetSettings
 from services.target.step_report import EngineGauges, shape_name
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+from shared.settings import shown_settings
 
 
 def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
@@ -31,6 +33,12 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
             for (tree, size), each in gauges.round_s.items()
         },
     }
+
+
+def target_settings(settings: TargetSettings) -> Mapping[str, str]:
+    """Returns every setting by flag name; the verification mode is the rule in force, whichever
+    flag names it."""
+    return {**shown_settings(settings), "verification-mode": settings.verification.value}
 
 
 def attachment_message(status: AttachmentStatus) -> pb.Attachment:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from grpc import aio
 
-from services.target.admin_messages import attachment_message, gauge_values
+from services.target.admin_messages import attachment_message, gauge_values, target_settings
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
@@ -35,7 +35,6 @@ from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.rpc.shutdown import stop_servers
-from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
@@ -201,7 +200,7 @@ class TargetProcess:
             "target",
             package_version(),
             time.time(),
-            {**self._draft_settings, **shown_settings(self._settings)},
+            {**self._draft_settings, **target_settings(self._settings)},
         )
         hooks = AdminHooks(
             drain=self._drain,

@@ -89,9 +89,13 @@ async def test_output_is_the_same_and_drafted(
 
 
 @pytest.mark.parametrize(
-    "flag", ["--speculative-use-rejection-sampling", "--speculative-use-block-verification"]
+    ("flag", "rule"),
+    [
+        ("--speculative-use-rejection-sampling", "rejection"),
+        ("--speculative-use-block-verification", "block"),
+    ],
 )
-async def test_drawn_chains_are_verified(folder: Path, flag: str) -> None:
+async def test_drawn_chains_are_verified(folder: Path, flag: str, rule: str) -> None:
     """With temperature 0 the output is plain decoding's all the same."""
     process = _process(folder, "--speculative-draft-model-path", str(folder), flag)
     await process.start()
@@ -113,6 +117,7 @@ async def test_drawn_chains_are_verified(folder: Path, flag: str) -> None:
             admin_service_pb2.GetServerInfoRequest()
         )
         assert info.settings[flag.removeprefix("--")] == "true"
+        assert info.settings["verification-mode"] == rule
     await process.stop(grace_s=0.0)
 
 
