@@ -121,7 +121,10 @@ class StepLoop:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
-        is_timed = last is None or _are_alike(last, self._in_flight)
+        launched = self._in_flight
+        # Launching one step and committing the one before takes as long as either if they are
+        # alike: on a CPU launching is computing, so that the time is the launched step's.
+        is_timed = last is None or (launched is not None and last.is_like(launched))
         if last is not None:
             self._commit(last)
         if not self._runs_ahead():
@@ -252,11 +255,3 @@ class StepLoop:
             self._in_flight.retired.append(sequence)
         else:
             self._scheduler.release(sequence)
-
-
-def _are_alike(last: LaunchedStep, launched: LaunchedStep | None) -> bool:
-    """Whether a turn that launches one step and commits the one before takes as long as either:
-    on a CPU launching is computing, so that the time is the launched step's."""
-    if launched is None:
-        return False
-    return (last.num_rows, last.num_prompt_rows) == (launched.num_rows, launched.num_prompt_rows)
