@@ -112,7 +112,7 @@ bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, then plain decode
 	@$(PY) -m tests.bench.gpu
 	@$(PY) -m tests.bench.engine_gpu
 
-bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 2 4"
+bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 4"
 	@$(PY) -m tests.bench.tensor_parallel $(ARGS)
 
 load: $(STAMP) ## load on a running gateway, closed or open loop; ARGS="--help"

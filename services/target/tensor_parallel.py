@@ -12,6 +12,8 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -23,7 +25,7 @@ from services.bound import end_with_parent
 from services.target.runner_factory import build_runner, check_tp_size
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
-from shared.layers.tensor_group import close_group, open_group
+from shared.layers.tensor_group import open_group
 from shared.models.config import ModelConfig
 from shared.runtime.device import device_named
 from shared.runtime.lockstep import Leader, follow
@@ -32,6 +34,7 @@ from shared.telemetry.logs import configure_logs
 logger = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _STOP_GRACE_S = 10.0
+_KILL_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +92,8 @@ class Followers:
         self._is_stopping.set()
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(_STOP_GRACE_S)
-            if process.is_alive():
-                logger.warning("%s does not end; it is killed", process.name)
-                process.kill()
-                process.join()
-        close_group()
+        end_processes(self._processes, _STOP_GRACE_S)
+        self.group.close()
 
     def _watch(self) -> None:
         """Ends this process when a follower dies: a collective would wait for it for ever, and the
@@ -108,6 +106,19 @@ class Followers:
         logger.critical("%s died; without its part of the model this target ends", ", ".join(dead))
         logging.shutdown()
         os._exit(1)
+
+
+def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> None:
+    """Waits for processes that were told to end, and kills those that do not within `grace_s`."""
+    deadline_s = time.monotonic() + grace_s
+    for process in processes:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            logger.warning("%s does not end; it is killed", process.name)
+            process.kill()
+            # A driver may hold even a killed process; it cannot compute any more.
+            process.join(_KILL_GRACE_S)
 
 
 def rank_devices(settings: TargetSettings) -> list[torch.device]:
@@ -130,7 +141,25 @@ def rank_devices(settings: TargetSettings) -> list[torch.device]:
 def _serve(
     settings: TargetSettings, seat: Seat, pipe: Connection, feature_layers: tuple[int, ...]
 ) -> None:
-    """Runs one follower, until rank 0 closes the pipe."""
+    """Runs one follower, until rank 0 closes the pipe, and ends its process.
+
+    At once: what a group and graphs hold, the end of the process gives back. Closing them in order
+    would wait for rank 0, which waits for this process.
+    """
+    exit_code = 1
+    try:
+        _follow(settings, seat, pipe, feature_layers)
+        exit_code = 0
+    except Exception:
+        logger.exception("cannot compute its part of the model")
+    finally:
+        logging.shutdown()
+        os._exit(exit_code)
+
+
+def _follow(
+    settings: TargetSettings, seat: Seat, pipe: Connection, feature_layers: tuple[int, ...]
+) -> None:
     end_with_parent()
     # Ctrl-C reaches the whole group; rank 0 drains and then closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -143,4 +172,3 @@ def _serve(
     store = TCPStore(_HOST, seat.store_port, seat.size, is_master=False)
     group = open_group(store, rank=seat.rank, size=seat.size, device=device)
     follow(build_runner(settings, group, feature_layers=feature_layers).runner, group, pipe)
-    close_group()

@@ -5,13 +5,21 @@ Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from shared.layers.peer_memory import PeerMemory, open_peer_memory, problem_with
+
+logger = logging.getLogger(__name__)
+_CLOSE_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +30,27 @@ class TensorGroup:
         rank: of this process, from 0.
         size: processes, at least 2.
         gather: fills its first argument with every process's second.
+        peers: adds small messages; None where the devices cannot read each other's memory.
+        graphs: CUDA graphs that hold collectives of the group, which cannot close before they end.
     """
 
     rank: int
     size: int
     gather: Callable[[Tensor, Tensor], object]
+    peers: PeerMemory | None = None
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list, compare=False)
 
     def sum(self, part: Tensor) -> Tensor:
         """Returns the sum of every process's `part`, in its dtype, on every process.
 
-        An all-reduce may add in another order for another number of elements. Here the parts are
-        gathered and added in the order of ranks, in float32, and rounded once, so that a row's bits
-        do not depend on the rows beside it. Two processes exchange as many bytes as they would in
-        an all-reduce, four twice as many.
+        An all-reduce may add in another order for another number of elements. Here parts are added
+        in the order of ranks, in float32, and rounded once, so that a row's bits do not depend on
+        the rows beside it, nor on the way that the message takes. Large parts are gathered: two
+        processes exchange as many bytes as they would in an all-reduce, four twice as many.
         """
-        parts = self._gathered(part)
-        total = parts[0].float()
-        for other in parts[1:]:
-            total = total + other.float()
-        return total.to(part.dtype)
+        if self.peers is not None and self.peers.fits(part):
+            return self.peers.sum(part)
+        return _added(self._gathered(part))
 
     def maximum(self, part: Tensor) -> Tensor:
         """Returns the largest of every process's elements, element by element."""
@@ -54,12 +64,39 @@ class TensorGroup:
         """Fills `tensor` with that of rank 0."""
         dist.broadcast(tensor, 0)
 
+    def close(self) -> None:
+        """Leaves the group; no process computes any more, and others may have ended.
+
+        NCCL waits for every graph that holds one of its collectives, so the graphs end first, and
+        closing in order waits for the other processes, so the group is broken off instead.
+        """
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs.clear()
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() != "nccl":
+            dist.destroy_process_group()
+        elif not ends_within(_CLOSE_GRACE_S, _abort_process_group):
+            logger.warning("NCCL does not close the group; the end of the process will")
+
     def _gathered(self, part: Tensor) -> Tensor:
         """Returns `[size, *part.shape]`."""
         gathered = part.new_empty((self.size, *part.shape))
         if part.numel():
             self.gather(gathered.view(-1), part.contiguous().view(-1))
         return gathered
+
+
+def _added(parts: Tensor) -> Tensor:
+    """Returns the sum of the `parts` `[N, ...]` in order, in their dtype, rounded once."""
+    if len(parts) == 2:
+        # One kernel, which adds in float32 and rounds the result.
+        return parts[0] + parts[1]
+    total = parts[0].float()
+    for other in parts[1:]:
+        total = total + other
+    return total.to(parts.dtype)
 
 
 def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> TensorGroup:
@@ -74,12 +111,44 @@ def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> T
     )
     # Its name in torch 2.13 and after, and before.
     is_new = hasattr(dist, "all_gather_single")
-    return TensorGroup(
+    group = TensorGroup(
         rank, size, dist.all_gather_single if is_new else dist.all_gather_into_tensor
     )
+    if device.type != "cuda":
+        return group
+    return TensorGroup(rank, size, group.gather, _peers(group, device))
 
 
-def close_group() -> None:
-    """Leaves the group, if this process is in one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _peers(group: TensorGroup, device: torch.device) -> PeerMemory | None:
+    """Returns the group's peer memory, or None on every rank when one cannot have it."""
+    index = torch.tensor([[device.index]], device=device)
+    problem = problem_with(device, group.joined(index).flatten().tolist())
+    peers = None
+    if _agree(group, problem is None, device):
+        try:
+            # Its name; the group itself is what newer versions want.
+            peers = open_peer_memory(device, group.size, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            problem = str(error)
+        if _agree(group, problem is None, device):
+            return peers
+    if group.rank == 0:
+        reason = problem or "another process cannot share its memory"
+        logger.warning("sums of small messages go through NCCL, which is slower: %s", reason)
+    return None
+
+
+def _agree(group: TensorGroup, is_fine: bool, device: torch.device) -> bool:
+    """Whether all processes are fine."""
+    return not int(group.maximum(torch.tensor([int(not is_fine)], device=device)))
+
+
+def ends_within(limit_s: float, work: Callable[[], object]) -> bool:
+    """Runs `work` on a thread, which is left to itself when it takes longer than `limit_s`.
+
+    Returns whether it ended.
+    """
+    thread = threading.Thread(target=work, name="closing", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()

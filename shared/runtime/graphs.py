@@ -139,6 +139,8 @@ class ForwardGraphs:
         self._forward(bucket, key.capture_layers)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        if self._decoder.group is not None:
+            self._decoder.group.graphs.append(graph)
         with capturing(graph, self._memory):
             logits, hidden, features = self._forward(bucket, key.capture_layers)
         return CapturedForward(graph, bucket, logits, hidden, features)

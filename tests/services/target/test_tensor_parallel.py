@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
-from services.target.tensor_parallel import Followers
+from services.target.tensor_parallel import Followers, end_processes
 from shared.errors import SettingsError
 from shared.kv.leases import KvLeases
 from shared.model_options import KvDtype, Quantisation
@@ -152,6 +154,30 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", SHAPE)
     with pytest.raises(SettingsError, match="this host has 0 GPUs"):
         Followers(_settings(folder, tp_size=2, device="cuda:0"))
+
+
+def test_processes_that_do_not_end_are_killed(caplog: pytest.LogCaptureFixture) -> None:
+    context = multiprocessing.get_context("spawn")
+    ends = context.Process(target=int, name="target-1")
+    hangs = context.Process(target=time.sleep, args=(3600.0,), name="target-2")
+    ends.start()
+    ends.join()
+    hangs.start()
+    end_processes([ends, hangs], 0.0)
+    assert ends.exitcode == 0
+    assert hangs.exitcode == -signal.SIGKILL
+    assert [record.getMessage() for record in caplog.records] == [
+        "target-2 does not end; it is killed"
+    ]
+
+
+def test_a_follower_that_fails_ends_with_an_error() -> None:
+    code = "from services.target.tensor_parallel import _serve; _serve(None, None, None, ())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "cannot compute its part of the model" in ended.stderr
 
 
 def _follower_of(process_id: int) -> int:
