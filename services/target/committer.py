@@ -11,7 +11,7 @@ from services.target.round_trace import RoundTrace
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from shared.kv.leases import KvLeases
-from shared.runtime.round_runner import SequenceRound
+from shared.runtime.round_sequences import SequenceRound
 
 
 class Committer:

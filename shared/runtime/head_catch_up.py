@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +16,26 @@ from shared.models.heads.head import DraftHead
 _CHUNK_ROWS = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class HeadBacklog:
+    """Rows that one sequence lacks in the head's cache.
+
+    Attributes:
+        token_ids: committed; the row of position p reads the token after it.
+        start: the first row that is missing. The last but one is the last that is caught up with:
+            a tree starts from the last one.
+        pages: the target's, where the features are.
+        head_pages: the head's.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    head_pages: Sequence[int]
+
+
 class HeadCatchUp:
-    """Computes rows of one head, one sequence at a time.
+    """Computes rows of one head, those of all sequences together.
 
     Args:
         pool: the head's.
@@ -29,38 +48,42 @@ class HeadCatchUp:
         self._feature_rows = feature_rows
 
     @torch.inference_mode()
-    def run(
-        self,
-        token_ids: Sequence[int],
-        start: int,
-        *,
-        pages: Sequence[int],
-        head_pages: Sequence[int],
-    ) -> None:
-        """Computes the rows from `start` on, all but the last, which a tree starts from.
+    def run(self, backlogs: Iterable[HeadBacklog]) -> None:
+        """Computes what is missing, in forwards of bounded size."""
+        chunk: list[SequenceRows] = []
+        feature_slots: list[int] = []
+        for backlog in backlogs:
+            first, end = backlog.start, len(backlog.token_ids) - 2
+            while first < end:
+                count = min(end - first, _CHUNK_ROWS - len(feature_slots))
+                chunk.append(_rows(backlog, first, count))
+                feature_slots += self._slots(backlog.pages, range(first, first + count))
+                first += count
+                # Rows of a sequence read those before them from the cache: never in one forward.
+                if len(feature_slots) == _CHUNK_ROWS:
+                    self._forward(chunk, feature_slots)
+                    chunk, feature_slots = [], []
+        if chunk:
+            self._forward(chunk, feature_slots)
 
-        Args:
-            token_ids: committed; the row of position p reads the token after it.
-            pages: the target's, where the features are.
-        """
-        end = len(token_ids) - 2
-        for first in range(start, end, _CHUNK_ROWS):
-            count = min(end - first, _CHUNK_ROWS)
-            rows = SequenceRows(
-                token_ids=token_ids[first + 1 : first + 1 + count],
-                positions=range(first, first + count),
-                kv_start=first,
-                pages=head_pages,
-                prefix_length=first,
-                tail_mask=None,
-                logit_rows=(),
-            )
-            batch = build_batch([rows], page_size=self._pool.page_size, device=self._pool.device)
-            self._head.forward(batch, self._hidden(pages, range(first, first + count)), self._pool)
+    def _forward(self, chunk: Sequence[SequenceRows], feature_slots: Sequence[int]) -> None:
+        device = self._pool.device
+        batch = build_batch(chunk, page_size=self._pool.page_size, device=device)
+        features = self._feature_rows.index_select(0, uploaded_numbers(feature_slots, device))
+        self._head.forward(batch, self._head.fuse(features), self._pool)
 
-    def _hidden(self, pages: Sequence[int], positions: range) -> Tensor:
-        """Returns the hidden states that the rows of some positions read."""
+    def _slots(self, pages: Sequence[int], positions: range) -> list[int]:
         size = self._pool.page_size
-        slots = [pages[position // size] * size + position % size for position in positions]
-        index = uploaded_numbers(slots, self._feature_rows.device)
-        return self._head.fuse(self._feature_rows.index_select(0, index))
+        return [pages[position // size] * size + position % size for position in positions]
+
+
+def _rows(backlog: HeadBacklog, first: int, count: int) -> SequenceRows:
+    return SequenceRows(
+        token_ids=backlog.token_ids[first + 1 : first + 1 + count],
+        positions=range(first, first + count),
+        kv_start=first,
+        pages=backlog.head_pages,
+        prefix_length=first,
+        tail_mask=None,
+        logit_rows=(),
+    )

@@ -18,7 +18,8 @@ from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification import RoundVerification
 
-_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+ROUND_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+"""Numbers of slots that rounds compute; above, as many as there are sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class RoundGraphs:
 
     def num_computed(self, num_slots: int) -> int:
         """Returns how many slots a round of so many computes."""
-        bucket = next((size for size in _BUCKETS if size >= num_slots), num_slots)
+        bucket = next((size for size in ROUND_SIZES if size >= num_slots), num_slots)
         return min(bucket, self._state.num_slots)
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:

@@ -8,7 +8,7 @@ decides only who takes part and which pages they have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
-from shared.runtime.head_catch_up import HeadCatchUp
+from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
 from shared.runtime.round_graphs import CapturedRound, RoundGraphs
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.round_state import RoundState
 from shared.tokens import SamplingParams, TreeShape
 
@@ -39,20 +40,6 @@ class RoundLimits:
 
     max_sequences: int
     max_context_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRound:
-    """What a round did to one sequence.
-
-    Attributes:
-        token_ids: committed, the bonus token last; at least one.
-        num_drafted: nodes of its tree.
-    """
-
-    sequence_id: int
-    token_ids: tuple[int, ...]
-    num_drafted: int
 
 
 @dataclass(slots=True)
@@ -177,38 +164,23 @@ class RoundRunner:
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
 
     @torch.inference_mode()
-    def place(
-        self,
-        sequence_id: int,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        pages: Sequence[int],
-        head_pages: Sequence[int],
-        num_head_rows: int,
-    ) -> None:
-        """Takes a sequence into the next round; its head catches up first.
-
-        Args:
-            token_ids: committed, at least two; all but the last are computed by the target, and
-                their features are in `feature_rows`.
-            pages: the target's, in logical order.
-            head_pages: the head's; cover one row a token but the last.
-            num_head_rows: the first rows, whose keys and values are in `head_pages` already.
-        """
-        assert len(token_ids) >= 2, "a round starts from a computed token"
-        assert sequence_id not in self._placed, f"sequence {sequence_id} is placed already"
+    def place(self, newcomers: Sequence[Newcomer]) -> None:
+        """Takes sequences into the next round; their heads catch up first, together."""
         used = {placed.slot for placed in self._placed.values()}
-        slot = next(slot for slot in range(self.limits.max_sequences) if slot not in used)
-        placed = _Placed(slot, len(token_ids), sampling, [], [])
-        self._placed[sequence_id] = placed
-        self.set_pages(sequence_id, pages, head_pages)
+        free = (slot for slot in range(self.limits.max_sequences) if slot not in used)
+        slots = dict(zip(free, newcomers, strict=False))
+        assert len(slots) == len(newcomers), f"{len(newcomers)} sequences for {len(slots)} slots"
+        for slot, each in slots.items():
+            assert len(each.token_ids) >= 2, "a round starts from a computed token"
+            assert each.sequence_id not in self._placed, f"sequence {each.sequence_id} is placed"
+            self._placed[each.sequence_id] = _Placed(
+                slot, len(each.token_ids), each.sampling, list(each.pages), list(each.head_pages)
+            )
         self._catch_up.run(
-            token_ids, num_head_rows, pages=placed.pages, head_pages=placed.head_pages
+            HeadBacklog(each.token_ids, each.num_head_rows, each.pages, each.head_pages)
+            for each in newcomers
         )
-        self._state.place(
-            slot, num_tokens=len(token_ids), last_token_id=token_ids[-1], sampling=sampling
-        )
+        self._state.place({slot: each.in_slot for slot, each in slots.items()})
 
     @torch.inference_mode()
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
@@ -222,10 +194,12 @@ class RoundRunner:
             known.extend(now[len(known) :])
 
     @torch.inference_mode()
-    def remove(self, sequence_id: int) -> None:
-        """Leaves a sequence out from the next launch on. Rounds under way may still write to its
+    def remove(self, sequence_ids: Iterable[int]) -> None:
+        """Leaves sequences out from the next launch on. Rounds under way may still write to their
         pages, before anything that is queued later."""
-        self._state.clear(self._placed.pop(sequence_id).slot)
+        slots = [self._placed.pop(each).slot for each in sequence_ids]
+        if slots:
+            self._state.clear(slots)
 
     def launch(self) -> None:
         """Queues one round of every placed sequence; their pages must cover `num_kv_tokens`.

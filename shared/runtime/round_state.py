@@ -6,9 +6,10 @@ another without the host. A slot without a sequence computes in the padding page
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,23 +104,31 @@ class RoundState:
             self.num_slots, max_open_rows=num_open, num_pages=num_pages, device=self.numbers.device
         )
 
-    def place(
-        self, slot: int, *, num_tokens: int, last_token_id: int, sampling: SamplingParams
-    ) -> None:
-        """Puts a sequence into a slot, its head's rows computed but for the last one."""
-        row = _number_row((last_token_id,), signed_seed(sampling.seed), self.open_tokens.shape[1])
-        row[LENGTH], row[ACTIVE] = num_tokens, 1
-        _upload(self.numbers[slot], torch.tensor(row))
-        columns = torch.tensor(sampling_columns(sampling), dtype=torch.float64)
-        _upload(self.sampling[slot], columns)
+    def place(self, sequences: Mapping[int, SlotSequence]) -> None:
+        """Puts sequences into slots, their heads' rows computed but for the last ones. It takes as
+        many copies for one as for all."""
+        width, num_pages = self.open_tokens.shape[1], self.page_table.shape[1]
+        placed = sequences.values()
+        tables = np.full((2, len(sequences), num_pages), PADDING_PAGE, np.int32)
+        for row, each in enumerate(placed):
+            tables[0, row, : len(each.pages)] = each.pages
+            tables[1, row, : len(each.head_pages)] = each.head_pages
+        slots = torch.tensor(list(sequences))
+        columns = [sampling_columns(each.sampling) for each in placed]
+        _write_rows(self.numbers, slots, torch.tensor([each.numbers(width) for each in placed]))
+        _write_rows(self.sampling, slots, torch.tensor(columns, dtype=torch.float64))
+        _write_rows(self.page_table, slots, torch.from_numpy(tables[0]))
+        _write_rows(self.head_page_table, slots, torch.from_numpy(tables[1]))
 
-    def clear(self, slot: int) -> None:
-        """Takes the sequence out of a slot."""
-        _upload(self.numbers[slot], torch.tensor(_number_row((), 0, self.open_tokens.shape[1])))
-        columns = torch.tensor(sampling_columns(_GREEDY), dtype=torch.float64)
-        _upload(self.sampling[slot], columns)
+    def clear(self, slots: Sequence[int]) -> None:
+        """Takes the sequences out of slots."""
+        index = _to_device(torch.tensor(slots), self.numbers.device)
+        empty = torch.tensor(_number_row((), 0, self.open_tokens.shape[1]))
+        greedy = torch.tensor(sampling_columns(_GREEDY), dtype=torch.float64)
+        self.numbers[index] = _to_device(empty, index.device)
+        self.sampling[index] = _to_device(greedy, index.device)
         for table in (self.page_table, self.head_page_table):
-            _upload(table[slot], torch.full_like(table[slot], PADDING_PAGE, device="cpu"))
+            table.index_fill_(0, index, PADDING_PAGE)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int], *, of_head: bool) -> None:
         """Writes the pages of a slot from the `first`-th on."""
@@ -132,15 +141,45 @@ class RoundState:
 _GREEDY = SamplingParams(temperature=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotSequence:
+    """What a slot takes of a sequence.
+
+    Attributes:
+        num_tokens: committed.
+        pages: the target's, in logical order.
+        head_pages: the head's.
+    """
+
+    num_tokens: int
+    last_token_id: int
+    sampling: SamplingParams
+    pages: Sequence[int]
+    head_pages: Sequence[int]
+
+    def numbers(self, max_open_rows: int) -> list[int]:
+        """Returns its row of `RoundState.numbers`."""
+        row = _number_row((self.last_token_id,), signed_seed(self.sampling.seed), max_open_rows)
+        row[LENGTH], row[ACTIVE] = self.num_tokens, 1
+        return row
+
+
 def _number_row(tokens: Sequence[int], seed: int, max_open_rows: int) -> list[int]:
     padding = [0] * (max_open_rows - len(tokens))
     return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, *tokens, *padding]
 
 
+def _write_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Writes some rows without waiting."""
+    device = target.device
+    target.index_copy_(0, _to_device(index, device), _to_device(rows, device))
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copies without waiting. The pinned block is not given out again before the copy has run."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 def _upload(target: Tensor, host: Tensor) -> None:
     """Copies without waiting: work already queued on the device reads the values before."""
-    if target.is_cuda:
-        # The pinned block is not given out again before the copy has run.
-        target.copy_(host.pin_memory(), non_blocking=True)
-    else:
-        target.copy_(host)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)

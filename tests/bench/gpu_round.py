@@ -33,6 +33,7 @@ from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import Newcomer
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification_fused import FusedRoundVerification
 from shared.speculation.tree_rows import TreeRows
@@ -222,14 +223,11 @@ class RoundBench:
 def place_all(runner: RoundRunner, batch: int, sampling: SamplingParams) -> None:
     """Puts `batch` sequences of the first context into a runner, instead of those it has."""
     num_pages = MAX_CONTEXT // PAGE_SIZE // 4
+    runner.remove(runner.sequence_ids)
     for number in range(batch):
-        if number in runner.sequence_ids:
-            runner.remove(number)
         pages = range(1 + number * num_pages, 1 + (number + 1) * num_pages)
         tokens = [(7 * place + number) % 1000 for place in range(CONTEXT)]
-        runner.place(
-            number, tokens, sampling, pages=pages, head_pages=pages, num_head_rows=CONTEXT - 2
-        )
+        runner.place([Newcomer(number, tokens, sampling, pages, pages, CONTEXT - 2)])
 
 
 def _replayed_rounds_ms(captured: CapturedRound) -> float:

@@ -24,6 +24,7 @@ from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import Newcomer
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.runner import ModelRunner
@@ -114,22 +115,28 @@ class DeviceRounds:
         num_head_rows: int = 0,
     ) -> None:
         """Computes all tokens but the last as the general path does, and places the sequence."""
+        self.runner.place(
+            [self.newcomer(sequence_id, token_ids, sampling, num_head_rows=num_head_rows)]
+        )
+
+    def newcomer(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_head_rows: int = 0,
+    ) -> Newcomer:
+        """Computes all tokens but the last, and returns what is to be placed."""
         pages = self._pages.setdefault(sequence_id, ([], []))
         self._grow(pages[0], self._free[0], len(token_ids))
         self._grow(pages[1], self._free[1], len(token_ids))
         self._compute(token_ids[:-1], pages[0])
-        self.runner.place(
-            sequence_id,
-            token_ids,
-            sampling,
-            pages=pages[0],
-            head_pages=pages[1],
-            num_head_rows=num_head_rows,
-        )
+        return Newcomer(sequence_id, token_ids, sampling, *pages, num_head_rows)
 
     def remove(self, sequence_id: int) -> None:
         """Takes a sequence out; its pages stay its own."""
-        self.runner.remove(sequence_id)
+        self.runner.remove([sequence_id])
 
     def launch(self) -> None:
         """Makes room and launches a round."""

@@ -9,20 +9,22 @@ them back to the general path, which computes the same tokens, and they return w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from services.target.control.round_times import RoundSize
 from services.target.drafts.feature_store import FeatureStore
+from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
 from services.target.sequence import Sequence as TargetSequence
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.kv.pages import PagePool
-from shared.runtime.round_runner import RoundRunner, SequenceRound
+from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
@@ -114,17 +116,8 @@ class DeviceRounds:
 
     def takes(self, sequence: TargetSequence) -> bool:
         """Whether rounds can do all that the request asks for, and its context is not too long."""
-        request, sampling = sequence.request, sequence.sampling
         return (
-            sequence.matcher is None
-            and not request.speculation_disabled
-            and not request.wants_trace
-            and request.draft_algorithm in (None, self._algorithm)
-            and request.num_draft_steps is None
-            and request.top_logprobs is None
-            and request.stop.min_output_tokens == 0
-            and not sampling.has_penalties
-            and not sampling.logit_bias
+            can_be_round(sequence.request, self._algorithm)
             and len(sequence.token_ids) <= self._max_context_tokens
             and sequence.sequence_id not in self._refused
         )
@@ -137,15 +130,16 @@ class DeviceRounds:
             for each in sequences
         )
 
-    def launch(self, sequences: Iterable[TargetSequence]) -> bool:
+    def launch(self, sequences: Sequence[TargetSequence]) -> bool:
         """Launches a round of all running sequences, those that are new to it included. Their last
         tokens are read, and all before them are computed.
 
         False, with nothing launched, when pages, features or memory are missing; the sequences
         that lack them are refused from then on.
         """
-        if not all(map(self._prepare, sequences)):
+        if not all(map(self._has_room, sequences)):
             return False
+        self._place(sequences)
         try:
             self._runner.launch()
         except torch.OutOfMemoryError:
@@ -196,8 +190,7 @@ class DeviceRounds:
     def leave(self) -> None:
         """Ends taking part for all; every round has been read. They may come back."""
         assert self._runner.num_pending == 0, "a round would be lost"
-        for sequence_id in self._runner.sequence_ids:
-            self._runner.remove(sequence_id)
+        self._runner.remove(self._runner.sequence_ids)
 
     def forget(self, sequence: TargetSequence) -> None:
         """Lets go of a sequence that has ended."""
@@ -206,37 +199,45 @@ class DeviceRounds:
         if guest is None:
             return
         if sequence.sequence_id in self._runner.sequence_ids:
-            self._runner.remove(sequence.sequence_id)
+            self._runner.remove([sequence.sequence_id])
         # Whoever takes these pages next queues its work behind the rounds under way.
         self._head_pages.release(guest.head_pages)
 
-    def _prepare(self, sequence: TargetSequence) -> bool:
-        """Makes room for a sequence's part of the next round, and places it if it is new; False
-        when that cannot be."""
-        sequence_id, lease = sequence.sequence_id, sequence.open_lease
+    def _has_room(self, sequence: TargetSequence) -> bool:
+        """Makes room for a sequence's part of the next round; False when that cannot be."""
+        sequence_id = sequence.sequence_id
         guest = self._guests.setdefault(sequence_id, _Guest(sequence))
-        is_new = sequence_id not in self._runner.sequence_ids
-        if is_new:
-            num_tokens = len(sequence.token_ids)
-            shape = self._runner.shape
-            needed = shape.num_kv_tokens(num_tokens), shape.num_head_kv_tokens(num_tokens)
-        else:
+        if sequence_id in self._runner.sequence_ids:
             needed = self._runner.num_kv_tokens(sequence_id)
-        if not self._has_features(guest) or not self._grow(guest, *needed):
-            self._refused.add(sequence_id)
-            return False
-        if is_new:
-            self._runner.place(
-                sequence_id,
-                sequence.token_ids,
-                sequence.sampling,
-                pages=lease.pages,
-                head_pages=guest.head_pages,
-                num_head_rows=min(guest.num_head_rows, len(sequence.token_ids) - 2),
-            )
         else:
-            self._runner.set_pages(sequence_id, lease.pages, guest.head_pages)
-        return True
+            num_tokens, shape = len(sequence.token_ids), self._runner.shape
+            needed = shape.num_kv_tokens(num_tokens), shape.num_head_kv_tokens(num_tokens)
+        if self._has_features(guest) and self._grow(guest, *needed):
+            return True
+        self._refused.add(sequence_id)
+        return False
+
+    def _place(self, sequences: Sequence[TargetSequence]) -> None:
+        """Places those that are new, and gives the others the pages that came."""
+        placed = self._runner.sequence_ids
+        newcomers = [self._newcomer(each) for each in sequences if each.sequence_id not in placed]
+        for sequence in sequences:
+            if sequence.sequence_id in placed:
+                head_pages = self._guests[sequence.sequence_id].head_pages
+                self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages, head_pages)
+        if newcomers:
+            self._runner.place(newcomers)
+
+    def _newcomer(self, sequence: TargetSequence) -> Newcomer:
+        guest = self._guests[sequence.sequence_id]
+        return Newcomer(
+            sequence.sequence_id,
+            sequence.token_ids,
+            sequence.sampling,
+            pages=sequence.open_lease.pages,
+            head_pages=guest.head_pages,
+            num_head_rows=min(guest.num_head_rows, len(sequence.token_ids) - 2),
+        )
 
     def _has_features(self, guest: _Guest) -> bool:
         """Whether the features are there that the head has not read."""

@@ -7,13 +7,14 @@ import logging
 import torch
 
 from services.target.rounds.round_source import RoundSource
+from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
-_CAPTURED_SIZES = (1, 2, 4, 8)
+_USUAL_SIZES = (1, 2, 4, 8)
 _CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
 
 
@@ -93,26 +94,36 @@ class RoundRunners:
         )
 
     def _capture(self) -> None:
-        """Makes the usual graphs before anyone waits for them. Shapes that do not fit are left
-        out, but for the draft's own, which goes on with what fits."""
+        """Makes the usual graphs before anyone waits for them; where shapes are chosen, those of
+        all sizes, since each is tried at any time."""
         for shape in list(self._runners):
+            before, fitting = self._num_reserved_bytes(), 0
             try:
-                self._capture_shape(shape)
+                for count in self._captured_sizes(shape):
+                    for kind in _CAPTURED_KINDS:
+                        self._runners[shape].capture(count, kind)
+                    fitting = count
             except torch.OutOfMemoryError:
-                if shape == self.shape:
-                    logger.warning("rounds on the device are confined to what memory is left")
-                    continue
-                logger.warning("no memory for rounds with trees of %s: left out", _name(shape))
-                del self._runners[shape], self._capacities[shape]
-                torch.cuda.empty_cache()
+                self._without_memory(shape, fitting)
+            taken = self._num_reserved_bytes() - before
+            logger.info("graphs of rounds, %s, took %.2f GiB", _name(shape), taken / 2**30)
 
-    def _capture_shape(self, shape: TreeShape) -> None:
-        before = self._num_reserved_bytes()
-        for count in _CAPTURED_SIZES:
-            for kind in _CAPTURED_KINDS:
-                self._runners[shape].capture(min(count, self._capacities[shape]), kind)
-        taken = self._num_reserved_bytes() - before
-        logger.info("graphs of rounds, %s, took %.2f GiB", _name(shape), taken / 2**30)
+    def _captured_sizes(self, shape: TreeShape) -> list[int]:
+        sizes = ROUND_SIZES if self.are_several else _USUAL_SIZES
+        return sorted({min(size, self._capacities[shape]) for size in sizes})
+
+    def _without_memory(self, shape: TreeShape, num_fitting: int) -> None:
+        """Graphs of a shape fit for so many sequences at most. It is left out for more; the
+        draft's own, where it is the only one, may yet find memory."""
+        if not self.are_several:
+            logger.warning("rounds on the device are confined to what memory is left")
+            return
+        self._capacities[shape] = num_fitting
+        logger.warning(
+            "no memory for rounds with trees of %s and more than %d sequences: left out",
+            *(_name(shape), num_fitting),
+        )
+        torch.cuda.empty_cache()
 
     def _num_reserved_bytes(self) -> int:
         is_cuda = self._device.type == "cuda"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from services.target.clock import Clock
 from services.target.committer import Committer
@@ -12,29 +12,11 @@ from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.round_meter import RoundMeter
+from services.target.rounds.round_standing import RoundStanding
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
 from shared.tokens import TreeShape
-
-
-@dataclass(frozen=True, slots=True)
-class RoundStanding:
-    """What is in force for the sequences that rounds could take.
-
-    Attributes:
-        shape: of the rounds under way; None while there are none.
-        num_drafted_for: sequences that take part.
-        num_paused: sequences that step plainly because that pays more.
-        probe_s: time that probes have cost.
-        round_s: usual time of a round, by shape and sequences.
-    """
-
-    shape: TreeShape | None
-    num_drafted_for: int
-    num_paused: int
-    probe_s: float
-    round_s: Mapping[tuple[TreeShape, int], float]
 
 
 class RoundSteps:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from shared.runtime.round_runner import SequenceRound
+from shared.runtime import head_catch_up
+from shared.runtime.round_sequences import SequenceRound
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
 from tests.helpers.host_rounds import HostRound
@@ -101,6 +102,29 @@ def test_results_may_be_read_one_round_late(pairs: dict[str, Pair]) -> None:
         rounds.launch()
         assert rounds.runner.num_pending == 2
         for number, found in enumerate(rounds.runner.result()):
+            _assert_same(found, expected[number][index])
+
+
+@pytest.mark.parametrize("num_chunk_rows", [1, 7, 2048])
+def test_sequences_that_come_together_are_drafted_for_as_alone(
+    pairs: dict[str, Pair], num_chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their heads catch up in common forwards, which may end inside of a sequence."""
+    monkeypatch.setattr(head_catch_up, "_CHUNK_ROWS", num_chunk_rows)
+    pair, samplings = pairs["eagle3"], SAMPLINGS["mixed"]
+    starts, expected = host_rounds(pair, TREE, prompts(4), samplings)
+    rounds = DeviceRounds(pair, TREE, PAGE_SIZE)
+    rounds.runner.place(
+        [
+            rounds.newcomer(number, token_ids, samplings[number % len(samplings)])
+            for number, token_ids in enumerate(starts)
+        ]
+    )
+    for index in range(NUM_ROUNDS):
+        rounds.launch()
+        for number, found in enumerate(rounds.runner.result()):
+            host = expected[number][index].tree
+            assert token_tree(rounds.trees[-1], number).token_ids == host.token_ids
             _assert_same(found, expected[number][index])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
 
 
-def _runners(pair: Pair) -> RoundRunners:
+OTHERS = {CHAIN: 12, SHORT: 32}
+
+
+def _runners(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundRunners:
     pool = KvPool(pair.decoder.kv_layout(PAGE_SIZE), 20, CPU)
     source = RoundSource(
         head=pair.head,
@@ -39,7 +43,7 @@ def _runners(pair: Pair) -> RoundRunners:
         tree=TREE,
         max_context_tokens=60,
         max_sequences=5,
-        other_trees={CHAIN: 12, SHORT: 32},
+        other_trees=others,
     )
     rows = torch.zeros((20 * PAGE_SIZE, pair.head.feature_spec.width))
     return RoundRunners(source, ModelRunner(pair.decoder, pool), rows)
@@ -69,25 +73,42 @@ def test_what_does_not_fit_at_some_size_goes_on_below_it(
     assert "no memory for rounds of 3 sequences with trees of 3 steps, 1 wide" in caplog.text
 
 
-def _capturing(refused: TreeShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def _refuse(shape: TreeShape, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has memory for graphs of a shape for so many sequences; returns what is asked for."""
+    asked = []
+
     def capture(runner: RoundRunner, num_sequences: int, sampling: object) -> None:
-        if runner.shape.tree == refused:
-            raise torch.OutOfMemoryError("no room")
+        if runner.shape.tree == shape:
+            asked.append(num_sequences)
+            if num_sequences > most:
+                raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(RoundRunner, "capture", capture)
+    return asked
 
 
+@pytest.mark.parametrize(("most", "fits"), [(0, 0), (3, 2), (8, 8)])
 def test_a_shape_whose_graphs_do_not_fit_is_left_out(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: Pair,
+    most: int,
+    fits: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _capturing(CHAIN, monkeypatch)
-    assert _runners(pair).shapes_for(1) == (TREE, SHORT)
-    assert "no memory for rounds with trees of 3 steps, 1 wide, 4 rows: left out" in caplog.text
+    asked = _refuse(CHAIN, most, monkeypatch)
+    runners = _runners(pair)
+    for count in range(1, 13):
+        assert (CHAIN in runners.shapes_for(count)) == (count <= fits)
+        assert SHORT in runners.shapes_for(count)
+    assert max(asked) <= 12
+    told = f"trees of 3 steps, 1 wide, 4 rows and more than {fits} sequences: left out"
+    assert told in caplog.text
 
 
-def test_the_draft_s_own_shape_goes_on_with_what_fits(
+def test_the_only_shape_may_find_memory_later(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _capturing(TREE, monkeypatch)
-    assert _runners(pair).shapes_for(1) == (TREE, CHAIN, SHORT)
+    asked = _refuse(TREE, 2, monkeypatch)
+    assert _runners(pair, {}).shapes_for(5) == (TREE,)
+    assert asked == [1, 1, 2, 2, 4]
     assert "confined to what memory is left" in caplog.text

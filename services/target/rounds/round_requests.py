@@ -1,0 +1,24 @@
+"""Which requests rounds on the device can serve: those that need nothing of the host. No torch."""
+
+from __future__ import annotations
+
+from services.target.requests.request import GenerationRequest
+
+
+def can_be_round(request: GenerationRequest, algorithm: str) -> bool:
+    """Whether a head of this algorithm can draft for the request in rounds, at any depth.
+
+    They know no penalties, bias, bans and grammars, compute no log probabilities and no trace.
+    """
+    sampling = request.sampling
+    return (
+        request.grammar is None
+        and not request.speculation_disabled
+        and not request.wants_trace
+        and request.draft_algorithm in (None, algorithm)
+        and request.num_draft_steps is None
+        and request.top_logprobs is None
+        and request.stop.min_output_tokens == 0
+        and not sampling.has_penalties
+        and not sampling.logit_bias
+    )
