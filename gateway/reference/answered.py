@@ -1,0 +1,75 @@
+"""Types of answers, for the document. The gateway builds answers without them: tests hold what it
+answers against them, with no field that they lack."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    """What is absent has no value: the default says in Python that it may be."""
+    for each in schema["properties"].values():
+        each.pop("default", None)
+
+
+class Answered(BaseModel):
+    """A JSON object of an answer. Fields without a default are always there."""
+
+    model_config = ConfigDict(protected_namespaces=(), json_schema_extra=_without_defaults)
+
+
+class SpeculationMetrics(Answered):
+    """What speculation did for an answer."""
+
+    mean_acceptance_length: float = Field(
+        ge=1, description="tokens of a round that verified a tree, the bonus token included"
+    )
+    draft_acceptance_rate: float = Field(ge=0, le=1)
+    acceptance_histogram: list[NonNegativeInt] = Field(
+        description="element n counts the rounds that accepted n draft tokens"
+    )
+    num_spec_steps: NonNegativeInt
+    num_accepted_draft_tokens: NonNegativeInt
+    num_draft_tokens: NonNegativeInt
+    num_spec_tokens: NonNegativeInt = Field(description="the deepest path that was accepted")
+
+
+class AnswerMetrics(Answered):
+    """Figures of one answer."""
+
+    speculative_decoding: SpeculationMetrics | None = Field(
+        description="null when no tree was verified"
+    )
+
+
+class TracedTree(Answered):
+    """The tree of a round; its lists have one element a node."""
+
+    token_ids: list[int]
+    texts: list[str]
+    parents: list[int | None] = Field(description="node of each node's parent; null is the root")
+    log_probs: list[float] = Field(description="the draft's, given the parent")
+
+
+class TracedToken(Answered):
+    """A token that a round added to the output."""
+
+    id: int
+    text: str
+    source: Literal["accepted", "bonus", "plain"]
+
+
+class TracedRound(Answered):
+    """One step of the target, when `speculation.trace` asks for it."""
+
+    round: NonNegativeInt
+    algorithm: str | None
+    rows: int = Field(description="tokens the target computed at once, of all requests")
+    wait_ms: float
+    verify_ms: float
+    draft_ms: float | None
+    tree: TracedTree | None
+    accepted_nodes: list[int]
+    tokens: list[TracedToken]

@@ -1,0 +1,148 @@
+"""What `/v1/responses` answers, for the document. The `openai` package's type lists everything
+that any server may answer, some two hundred schemas; here is what this one does."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from gateway.reference.answered import Answered, AnswerMetrics
+
+Status = Literal["completed", "incomplete"]
+
+
+class TokenAlternative(Answered):
+    """A token that might have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TokenAlternative):
+    """A token of the text, and the likeliest in its place."""
+
+    top_logprobs: list[TokenAlternative]
+
+
+class OutputText(Answered):
+    """Text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(description="always empty")
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(Answered):
+    """A message of the assistant."""
+
+    id: str
+    type: Literal["message"]
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningText(Answered):
+    """Text of what the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Answered):
+    """What the model thought before it answered."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: Status
+    summary: list[Any] = Field(description="always empty")
+    content: list[ReasoningText]
+
+
+class OutputCall(Answered):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str = Field(description="names the call in its `function_call_output`")
+    name: str
+    arguments: str = Field(description="a JSON object, as text")
+    status: Status
+
+
+class IncompleteDetails(Answered):
+    """Why a response is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningSettings(Answered):
+    """As they were asked for."""
+
+    effort: str | None
+    summary: None
+
+
+class TextSettings(Answered):
+    """As they were asked for."""
+
+    format: dict[str, Any]
+
+
+class InputTokensDetails(Answered):
+    """Of `input_tokens`."""
+
+    cached_tokens: NonNegativeInt
+    cache_write_tokens: NonNegativeInt
+
+
+class OutputTokensDetails(Answered):
+    """Of `output_tokens`; predicted tokens are those of drafts."""
+
+    reasoning_tokens: NonNegativeInt
+    accepted_prediction_tokens: NonNegativeInt
+    rejected_prediction_tokens: NonNegativeInt
+
+
+class ResponseTokens(Answered):
+    """Tokens of a response."""
+
+    input_tokens: NonNegativeInt
+    input_tokens_details: InputTokensDetails
+    output_tokens: NonNegativeInt
+    output_tokens_details: OutputTokensDetails
+    total_tokens: NonNegativeInt
+
+
+class ResponseAnswer(Answered):
+    """Answer of `/v1/responses`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: float = Field(description="seconds since 1970")
+    completed_at: float | None
+    status: Status
+    background: Literal[False]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: ReasoningSettings
+    store: Literal[False]
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseTokens
+    metrics: AnswerMetrics
