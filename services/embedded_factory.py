@@ -20,7 +20,7 @@ from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
-from services.target.rounds.round_source import RoundSource
+from services.target.rounds.round_source import RoundSource, capacities
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
 from shared.models.decoder import Decoder
@@ -30,8 +30,6 @@ from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.tokens import TreeShape
 
 log = logging.getLogger(__name__)
-# Verification of more rows is bound by arithmetic, which hides what the host costs.
-_MAX_ROUND_ROWS = 512
 _NOT_EMBEDDED = frozenset(
     {
         *("target", "target-tls-ca", "target-tls-cert", "target-tls-key", "target-tls-name"),
@@ -150,12 +148,7 @@ def _rounds(
 def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeShape, int]:
     """Returns the trees that rounds may have, each with the most sequences of a round; the first
     one is that of rounds while nothing is chosen."""
-    config, most = adaptive_config(settings), chosen.max_running_requests
+    config = adaptive_config(settings)
     is_free = config is not None and not chosen.is_shape_pinned
     shapes = config.round_shapes(chosen.shape) if config and is_free else (chosen.shape,)
-    return {
-        shape: min(
-            most, settings.cuda_graph_max_bs, max(_MAX_ROUND_ROWS // shape.num_draft_tokens, 1)
-        )
-        for shape in shapes
-    }
+    return capacities(shapes, min(chosen.max_running_requests, settings.cuda_graph_max_bs))

@@ -145,6 +145,8 @@ class WideBench:
         for shape in (CHAIN, TREE):
             drafting = replace(self.eagle3(head, shape), is_on_device=True)
             yield from self._drafted(runner, "EAGLE3, rounds on the device", drafting)
+        drafting = replace(self.eagle3(head, TREE), is_on_device=True, is_chosen=True)
+        yield from self._drafted(runner, "EAGLE3, rounds or plain steps as chosen", drafting)
         del runner
         gc.collect()
         yield from self._narrow()

@@ -13,11 +13,13 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
+from services.target.control.adaptive_config import DEFAULT_CONFIG
+from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.inbox import Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
-from services.target.rounds.round_source import RoundSource
+from services.target.rounds.round_source import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
@@ -29,6 +31,7 @@ MAX_SEQUENCES = 64
 _TERMS = AttachmentTerms(VerificationMode.COUPLED, 256, MAX_SEQUENCES, 0.25)
 _LONGEST_RUN_S = 120.0
 _WARM_UP_TOKENS = 16
+_NUM_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Drafting:
         build: returns a new drafter.
         floor_ms: of the draft's part of a round of so many sequences.
         is_on_device: rounds run on the device, with the head that the drafter lends.
+        is_chosen: a controller chooses between such rounds of several shapes and plain steps.
     """
 
     algorithm: str
@@ -46,6 +50,13 @@ class Drafting:
     build: Callable[[], Drafter]
     floor_ms: Callable[[int], float]
     is_on_device: bool = False
+    is_chosen: bool = False
+
+    @property
+    def num_passes(self) -> int:
+        """Times that the prompts are answered; the last one is measured, so that a controller has
+        tried what there is."""
+        return _NUM_PASSES if self.is_chosen else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +97,18 @@ def _served(
     drafting: Drafting | None,
 ) -> tuple[StepTimes, Answers]:
     times, answers = StepTimes(), Answers(len(prompts))
-    engine = _engine(runner, times)
-    draft = None if drafting is None else _attached(engine, drafting)
-    for key, prompt in enumerate(prompts):
-        engine.submit(_request(prompt, num_tokens), answers, key)
+    engine = _engine(runner, times, drafting)
+    draft = None if drafting is None else _attached(engine, drafting, len(prompts))
     engine.start()
-    has_ended = answers.all_ended.wait(_LONGEST_RUN_S)
+    for _ in range(1 if drafting is None else drafting.num_passes):
+        times.reports.clear()
+        answers = Answers(len(prompts))
+        for key, prompt in enumerate(prompts):
+            engine.submit(_request(prompt, num_tokens), answers, key)
+        assert answers.all_ended.wait(_LONGEST_RUN_S), "the engine does not come to an end"
     engine.stop()
     if draft is not None:
         draft.stop()
-    assert has_ended, "the engine does not come to an end"
     return times, answers
 
 
@@ -116,7 +129,7 @@ def _figures(times: StepTimes, answers: Answers) -> Run:
     )
 
 
-def _engine(runner: ModelRunner, times: StepTimes) -> Engine:
+def _engine(runner: ModelRunner, times: StepTimes, drafting: Drafting | None) -> Engine:
     leases = KvLeases(runner.pool.num_pages, runner.page_size, prefix_cache=False)
     config = runner.decoder.config
     return Engine(
@@ -133,14 +146,15 @@ def _engine(runner: ModelRunner, times: StepTimes) -> Engine:
         inbox=Inbox(1024),
         clock=time.perf_counter,
         on_step=times.observe,
+        speculation=SpeculationController() if drafting and drafting.is_chosen else None,
     )
 
 
-def _attached(target: Engine, drafting: Drafting) -> DraftEngine:
+def _attached(target: Engine, drafting: Drafting, num_sequences: int) -> DraftEngine:
     """Starts a draft and attaches it to the engine."""
     drafter = drafting.build()
     # Before the draft's thread has the drafter.
-    rounds = _lent(drafter, drafting.shape, target) if drafting.is_on_device else None
+    rounds = _lent(drafter, drafting, target, num_sequences) if drafting.is_on_device else None
     draft = DraftEngine(
         drafter,
         drafting.shape,
@@ -162,17 +176,21 @@ def _attached(target: Engine, drafting: Drafting) -> DraftEngine:
     return draft
 
 
-def _lent(drafter: Drafter, shape: TreeShape, target: Engine) -> RoundSource:
+def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: int) -> RoundSource:
     """Returns what rounds on the device need of the drafter."""
     assert isinstance(drafter, EagleDrafter), "only EAGLE heads are lent"
-    loan = drafter.lend()
+    loan, shape = drafter.lend(), drafting.shape
+    trees = {shape: MAX_SEQUENCES}
+    if drafting.is_chosen:
+        trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
         head=loan.head,
         pool=loan.pool,
         pages=loan.pages,
         tree=shape,
         max_context_tokens=min(loan.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=MAX_SEQUENCES,
+        max_sequences=trees.pop(shape),
+        other_trees=trees,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.tokens import TreeShape
+
+# Verification of more rows is bound by arithmetic, which hides what the host costs.
+_MAX_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,3 +35,10 @@ class RoundSource:
     max_sequences: int
     other_trees: Mapping[TreeShape, int] = field(default_factory=dict)
     is_pinned: bool = False
+
+
+def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShape, int]:
+    """Returns the most sequences of a round with trees of each shape."""
+    return {
+        shape: min(max_sequences, max(_MAX_ROWS // shape.num_draft_tokens, 1)) for shape in shapes
+    }
