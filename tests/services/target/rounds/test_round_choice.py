@@ -5,42 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from services.target.admin_messages import attachment_message, gauge_values
 from services.target.control.speculation_controller import SpeculationController
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.round_source import RoundSource
 from services.target.step_report import StepReport
-from shared.kv.pool import KvPool
 from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.device_rounds import Pair, load_pair
-from tests.helpers.draft_heads import TinyHead
+from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
-    PAGE_SIZE,
-    VOCAB_SIZE,
     Collector,
     build_engine,
     request,
     run,
     settle,
 )
+from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
 from tests.helpers.model_time import ModelClock, TimedRun, TimedRunner, run_timed
 
 CPU = torch.device("cpu")
 # Of 20 tokens that the head knows; trained for nothing, it hits as often as it is broad.
 TREE, NARROW, CHAIN = TreeShape(1, 16, 17), TreeShape(1, 8, 9), TreeShape(2, 1, 3)
-MAX_SEQUENCES = 8
-NUM_TOKENS = 160
+OTHER_TREES = {NARROW: 8, CHAIN: 8}
+NUM_TOKENS = 140
 PLAIN_S = 0.01
 
 
@@ -59,20 +50,7 @@ CHEAP_ALONE = Costs(lambda shape, size: (1.05 if size < 3 else 4.0) * PLAIN_S)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape, seed=3)
-    head = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
-    return load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
-
-
-class SilentDraft:
-    """Lends its head and never offers a tree."""
-
-    def send(self, message: DraftMessage) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
+    return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CPU)
 
 
 @dataclass
@@ -120,28 +98,18 @@ def _setup(
         make_runner=lambda decoder, pool: TimedRunner(decoder, pool, clock, lambda rows: PLAIN_S),
     )
     if lends:
-        engine.attach(_attachment(pair, is_pinned=is_pinned))
+        engine.attach(
+            lending(
+                pair,
+                SilentDraft(),
+                TREE,
+                {} if is_pinned else OTHER_TREES,
+                num_pages=700,
+                max_context_tokens=190,
+                is_pinned=is_pinned,
+            )
+        )
     return Setup(engine, clock, reports)
-
-
-def _attachment(pair: Pair, *, is_pinned: bool) -> Attachment:
-    spec = pair.head.feature_spec
-    return Attachment(
-        DraftIdentity("embedded", "w", "m", "EAGLE3", 64, 0.0, TREE),
-        SilentDraft(),
-        Patience(0.0),
-        FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
-        rounds=RoundSource(
-            head=pair.head,
-            pool=KvPool(pair.head.kv_layout(PAGE_SIZE), 800, CPU),
-            pages=range(1, 800),
-            tree=TREE,
-            max_context_tokens=190,
-            max_sequences=MAX_SEQUENCES,
-            other_trees={} if is_pinned else {NARROW: MAX_SEQUENCES, CHAIN: MAX_SEQUENCES},
-            is_pinned=is_pinned,
-        ),
-    )
 
 
 def _requests(count: int, *, first: int = 0) -> list[GenerationRequest]:

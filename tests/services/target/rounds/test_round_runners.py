@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from shared.kv.pool import KvPool
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.device_rounds import Pair, load_pair
-from tests.helpers.draft_heads import TinyHead
-from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE
+from tests.helpers.device_rounds import Pair
+from tests.helpers.engines import PAGE_SIZE
+from tests.helpers.lent_rounds import write_pair
 
 CPU = torch.device("cpu")
 TREE, CHAIN, SHORT = TreeShape(3, 3, 9), TreeShape(3, 1, 4), TreeShape(1, 1, 2)
@@ -25,10 +23,7 @@ TREE, CHAIN, SHORT = TreeShape(3, 3, 9), TreeShape(3, 1, 4), TreeShape(1, 1, 2)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape, seed=3)
-    head = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
-    return load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
+    return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CPU)
 
 
 OTHERS = {CHAIN: 12, SHORT: 32}

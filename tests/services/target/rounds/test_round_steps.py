@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from services.target.control.round_chooser import RoundBatch, RoundChooser
+from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_controller import SpeculationController
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
+from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.round_source import RoundSource
 from services.target.step_report import StepReport
-from shared.kv.pool import KvPool
 from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.device_rounds import Pair, load_pair
-from tests.helpers.draft_heads import TinyHead
+from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
-    PAGE_SIZE,
     VOCAB_SIZE,
     Collector,
     build_engine,
@@ -34,6 +26,7 @@ from tests.helpers.engines import (
     run,
     settle,
 )
+from tests.helpers.lent_rounds import SilentDraft, any_choice, lending, write_pair
 
 CPU = torch.device("cpu")
 TREE = TreeShape(3, 3, 9)
@@ -50,26 +43,7 @@ PENALISED = SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("target"), shape=shape, seed=3)
-    head = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
-    return load_pair(folder, tmp_path_factory.mktemp("head"), head, CPU)
-
-
-@dataclass
-class SilentDraft:
-    """Lends its head and never offers a tree; keeps what it is told."""
-
-    opened: int = 0
-    closed: int = 0
-
-    def send(self, message: DraftMessage) -> bool:
-        self.opened += len(message.opened)
-        self.closed += len(message.closed)
-        return True
-
-    def close(self) -> None:
-        pass
+    return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CPU)
 
 
 @dataclass
@@ -103,22 +77,14 @@ def _setup(
         poisons_free_pages=is_poisoned,
         speculation=None if other_trees is None else SpeculationController(),
     )
-    spec = pair.head.feature_spec
     draft = SilentDraft()
-    attachment = Attachment(
-        DraftIdentity("embedded", "w", "m", "EAGLE3", 64, 0.0),
+    attachment = lending(
+        pair,
         draft,
-        Patience(0.0),
-        FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
-        rounds=RoundSource(
-            head=pair.head,
-            pool=KvPool(pair.head.kv_layout(PAGE_SIZE), 200, CPU),
-            pages=random.Random(5).sample(range(1, 200), num_head_pages),
-            tree=TREE,
-            max_context_tokens=CONTEXT,
-            max_sequences=8,
-            other_trees=other_trees or {},
-        ),
+        TREE,
+        other_trees or {},
+        num_pages=num_head_pages,
+        max_context_tokens=CONTEXT,
     )
     engine.attach(attachment)
     return Setup(engine, draft, attachment, reports)
@@ -304,26 +270,12 @@ def _random_request(source: random.Random) -> GenerationRequest:
     return request(prompt, replace(sampling, seed=source.randrange(1000)), stop)
 
 
-def _choose_anything(seed: int) -> Callable[[RoundChooser, RoundBatch, float], TreeShape | None]:
-    """Returns a choice that changes every third step or so, whatever pays."""
-    source = random.Random(seed)
-    last: list[TreeShape | None] = [None]
-
-    def choose(chooser: RoundChooser, batch: RoundBatch, now_s: float) -> TreeShape | None:
-        options = [None, *batch.shapes]
-        if last[0] not in options or source.random() < 0.3:
-            last[0] = source.choice(options)
-        return last[0]
-
-    return choose
-
-
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_any_choice_at_any_step_changes_no_token(
     pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while requests come, one after another."""
-    monkeypatch.setattr(RoundChooser, "choose", _choose_anything(3))
+    monkeypatch.setattr(RoundChooser, "choose", any_choice(3))
     requests = _requests(SAMPLINGS[name], StopParams(40))
     setup, collector = _setup(pair, is_poisoned=True, other_trees=OTHER_TREES), Collector()
     for key, each in enumerate(requests):
@@ -342,7 +294,7 @@ def test_random_lives_change_no_token(
     pair: Pair, is_chosen: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of all kinds come and go, pages run short and are poisoned when free."""
-    monkeypatch.setattr(RoundChooser, "choose", _choose_anything(seed))
+    monkeypatch.setattr(RoundChooser, "choose", any_choice(seed))
     source = random.Random(seed)
     requests = [_random_request(source) for _ in range(16)]
     expected = run(build_engine(pair.decoder, max_running=32), requests)

@@ -1,0 +1,95 @@
+"""A draft that lends its head for rounds on the device, and never offers a tree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.target.control.round_chooser import RoundBatch, RoundChooser
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
+from services.target.rounds.round_source import RoundSource
+from shared.kv.pool import KvPool
+from shared.tokens import TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import Pair, load_pair
+from tests.helpers.draft_heads import TinyHead
+from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE
+
+
+def write_pair(target: Path, head: Path, device: torch.device) -> Pair:
+    """Writes a target with the vocabulary of small engines and an EAGLE-3 head; loads both."""
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    write_checkpoint(target, shape=shape, seed=3)
+    kind = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
+    return load_pair(target, head, kind, device)
+
+
+@dataclass
+class SilentDraft:
+    """Counts what it is told."""
+
+    opened: int = 0
+    closed: int = 0
+
+    def send(self, message: DraftMessage) -> bool:
+        self.opened += len(message.opened)
+        self.closed += len(message.closed)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def lending(
+    pair: Pair,
+    draft: SilentDraft,
+    tree: TreeShape,
+    other_trees: Mapping[TreeShape, int],
+    *,
+    num_pages: int = 150,
+    max_context_tokens: int = 120,
+    is_pinned: bool = False,
+) -> Attachment:
+    """Returns an attachment whose head has pages of its own, in random order.
+
+    Args:
+        num_pages: that are lent.
+    """
+    spec, head = pair.head.feature_spec, pair.head
+    pages = random.Random(5).sample(range(1, num_pages + 50), num_pages)
+    return Attachment(
+        DraftIdentity("embedded", "w", "m", "EAGLE3", 64, 0.0, tree),
+        draft,
+        Patience(0.0),
+        FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
+        rounds=RoundSource(
+            head=head,
+            pool=KvPool(head.kv_layout(PAGE_SIZE), num_pages + 50, pair.decoder.device),
+            pages=pages,
+            tree=tree,
+            max_context_tokens=max_context_tokens,
+            max_sequences=8,
+            other_trees=other_trees,
+            is_pinned=is_pinned,
+        ),
+    )
+
+
+def any_choice(seed: int) -> Callable[[RoundChooser, RoundBatch, float], TreeShape | None]:
+    """Returns a `RoundChooser.choose` that changes every third step or so, whatever pays."""
+    source = random.Random(seed)
+    last: list[TreeShape | None] = [None]
+
+    def choose(chooser: RoundChooser, batch: RoundBatch, now_s: float) -> TreeShape | None:
+        options = [None, *batch.shapes]
+        if last[0] not in options or source.random() < 0.3:
+            last[0] = source.choice(options)
+        return last[0]
+
+    return choose
