@@ -125,6 +125,11 @@ class RoundRunner:
         return frozenset(self._placed)
 
     @property
+    def num_slots(self) -> int:
+        """Slots up to the last one that is taken; those of sequences that left stay empty."""
+        return 1 + max((each.slot for each in self._placed.values()), default=-1)
+
+    @property
     def num_pending(self) -> int:
         """Launched rounds whose results nobody has read."""
         return len(self._pending)
@@ -214,7 +219,7 @@ class RoundRunner:
         for each in placed:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         sampling = RoundSampling.of(each.sampling for each in placed)
-        num_slots = self._graphs.num_computed(1 + max(each.slot for each in placed))
+        num_slots = self._graphs.num_computed(self.num_slots)
         result = self._graphs.run(num_slots, sampling)
         for each in placed:
             each.num_pending += 1

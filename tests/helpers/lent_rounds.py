@@ -54,6 +54,7 @@ def lending(
     *,
     num_pages: int = 150,
     max_context_tokens: int = 120,
+    max_sequences: int = 8,
     is_pinned: bool = False,
 ) -> Attachment:
     """Returns an attachment whose head has pages of its own, in random order.
@@ -74,7 +75,7 @@ def lending(
             pages=pages,
             tree=tree,
             max_context_tokens=max_context_tokens,
-            max_sequences=8,
+            max_sequences=max_sequences,
             other_trees=other_trees,
             is_pinned=is_pinned,
         ),

@@ -29,6 +29,8 @@ from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
+_MIN_SPARSE = 16
+"""Slots below which empty ones cost next to nothing."""
 
 
 @dataclass(slots=True)
@@ -84,9 +86,17 @@ class DeviceRounds:
         return self._runners.shapes_for(num_sequences)
 
     def size_of(self, sequences: Sequence[TargetSequence]) -> RoundSize:
-        """Returns the size of a round of these sequences, when they begin together."""
+        """Returns the size of a round of these sequences, who take part or begin together."""
         kind = RoundSampling.of(each.sampling for each in sequences)
-        return RoundSize(self._runners.num_computed(len(sequences)), kind.value)
+        num_slots = self._runner.num_slots or len(sequences)
+        return RoundSize(self._runners.num_computed(num_slots), kind.value)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether so many have left that it pays to place those that are there anew."""
+        used = self._runners.num_computed(self._runner.num_slots)
+        needed = self._runners.num_computed(len(self._runner.sequence_ids))
+        return used >= _MIN_SPARSE and used >= 2 * needed
 
     @property
     def awaited_size(self) -> RoundSize:

@@ -88,7 +88,7 @@ class RoundSteps:
             self._close_assignments()
             return False
         settle()
-        if shape != rounds.shape:
+        if shape != rounds.shape or rounds.is_sparse:
             self.settle()
             rounds.turn_to(shape)
         if not self._suits(rounds):  # who was in flight has ended

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_controller import SpeculationController
@@ -15,7 +16,9 @@ from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
+from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_runner import RoundRunner
+from shared.runtime.round_sampling import RoundSampling
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
@@ -67,12 +70,14 @@ def _setup(
     num_head_pages: int = 150,
     is_poisoned: bool = False,
     other_trees: Mapping[TreeShape, int] | None = None,
+    max_sequences: int = 8,
 ) -> Setup:
     """`other_trees` has the controller choose."""
     reports: list[StepReport] = []
     engine = build_engine(
         pair.decoder,
         num_pages=num_pages,
+        max_running=max_sequences,
         on_step=reports.append,
         poisons_free_pages=is_poisoned,
         speculation=None if other_trees is None else SpeculationController(),
@@ -85,6 +90,7 @@ def _setup(
         other_trees or {},
         num_pages=num_head_pages,
         max_context_tokens=CONTEXT,
+        max_sequences=max_sequences,
     )
     engine.attach(attachment)
     return Setup(engine, draft, attachment, reports)
@@ -186,6 +192,29 @@ def test_prompts_that_come_later_join(pair: Pair) -> None:
     setup.engine.check_idle()
     assert _tokens(collector, len(requests)) == _plain(pair, requests)
     assert setup.draft.opened == 0
+
+
+def test_places_of_those_that_have_ended_are_given_up(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eighteen sequences, of which only the last goes on for long."""
+    sizes: list[int] = []
+    compute = RoundGraphs.run
+
+    def run_counted(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> Tensor:
+        sizes.append(num_slots)
+        return compute(graphs, num_slots, sampling)
+
+    monkeypatch.setattr(RoundGraphs, "run", run_counted)
+    lengths = [6] * 17 + [40]
+    requests = [request([1 + key, 2], stop=StopParams(n)) for key, n in enumerate(lengths)]
+    setup = _setup(pair, max_sequences=32)
+    collector = run(setup.engine, requests)
+    expected = run(build_engine(pair.decoder, max_running=32), requests)
+    assert _tokens(collector, 18) == _tokens(expected, 18)
+    assert max(sizes) == 32
+    assert sizes[-1] == 1
+    assert sizes.count(1) > 10
 
 
 def test_cancelled_sequences_leave_their_pages(pair: Pair) -> None:
