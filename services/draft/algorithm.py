@@ -30,3 +30,8 @@ class Algorithm(enum.Enum):
     def takes_token_map(self) -> bool:
         """Whether `--speculative-token-map` means anything to it."""
         return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)
+
+    @property
+    def takes_cuda_graphs(self) -> bool:
+        """Whether its forwards can be CUDA graphs."""
+        return self not in (Algorithm.NGRAM, Algorithm.DFLASH)

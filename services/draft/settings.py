@@ -76,8 +76,10 @@ class DraftSettings(DialingSettings):
         None, "committed tokens the draft looks back on at most; its context when unset", minimum=64
     )
     enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
-    enable_cuda_graph: bool = setting(
-        False, "run small forwards of a STANDALONE draft as CUDA graphs; needs CUDA"
+    enable_cuda_graph: bool | None = setting(
+        None,
+        "run small forwards of a STANDALONE draft, or a head's trees, as CUDA graphs; needs CUDA; "
+        "when unset heads do so on CUDA",
     )
     torch_compile_max_bs: int | None = setting(
         None, f"sequences of a compiled forward at most; {COMPILED_SEQUENCES} when unset", minimum=1

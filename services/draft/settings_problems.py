@@ -120,9 +120,12 @@ def _compile_problems(settings: DraftSettings) -> tuple[str, ...]:
     problems = []
     if settings.torch_compile_max_bs is not None and not settings.enable_torch_compile:
         problems.append("--torch-compile-max-bs: set --enable-torch-compile, too, or neither")
-    if settings.enable_cuda_graph and settings.algorithm is not Algorithm.STANDALONE:
+    if settings.enable_cuda_graph and not settings.algorithm.takes_cuda_graphs:
         name = settings.speculative_algorithm.value
-        problems.append(f"--enable-cuda-graph: {name} runs without graphs; STANDALONE has them")
+        problems.append(
+            f"--enable-cuda-graph: {name} runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP "
+            f"have them"
+        )
     if settings.enable_cuda_graph and settings.enable_torch_compile:
         problems.append("--enable-cuda-graph: graphs hold what is not compiled; set one")
     return tuple(problems)

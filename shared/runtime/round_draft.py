@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
@@ -13,7 +14,19 @@ from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
-from shared.speculation.tree_rows import tree_rows
+from shared.speculation.tree_rows import TreeRows, tree_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Trees and how likely the target is to accept them.
+
+    Attributes:
+        paths: `[S, T]` float32, score of the path to each row; the root's is 0.
+    """
+
+    rows: TreeRows
+    paths: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +45,35 @@ class RoundDraft:
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Computes the open rows and returns the trees that grow from the last of them."""
+        batch, feature_slots = self.batches.of_open_rows(state)
+        grown = self._grown(state, sampling, batch, feature_slots)
+        return self.batches.of_trees(state, grown.rows)
+
+    def grow_scored(
+        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
+    ) -> ScoredRows:
+        """Grows as `grow` does for a draft whose target is elsewhere.
+
+        Args:
+            state: its `page_table` is not read.
+            feature_slots: `[S * W]` int64, the row of `feature_rows` that each open row reads.
+        """
+        batch, _ = self.batches.of_open_rows(state)
+        return self._grown(state, sampling, batch, feature_slots)
+
+    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """Returns the kind that does all that this draft does for `sampling`."""
+        return sampling
+
+    def _grown(
+        self,
+        state: RoundState,
+        sampling: RoundSampling,
+        batch: ForwardBatch,
+        feature_slots: Tensor,
+    ) -> ScoredRows:
         tree = self.batches.shape.tree
         growth = TreeGrowth(tree)
-        batch, feature_slots = self.batches.of_open_rows(state)
         hidden = self.head.fuse(self.feature_rows.index_select(0, feature_slots))
         states = self._forward(batch, hidden).index_select(0, batch.logit_rows)
         growth.add(self._children(states, state, sampling, depth=0))
@@ -44,7 +83,9 @@ class RoundDraft:
             states = self._forward(batch, parent_states(states, beam.parents))
             growth.add(self._children(states, state, sampling, depth=level + 1))
         roots = state.open_tokens.gather(1, state.num_open.unsqueeze(1) - 1).squeeze(1)
-        return self.batches.of_trees(state, tree_rows(growth.select(), roots, tree.num_steps))
+        nodes = growth.select()
+        paths = torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1)
+        return ScoredRows(tree_rows(nodes, roots, tree.num_steps), paths)
 
     def _forward(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
         return self.head.forward(batch, hidden, self.pool)

@@ -10,7 +10,7 @@ from shared.kv.batch import ForwardBatch
 from shared.layers.attention import ForwardContext, plan_for
 from shared.models.heads.layers import HeadRows, SplitHeadLayer
 from shared.runtime.round_batches import RoundTree
-from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_draft import RoundDraft, ScoredRows
 from shared.runtime.round_growth import FusedGrowth, lay_out_open_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
@@ -22,8 +22,29 @@ class FusedRoundDraft(RoundDraft):
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """See `RoundDraft.grow`."""
-        growth = FusedGrowth(state, self.batches, sampling, self.head.vocabulary.token_ids)
         batch, feature_slots = lay_out_open_rows(state, self.batches)
+        return self._finished(state, sampling, batch, feature_slots)[0]
+
+    def grow_scored(
+        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
+    ) -> ScoredRows:
+        """See `RoundDraft.grow_scored`."""
+        batch, _ = lay_out_open_rows(state, self.batches)
+        tree, paths = self._finished(state, sampling, batch, feature_slots)
+        return ScoredRows(tree.rows, paths)
+
+    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """See `RoundDraft.kind_of`."""
+        return RoundSampling.DRAWN if sampling is RoundSampling.CUT else sampling
+
+    def _finished(
+        self,
+        state: RoundState,
+        sampling: RoundSampling,
+        batch: ForwardBatch,
+        feature_slots: Tensor,
+    ) -> tuple[RoundTree, Tensor]:
+        growth = FusedGrowth(state, self.batches, sampling, self.head.vocabulary.token_ids)
         hidden = self.head.fuse(self.feature_rows.index_select(0, feature_slots))
         states, logits = self._level(batch, hidden, None, batch.logit_rows)
         growth.add(logits)

@@ -11,7 +11,7 @@ from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_growth_jit import grow_level, score_blocks
 from shared.runtime.round_layout_jit import finish_trees, lay_open_rows
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import LENGTH, OPEN, SEED, TAIL, RoundState
+from shared.runtime.round_state import LENGTH, OFFSET, OPEN, SEED, TAIL, RoundState
 from shared.speculation.tree_rows import TreeRows
 
 _BLOCK = 1024
@@ -74,7 +74,7 @@ class FusedGrowth:
             keys, maxima, sums,
             self._level, state.numbers.stride(0), num_own, num_blocks,
             ROWS=rows, TOPK=tree.topk, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
-            LENGTH=LENGTH, SEED=SEED, BLOCK=_BLOCK, num_warps=4,
+            LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
         block_rows = triton.next_power_of_2(rows)
         block_keys = triton.next_power_of_2(num_blocks * tree.topk)
@@ -114,17 +114,20 @@ class FusedGrowth:
         )
         return batch, self._parent_rows[rows]
 
-    def finish(self) -> RoundTree:
-        """Returns the trees with their best nodes, laid out for the target."""
+    def finish(self) -> tuple[RoundTree, Tensor]:
+        """Returns the trees with their best nodes, laid out for the target, and the score `[S, T]`
+        float32 of each node's path; the root's is 0."""
         state, shape, device = self._state, self._shape, self._tokens.device
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
         wide = torch.empty((6, num_slots, num_rows), dtype=torch.int64, device=device).unbind()
         token_ids, parents, depths, batch_tokens, positions, slots = wide
         visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
+        paths = torch.empty((num_slots, num_rows), device=device)
         lengths, prefixes = torch.empty((2, num_slots), dtype=torch.int32, device=device).unbind()
         finish_trees[(num_slots,)](
             self._tokens, self._parents, self._paths, self._rows,
-            token_ids, parents, depths, visible, batch_tokens, positions, slots, lengths, prefixes,
+            token_ids, parents, depths, paths, visible,
+            batch_tokens, positions, slots, lengths, prefixes,
             state.numbers, state.page_table, state.numbers.stride(0), state.page_table.stride(0),
             NUM_CANDIDATES=self._num_candidates, NUM_ROWS=num_rows, MAX_DEPTH=shape.tree.num_steps,
             LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=self._batches.page_size,
@@ -140,7 +143,7 @@ class FusedGrowth:
             page_table=state.page_table,
             tail_mask=None if shape.is_chain else visible.flatten(0, 1),
         )
-        return RoundTree(TreeRows(token_ids, parents, depths, visible), batch)
+        return RoundTree(TreeRows(token_ids, parents, depths, visible), batch), paths
 
 
 def _level_warps(num_keys: int) -> int:

@@ -14,7 +14,7 @@ def score_blocks(  # type: ignore[no-untyped-def]
     logits, token_map, numbers, sampling, block_keys, block_maxima, block_sums,
     depth, number_stride, num_own_tokens, num_blocks,
     ROWS: tl.constexpr, TOPK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_DRAWS: tl.constexpr,
-    LENGTH: tl.constexpr, SEED: tl.constexpr, BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the TOPK best tokens of one block of one row, and the block's part of the softmax.
 
@@ -34,8 +34,9 @@ def score_blocks(  # type: ignore[no-untyped-def]
         sequence = row // ROWS
         temperature = tl.load(sampling + sequence * 4).to(tl.float32)
         if temperature > 0.0:
-            position = tl.load(numbers + sequence * number_stride + LENGTH) + depth
-            seed = tl.load(numbers + sequence * number_stride + SEED)
+            state = numbers + sequence * number_stride
+            position = tl.load(state + LENGTH) + tl.load(state + OFFSET) + depth
+            seed = tl.load(state + SEED)
             values += temperature * gumbel_at(tokens, position, seed)
     values = tl.where(is_token, values, float("-inf"))
     highest = tl.max(values, 0)

@@ -11,7 +11,7 @@ from shared.speculation.topk_jit import NO_KEY, keys_of
 @triton.jit(do_not_specialize=["number_stride", "page_stride"])  # type: ignore[untyped-decorator]
 def finish_trees(  # type: ignore[no-untyped-def]
     candidate_tokens, candidate_parents, candidate_paths, candidate_rows,
-    token_ids, parents, depths, visible,
+    token_ids, parents, depths, row_paths, visible,
     batch_tokens, positions, slots, kv_lengths, prefix_lengths,
     numbers, page_table, number_stride, page_stride,
     NUM_CANDIDATES: tl.constexpr, NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr,
@@ -44,6 +44,7 @@ def finish_trees(  # type: ignore[no-untyped-def]
     tl.store(token_ids + own + row, tl.where(is_node, token, -1).to(tl.int64), mask=is_kept)
     tl.store(batch_tokens + own + row, tl.where(is_node, token, 0).to(tl.int64), mask=is_kept)
     tl.store(parents + own + row, parent.to(tl.int64), mask=is_kept)
+    tl.store(row_paths + own + row, path, mask=is_kept)
     # The root, by every thread alike.
     state = numbers + sequence * number_stride
     length = tl.load(state + LENGTH)
@@ -51,6 +52,7 @@ def finish_trees(  # type: ignore[no-untyped-def]
     tl.store(token_ids + own, root)
     tl.store(batch_tokens + own, root)
     tl.store(parents + own, root * 0)
+    tl.store(row_paths + own, 0.0)
     tl.debug_barrier()
     rows = tl.arange(0, BLOCK_ROWS)
     is_row = rows < NUM_ROWS

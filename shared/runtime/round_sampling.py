@@ -40,7 +40,7 @@ class RoundSampling(enum.Enum):
         rows = self._rows(state, num_rows)
         if self is RoundSampling.GREEDY:
             return coupled_confidence(logits, rows, None)
-        noise = gumbel_noise(state.seeds, state.lengths + depth, logits.shape[1])
+        noise = gumbel_noise(state.seeds, state.drawn_positions + depth, logits.shape[1])
         # Rows of one sequence and level draw the token at one position, so they share their noise.
         return coupled_confidence(logits, rows, noise.repeat_interleave(num_rows, dim=0))
 

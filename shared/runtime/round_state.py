@@ -17,7 +17,7 @@ from shared.kv.pages import PADDING_PAGE
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams
 
-LENGTH, OPEN, ACTIVE, SEED, TAIL = range(5)
+LENGTH, OPEN, ACTIVE, SEED, OFFSET, TAIL = range(6)
 """Columns of `RoundState.numbers`; the tail takes the rest."""
 # The least that a forward can compute: one open row behind one token.
 _EMPTY_LENGTH, _EMPTY_OPEN = 2, 1
@@ -28,7 +28,7 @@ class RoundState:
     """S slots. Columns are views of the first two tensors, so that a slot is written by few copies.
 
     Attributes:
-        numbers: `[S, 4 + W]` int64; see the properties.
+        numbers: `[S, 5 + W]` int64; see the properties.
         sampling: `[S, 4]` float64, `sampling_columns` of each slot.
         page_table: `[S, P]` int32, the target's pages, padded with the padding page.
         head_page_table: `[S, P]` int32, the head's.
@@ -78,6 +78,12 @@ class RoundState:
     def seeds(self) -> Tensor:
         """`[S]` int64."""
         return self.numbers[:, SEED]
+
+    @property
+    def drawn_positions(self) -> Tensor:
+        """`[S]` int64, the position of the token after the last committed one. Beside the length
+        it counts what a head's window leaves out; in rounds that is nothing."""
+        return self.lengths + self.numbers[:, OFFSET]
 
     @property
     def open_tokens(self) -> Tensor:
@@ -164,9 +170,14 @@ class SlotSequence:
         return row
 
 
+def empty_number_row(max_open_rows: int) -> list[int]:
+    """Returns the numbers of a slot without a sequence."""
+    return _number_row((), 0, max_open_rows)
+
+
 def _number_row(tokens: Sequence[int], seed: int, max_open_rows: int) -> list[int]:
     padding = [0] * (max_open_rows - len(tokens))
-    return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, *tokens, *padding]
+    return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, 0, *tokens, *padding]
 
 
 def _write_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -37,6 +37,8 @@ from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
 from tests.bench.device_clock import copy_bandwidth, device_ms
 from tests.bench.wide_engine import MAX_SEQUENCES, Drafting, Run, serve, warm_up
@@ -141,7 +143,11 @@ class WideBench:
             yield self._row("plain", batch, run, self._floor_ms(runner, batch, None))
         yield from self._drafted(runner, "STANDALONE 1B", self._standalone())
         head = self.pair.eagle3(self._scratch, plan.dtype)
-        yield from self._drafted(runner, "EAGLE3, trees on the host", self.eagle3(head, CHAIN))
+        level_by_level = self.eagle3(head, CHAIN, grows_whole=False)
+        yield from self._drafted(runner, "EAGLE3, levels on the host", level_by_level)
+        for shape in (CHAIN, TREE):
+            drafting = self.eagle3(head, shape)
+            yield from self._drafted(runner, "EAGLE3, trees on the host", drafting)
         for shape in (CHAIN, TREE):
             drafting = replace(self.eagle3(head, shape), is_on_device=True)
             yield from self._drafted(runner, "EAGLE3, rounds on the device", drafting)
@@ -185,15 +191,27 @@ class WideBench:
             lambda batch: self._draft_floor_ms(decoder, batch, STANDALONE_SHAPE),
         )
 
-    def eagle3(self, head: DraftHead, shape: TreeShape) -> Drafting:
-        """Returns how the head drafts, tree by tree on the host."""
+    def eagle3(self, head: DraftHead, shape: TreeShape, *, grows_whole: bool = True) -> Drafting:
+        """Returns how the head drafts apart from its target, as a draft in another process does.
+
+        Args:
+            grows_whole: a tree takes one pass of the device; else the host leads it level by level.
+        """
         num_pages = 2 + max(self.plan.batches) * (MAX_CONTEXT // PAGE_SIZE)
-        runner = HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), num_pages, self.plan.device))
+        pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, self.plan.device)
+        runner = HeadRunner(head, pool)
+        is_cuda = self.plan.device.type == "cuda"
+        # One for all runs: each captures its graphs once.
+        grower = TreeGrower(head, pool, PassLimits(MAX_SEQUENCES, MAX_CONTEXT, has_graphs=is_cuda))
 
         def build() -> Drafter:
             leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=False)
             return EagleDrafter(
-                runner, leases, max_context_tokens=MAX_CONTEXT, keeps_features=False
+                runner,
+                leases,
+                max_context_tokens=MAX_CONTEXT,
+                keeps_features=False,
+                grower=grower if grows_whole else None,
             )
 
         return Drafting(

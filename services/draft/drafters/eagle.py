@@ -3,7 +3,8 @@
 A round costs one forward a level for all sequences together, as in `standalone`. The first takes
 in the rows whose features the last verdict brought, and scores the first level; on each further
 level a node reads the state its parent's row left. Sequences whose features have not arrived get
-an empty tree: their target need not wait.
+an empty tree: their target need not wait. Where the device can do without the host, it grows the
+whole trees in one pass, see `head_trees`.
 
 Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
 will bring. They are computed again from the features of each verdict, so that errors do not grow
@@ -23,6 +24,7 @@ from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_loan import HeadLoan
 from services.draft.drafters.head_tails import HeadTails, reroot
+from services.draft.drafters.head_trees import HeadTrees
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
@@ -30,6 +32,7 @@ from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.runtime.head_runner import HeadRunner
+from shared.runtime.tree_grower import TreeGrower
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.speculation.noise import fresh_generator
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
@@ -48,10 +51,12 @@ class EagleDrafter:
         *,
         max_context_tokens: int,
         keeps_features: bool,
+        grower: TreeGrower | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         """Args:
         keeps_features: see `HeadContexts`.
+        grower: of the runner's head and pool; None grows all trees level by level.
         generator: see `StandaloneDrafter`.
         """
         self._runner = runner
@@ -65,6 +70,7 @@ class EagleDrafter:
             keeps_features=keeps_features,
             min_rows=self._num_open_rows,
         )
+        self._trees = None if grower is None else HeadTrees(grower, self._contexts)
         self._tails = self._new_tails()
         self._outcomes = OutcomeDrafter(
             self._tails.tail_of,
@@ -132,8 +138,16 @@ class EagleDrafter:
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         complete = [sequence for sequence in sequences if self._contexts.is_complete(sequence)]
         waiting = [sequence for sequence in sequences if not self._contexts.is_complete(sequence)]
-        grown = self._grow(complete, self._grown_shape(shape)) if complete else []
-        return [*grown, *(Proposal(sequence, EMPTY_TREE) for sequence in waiting)]
+        grown_shape = self._grown_shape(shape)
+        # Drafting ahead goes on from the states of every level.
+        trees = None if self._outcomes.budget else self._trees
+        whole = [] if trees is None else [each for each in complete if trees.takes(each)]
+        rest = [sequence for sequence in complete if sequence not in whole]
+        return [
+            *(trees.grow(whole, grown_shape) if trees is not None and whole else ()),
+            *(self._grow(rest, grown_shape) if rest else ()),
+            *(Proposal(sequence, EMPTY_TREE) for sequence in waiting),
+        ]
 
     def close(self, sequence: DraftSequence) -> None:
         self._outcomes.drop(sequence)

@@ -8,6 +8,7 @@ import torch
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.grower_factory import grower_for, pass_limits, reserved_bytes
 from services.draft.drafters.placement import (
     allocate_kv,
     context_for,
@@ -65,9 +66,22 @@ def build_eagle(settings: DraftSettings, target: Decoder | None = None) -> Eagle
     _log_head(folder.name, head)
     log_quantisation(settings, head)
     layout = head.kv_layout(settings.page_size, dtype)
-    pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
+    limits = pass_limits(settings, head, max_context_tokens=context)
+    pool, leases = allocate_kv(
+        settings,
+        layout,
+        device,
+        max_context_tokens=context,
+        reserved_bytes=reserved_bytes(settings, head, limits),
+    )
     runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
-    return EagleDrafter(runner, leases, max_context_tokens=context, keeps_features=is_shorter)
+    return EagleDrafter(
+        runner,
+        leases,
+        max_context_tokens=context,
+        keeps_features=is_shorter,
+        grower=grower_for(head, pool, limits),
+    )
 
 
 def _token_map(settings: DraftSettings, kind: HeadKind, vocab_size: int) -> torch.Tensor | None:

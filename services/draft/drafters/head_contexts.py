@@ -20,6 +20,7 @@ from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.runtime.head_runner import HeadOutput, HeadRunner
+from shared.runtime.open_sequence import OpenSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -138,13 +139,29 @@ class HeadContexts:
 
     def hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
         """Returns the fused features of the next rows of each sequence, end to end."""
-        pieces = [
+        return self._runner.fuse(torch.cat(self.features(counts)))
+
+    def features(self, counts: Sequence[tuple[DraftSequence, int]]) -> list[Tensor]:
+        """Returns the features `[any, W]` of the next rows of each sequence, piece by piece."""
+        return [
             piece
             for sequence, count in counts
             for context in [self._contexts[sequence.key]]
             for piece in context.features.read(context.next_position, count)
         ]
-        return self._runner.fuse(torch.cat(pieces))
+
+    def open_sequence(self, sequence: DraftSequence) -> OpenSequence:
+        """Lays out all committed rows that are left and counts them as computed."""
+        context = self._contexts[sequence.key]
+        kv, start = context.kv, context.kv.num_computed
+        kv.num_computed = num_window_rows(kv, sequence)
+        return OpenSequence(
+            token_ids=sequence.token_ids[kv.window_start + start + 1 :],
+            num_computed=start,
+            window_start=kv.window_start,
+            sampling=sequence.sampling,
+            pages=kv.lease.pages,
+        )
 
     def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
         """Computes rows of any kind from the hidden states they read."""

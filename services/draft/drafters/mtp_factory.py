@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.grower_factory import grower_for, pass_limits, reserved_bytes
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.placement import (
     allocate_kv,
@@ -54,7 +55,23 @@ def build_mtp(settings: DraftSettings, target: Decoder | None = None) -> EagleDr
     if num_layers > 1:
         settings = replace(settings, disable_radix_cache=True)
     layout = head.kv_layout(settings.page_size, dtype)
-    pool, leases = allocate_kv(settings, layout, device, max_context_tokens=context)
-    drafter = EagleDrafter if num_layers == 1 else MultiLayerDrafter
+    limits = pass_limits(settings, head, max_context_tokens=context)
+    pool, leases = allocate_kv(
+        settings,
+        layout,
+        device,
+        max_context_tokens=context,
+        reserved_bytes=reserved_bytes(settings, head, limits),
+    )
     runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
-    return drafter(runner, leases, max_context_tokens=context, keeps_features=is_shorter)
+    if num_layers > 1:
+        return MultiLayerDrafter(
+            runner, leases, max_context_tokens=context, keeps_features=is_shorter
+        )
+    return EagleDrafter(
+        runner,
+        leases,
+        max_context_tokens=context,
+        keeps_features=is_shorter,
+        grower=grower_for(head, pool, limits),
+    )

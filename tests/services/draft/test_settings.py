@@ -117,7 +117,11 @@ def test_the_demo_draft_is_the_default_model() -> None:
         (("--torch-compile-max-bs", "4"), "--torch-compile-max-bs: set --enable-torch-compile"),
         (
             ("--enable-cuda-graph", "--speculative-algorithm", "NGRAM"),
-            "--enable-cuda-graph: NGRAM runs without graphs; STANDALONE has them",
+            "--enable-cuda-graph: NGRAM runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP",
+        ),
+        (
+            ("--enable-cuda-graph", "--speculative-algorithm", "DFLASH"),
+            "--enable-cuda-graph: DFLASH runs without graphs",
         ),
         (("--enable-cuda-graph", "--enable-torch-compile"), "graphs hold what is not compiled"),
         (("--speculative-outcome-budget", "65"), "--speculative-outcome-budget is '65'"),
@@ -143,6 +147,18 @@ def test_flags_of_a_model_are_echoed_and_refused_without_one(arguments: tuple[st
     flag, value = arguments[0], "true" if len(arguments) == 1 else arguments[1]
     assert shown_settings(_read(*arguments))[flag.removeprefix("--")] == value
     assert _problems(*NGRAM, *arguments) == f"{flag}: NGRAM has no model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [((), ""), (("--enable-cuda-graph",), "true"), (("--enable-cuda-graph=false",), "false")],
+)
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "MTP"])
+def test_heads_have_graphs_unless_told(
+    algorithm: str, arguments: tuple[str, ...], shown: str
+) -> None:
+    settings = _read("--speculative-algorithm", algorithm, *arguments)
+    assert shown_settings(settings)["enable-cuda-graph"] == shown
 
 
 def test_compiled_forwards_have_a_default_limit() -> None:

@@ -1,0 +1,118 @@
+"""Grows the trees of a batch with one head and one copy to the host, for a draft that stands alone.
+
+The same pass as the first part of a round on the device, see `round_draft`. Its shape is fixed by
+depth and width; of the nodes a little more are kept than are asked for, so that few graphs serve
+all sizes of trees, and the host takes the best of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
+from shared.runtime.host_copy import HostCopy
+from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.tree_pass import PassLimits, TreePass
+from shared.tokens import TokenTree, TreeShape
+
+# Most shapes whose graphs are kept.
+_MAX_SHAPES = 16
+_ROW_BUCKETS = (8, 16, 32, 64)
+
+
+class GrowingTrees:
+    """Trees that the device is at work on."""
+
+    def __init__(self, result: Tensor, num_sequences: int, max_nodes: int) -> None:
+        self._copy = HostCopy(result[:, :num_sequences])
+        self._max_nodes = max_nodes
+
+    def read(self) -> list[TokenTree]:
+        """Waits for the device and returns a tree for each sequence."""
+        tokens, parents, bits = self._copy.read().unbind()
+        rows = tokens.tolist(), parents.tolist(), bits.contiguous().view(torch.float32).tolist()
+        return [best_tree(*each, self._max_nodes) for each in zip(*rows, strict=True)]
+
+
+class TreeGrower:
+    """Passes of one head for trees of any shape. Owned by one thread."""
+
+    def __init__(self, head: DraftHead, pool: KvPool, limits: PassLimits) -> None:
+        assert pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
+        self._head, self._pool, self.limits = head, pool, limits
+        self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
+        self._passes: OrderedDict[TreeShape, TreePass] = OrderedDict()
+
+    def max_open_rows(self, tree: TreeShape) -> int:
+        """Returns most open rows of a sequence that a pass of this shape takes."""
+        return self._pass_of(tree).max_open_rows
+
+    def launch(
+        self, sequences: Sequence[OpenSequence], features: Sequence[Tensor], tree: TreeShape
+    ) -> GrowingTrees:
+        """Queues the growth of a tree for each sequence; waits for nothing, unless the number of
+        sequences, their kind of sampling or the shape is new to the device.
+
+        Args:
+            sequences: at most `max_sequences`.
+            features: of the open rows, end to end, in any pieces `[any, width]`.
+            tree: without levels and children that could not be kept.
+        """
+        result = self._pass_of(tree).run(sequences, features)
+        return GrowingTrees(result, len(sequences), tree.max_node_count)
+
+    def _pass_of(self, tree: TreeShape) -> TreePass:
+        key = _common_shape(tree)
+        if key not in self._passes:
+            self._passes[key] = self._new_pass(key)
+        self._passes.move_to_end(key)
+        if len(self._passes) > _MAX_SHAPES:
+            self._passes.popitem(last=False)
+        return self._passes[key]
+
+    def _new_pass(self, tree: TreeShape) -> TreePass:
+        shape = RoundShape.of(
+            tree,
+            draft_vocab_size=self._head.vocabulary.size,
+            max_context_tokens=self.limits.max_context_tokens,
+        )
+        return TreePass(self._head, self._pool, shape, self.limits, self._memory)
+
+
+def best_tree(
+    token_ids: Sequence[int], parents: Sequence[int], paths: Sequence[float], max_nodes: int
+) -> TokenTree:
+    """Returns the tree of the best nodes.
+
+    Args:
+        token_ids: of T rows, the root first; -1 where there is no node.
+        parents: row of each row's parent.
+        paths: score of the path to each row.
+    """
+    kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
+    if len(kept) > max_nodes:
+        # A child's score is at most its parent's and its row comes later, so parents stay.
+        kept = sorted(sorted(kept, key=lambda row: (-paths[row], row))[:max_nodes])
+    nodes: dict[int, int | None] = {0: None}
+    nodes.update({row: node for node, row in enumerate(kept)})
+    return TokenTree(
+        token_ids=tuple(token_ids[row] for row in kept),
+        parent_indices=tuple(nodes[parents[row]] for row in kept),
+        log_probs=tuple(paths[row] - paths[parents[row]] for row in kept),
+    )
+
+
+def _common_shape(tree: TreeShape) -> TreeShape:
+    """Returns the shape that trees of this depth and width are grown in."""
+    if tree.topk == 1:
+        return replace(tree, num_draft_tokens=tree.num_steps + 1)
+    rows = next((size for size in _ROW_BUCKETS if size >= tree.num_draft_tokens), None)
+    return replace(tree, num_draft_tokens=rows or tree.num_draft_tokens)

@@ -1,0 +1,27 @@
+"""What growing trees in one pass takes of a device's memory."""
+
+from __future__ import annotations
+
+from shared.kernels.split_plan import num_splits
+from shared.models.heads.head import DraftHead
+from shared.runtime.tree_pass import PassLimits
+from shared.tokens import TreeShape
+
+
+def tree_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> int:
+    """Returns about what the largest graph needs beside weights and cache; others share it.
+
+    Zero without graphs: then it is part of what every forward takes.
+    """
+    if not limits.has_graphs:
+        return 0
+    attention, size = head.layers[0].attention.shape, head.dtype.itemsize
+    num_open = limits.max_sequences * (tree.num_steps + 1)
+    num_rows = max(num_open, limits.max_sequences * tree.topk)
+    features = 2 * num_open * head.feature_spec.width * size
+    partial = num_splits(limits.max_context_tokens) * (attention.head_dim + 2)
+    kernels = num_rows * attention.num_heads * partial * 4
+    logits = limits.max_sequences * tree.topk * head.vocabulary.size * (4 + size)
+    # Inputs, states and what the layer makes of them, for as long as the pass goes on.
+    blocks = tree.num_steps * num_rows * 16 * head.embedding.shape[1] * size
+    return features + kernels + logits + blocks

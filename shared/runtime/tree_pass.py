@@ -1,0 +1,179 @@
+"""One pass of a head that grows whole trees of one shape for a batch of sequences.
+
+A pass is a CUDA graph for each number of slots and each kind of sampling, or the same code as it
+is: without CUDA, where graphs are not wanted, and where memory does not hold another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
+from shared.runtime.capture import capturing
+from shared.runtime.open_sequence import OpenInputs, OpenSequence, open_inputs
+from shared.runtime.round_batches import RoundBatches, RoundShape
+from shared.runtime.round_draft import RoundDraft, ScoredRows
+from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_sampling import RoundSampling
+
+logger = logging.getLogger(__name__)
+_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """Sizes fixed at start.
+
+    Attributes:
+        max_sequences: slots of the largest pass.
+        max_context_tokens: longest sequence, or window of one, that a pass may start from.
+        has_graphs: whether passes are captured.
+    """
+
+    max_sequences: int
+    max_context_tokens: int
+    has_graphs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedPass:
+    """A graph and what it writes, see `packed`."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Tensor
+
+
+class TreePass:
+    """Passes of one shape.
+
+    Args:
+        memory: of `torch.cuda.graph_pool_handle`, for all graphs of a head; None without graphs.
+    """
+
+    def __init__(
+        self, head: DraftHead, pool: KvPool, shape: RoundShape, limits: PassLimits, memory: Any
+    ) -> None:
+        self._head, self._pool = head, pool
+        self._shape, self._limits, self._memory = shape, limits, memory
+        self.max_open_rows = shape.max_committed
+        self._make = RoundParts.of(head, shape, pool.device).draft
+        # Graphs read the features and the inputs at addresses that never change.
+        self._features = torch.zeros(
+            (limits.max_sequences * self.max_open_rows, head.feature_spec.width),
+            dtype=head.dtype,
+            device=pool.device,
+        )
+        self._inputs = OpenInputs.empty(
+            limits.max_sequences if limits.has_graphs else 0,
+            max_open_rows=self.max_open_rows,
+            num_pages=self._num_pages(shape.max_kv_length),
+            device=pool.device,
+        )
+        self._captured: dict[tuple[int, RoundSampling], _CapturedPass | None] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(each is not None for each in self._captured.values())
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[OpenSequence], features: Sequence[Tensor]) -> Tensor:
+        """Queues one pass.
+
+        Args:
+            sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
+            features: of the open rows, end to end, in any pieces `[any, width]`.
+
+        Returns:
+            See `packed`; it holds until the next pass.
+        """
+        self._take_features(features)
+        sampling = RoundSampling.of(each.sampling for each in sequences)
+        bucket = self._bucket_of(len(sequences))
+        captured = self._graph_of(bucket, sampling) if self._limits.has_graphs else None
+        longest = max(each.length for each in sequences)
+        assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
+        reach = longest + self._spare
+        inputs = open_inputs(
+            sequences,
+            num_slots=len(sequences) if captured is None else bucket,
+            max_open_rows=self.max_open_rows,
+            num_pages=self._num_pages(reach),
+            device=self._pool.device,
+        )
+        if captured is None:
+            shape = replace(self._shape, max_kv_length=reach)
+            return self._grown(self._draft(shape), inputs, sampling)
+        self._inputs.first(bucket).fill(inputs)
+        captured.graph.replay()
+        return captured.result
+
+    @property
+    def _spare(self) -> int:
+        """Indices behind a sequence that a pass may address."""
+        tree = self._shape.tree
+        num_beam_rows = (tree.num_steps - 1) * tree.topk
+        return max(self._shape.num_tree_rows, num_beam_rows, self.max_open_rows)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.page_size)
+
+    def _bucket_of(self, num_sequences: int) -> int:
+        bucket = next((size for size in _BUCKETS if size >= num_sequences), num_sequences)
+        return min(bucket, self._limits.max_sequences)
+
+    def _take_features(self, pieces: Sequence[Tensor]) -> None:
+        rows = torch.cat(tuple(pieces))
+        assert len(rows) <= len(self._features), f"{len(rows)} open rows"
+        if self._features.is_cuda and not rows.is_cuda:
+            rows = rows.pin_memory().to(self._features.device, non_blocking=True)
+        self._features[: len(rows)].copy_(rows)
+
+    def _draft(self, shape: RoundShape) -> RoundDraft:
+        batches = RoundBatches(shape, self._pool.page_size)
+        return self._make(self._head, self._pool, batches, self._features)
+
+    def _grown(self, draft: RoundDraft, inputs: OpenInputs, sampling: RoundSampling) -> Tensor:
+        kind, slots = draft.kind_of(sampling), inputs.feature_slots.flatten()
+        return packed(draft.grow_scored(inputs.state, kind, slots))
+
+    def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass | None:
+        """Returns the graph, captured when first asked for; None if it cannot be."""
+        draft = self._draft(self._shape)
+        key = num_slots, draft.kind_of(sampling)
+        if key not in self._captured:
+            try:
+                self._captured[key] = self._capture(draft, *key)
+            except RuntimeError as error:
+                # What is short of memory while a graph is captured need not be without one.
+                self._captured[key] = None
+                logger.warning(
+                    "no CUDA graph for trees of %d sequences, which run without: %s",
+                    *(num_slots, error),
+                )
+        return self._captured[key]
+
+    def _capture(self, draft: RoundDraft, num_slots: int, sampling: RoundSampling) -> _CapturedPass:
+        inputs = self._inputs.first(num_slots)
+        # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
+        nobody = OpenInputs(inputs.state.emptied(), torch.zeros_like(inputs.feature_slots))
+        self._grown(draft, nobody, sampling)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, self._memory):
+            result = self._grown(draft, inputs, sampling)
+        return _CapturedPass(graph, result)
+
+
+def packed(trees: ScoredRows) -> Tensor:
+    """Returns what the host reads of trees as one tensor `[3, S, T]` int32: tokens, parents, and
+    the bits of the scores of their paths."""
+    return torch.stack(
+        (trees.rows.token_ids.int(), trees.rows.parents.int(), trees.paths.view(torch.int32))
+    )

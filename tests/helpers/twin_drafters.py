@@ -1,0 +1,191 @@
+"""The same sequences in two drafters of one head: whole trees in one pass, and level by level."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.models.heads.config import HeadKind
+from shared.models.heads.head import DraftHead
+from shared.models.heads.loader import load_head
+from shared.models.heads.target_tensors import TargetFolder
+from shared.runtime.head_runner import HeadRunner
+from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.tree_grower import GrowingTrees, TreeGrower
+from shared.runtime.tree_pass import PassLimits
+from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.drafting import GREEDY, VOCAB_SIZE, committed, propose
+from tests.helpers.head_oracle import path_values
+
+PAGE_SIZE = 4
+NUM_PAGES = 240
+CONTEXT = 96
+MAX_SEQUENCES = 3
+"""Of one pass."""
+HEADS = {
+    "eagle": TinyHead(),
+    "mapped": TinyHead(),
+    "eagle3": TinyHead(kind="EAGLE3", draft_vocab_size=20, has_embedding=False),
+    "eagle3.1": TinyHead(
+        kind="EAGLE3", draft_vocab_size=20, has_fc_norms=True, config={"norm_output": True}
+    ),
+}
+SHAPES = [
+    TreeShape(1, 1, 2),
+    TreeShape(4, 1, 5),
+    TreeShape(6, 1, 3),
+    TreeShape(1, 5, 4),
+    TreeShape(3, 3, 9),
+    TreeShape(5, 4, 14),
+    TreeShape(3, 2, 30),
+    TreeShape(2, 16, 257),
+]
+SAMPLED = SamplingParams(temperature=1.0, seed=1234)
+CUT = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, seed=5)
+SAMPLINGS = [GREEDY, SAMPLED, CUT, SamplingParams(temperature=0.6, seed=2**63 + 9)]
+
+
+def load_heads(
+    factory: pytest.TempPathFactory, device: torch.device, names: Sequence[str] = tuple(HEADS)
+) -> dict[str, DraftHead]:
+    """Returns some of `HEADS` in float32, by their names."""
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    folder = write_checkpoint(factory.mktemp("target"), shape=shape)
+    target = TargetFolder(folder, dtype=torch.float32, device=device)
+    token_map = torch.tensor(sorted(random.Random(5).sample(range(VOCAB_SIZE), 12)))
+    return {
+        name: load_head(
+            write_head(factory.mktemp("head"), HEADS[name]),
+            HeadKind(HEADS[name].kind),
+            target,
+            dtype=torch.float32,
+            device=device,
+            token_map=token_map if name == "mapped" else None,
+        )
+        for name in names
+    }
+
+
+def text(draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+class CountingGrower(TreeGrower):
+    """Attributes:
+    num_sequences: trees that were grown whole.
+    """
+
+    num_sequences = 0
+
+    def launch(
+        self, sequences: Sequence[OpenSequence], features: Sequence[Tensor], tree: TreeShape
+    ) -> GrowingTrees:
+        self.num_sequences += len(sequences)
+        return super().launch(sequences, features, tree)
+
+
+@dataclass
+class TwinDrafters:
+    """Both are told the same.
+
+    Attributes:
+        grower: of the one that grows whole trees.
+        is_exact: both order equal scores alike, and rounding does not come between.
+    """
+
+    head: DraftHead
+    has_graphs: bool = False
+    is_exact: bool = False
+    grower: CountingGrower = field(init=False)
+    whole: EagleDrafter = field(init=False)
+    levels: EagleDrafter = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout, device = self.head.kv_layout(PAGE_SIZE), self.head.device
+        pools = [KvPool(layout, NUM_PAGES, device) for _ in range(2)]
+        limits = PassLimits(MAX_SEQUENCES, CONTEXT, self.has_graphs)
+        self.grower = CountingGrower(self.head, pools[0], limits)
+        self.whole, self.levels = (
+            EagleDrafter(
+                HeadRunner(self.head, pool),
+                KvLeases(NUM_PAGES, PAGE_SIZE),
+                max_context_tokens=CONTEXT,
+                keeps_features=True,
+                grower=grower,
+            )
+            for pool, grower in zip(pools, (self.grower, None), strict=True)
+        )
+
+    def open(self, *sequences: DraftSequence) -> None:
+        for sequence in sequences:
+            for drafter in (self.whole, self.levels):
+                drafter.open(sequence)
+
+    def close(self, sequence: DraftSequence) -> None:
+        for drafter in (self.whole, self.levels):
+            drafter.close(sequence)
+
+    def send(self, sequence: DraftSequence, start: int, end: int) -> None:
+        """Hands over the features of positions `[start, end)`."""
+        rows = self._features(sequence, start, end)
+        for drafter in (self.whole, self.levels):
+            drafter.add_features(sequence, rows)
+
+    def send_all(self, *sequences: DraftSequence) -> None:
+        for sequence in sequences:
+            self.send(sequence, 0, sequence.num_tokens - 1)
+
+    def commit(self, sequence: DraftSequence, tokens: Sequence[int], *, is_late: bool) -> None:
+        """Commits tokens, whose features come later or with them."""
+        start = sequence.num_tokens - 1
+        verdict = committed(sequence, tokens)
+        rows = None if is_late else self._features(sequence, start, sequence.num_tokens - 1)
+        for drafter in (self.whole, self.levels):
+            drafter.commit(sequence, verdict, rows)
+
+    def trees(self, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
+        """Returns what both of them grow."""
+        whole, levels = (
+            propose(drafter, shape, *sequences) for drafter in (self.whole, self.levels)
+        )
+        for tree, expected in zip(whole, levels, strict=True):
+            if self.is_exact:
+                assert tree.token_ids == expected.token_ids
+                assert tree.parent_indices == expected.parent_indices
+            assert path_values(tree) == pytest.approx(path_values(expected), abs=1e-3)
+        for drafter in (self.whole, self.levels):
+            drafter.check()
+        return whole
+
+    def rounds(
+        self, shape: TreeShape, count: int, draw: random.Random, *batch: DraftSequence
+    ) -> int:
+        """Proposes, and commits a random part of each tree; returns how many nodes there were."""
+        num_nodes = 0
+        for _ in range(count):
+            for sequence, tree in zip(batch, self.trees(shape, *batch), strict=True):
+                num_nodes += len(tree)
+                path = tree.path(draw.randrange(len(tree)))
+                accepted = [tree.token_ids[node] for node in path[: draw.randint(0, len(path))]]
+                self.commit(sequence, [*accepted, *text(draw, 1)], is_late=False)
+        return num_nodes
+
+    def _features(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
+        rows = []
+        for position in range(start, end):
+            place = (sequence.key.sequence_id, position, sequence.token_ids[position])
+            draw = torch.Generator().manual_seed(hash(place) % 2**31)
+            rows.append(torch.randn(self.head.feature_spec.width, generator=draw))
+        return FeatureRows(start, torch.stack(rows).to(self.head.device))

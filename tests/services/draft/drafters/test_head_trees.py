@@ -1,0 +1,135 @@
+"""Trees grown in one pass against those grown level by level, over the same sequences."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.draft.fan_out import FanOut
+from shared.layers.linear import Linear
+from shared.models.heads.head import DraftHead
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.drafting import GREEDY, draft_sequence
+from tests.helpers.twin_drafters import (
+    CONTEXT,
+    HEADS,
+    SAMPLED,
+    SAMPLINGS,
+    SHAPES,
+    TwinDrafters,
+    load_heads,
+    text,
+)
+
+TREE = TreeShape(3, 3, 9)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DraftHead]:
+    return load_heads(tmp_path_factory, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_whole_trees_are_those_grown_level_by_level(
+    heads: dict[str, DraftHead], name: str, shape: TreeShape
+) -> None:
+    draw, twins = random.Random(f"{name} {shape}"), TwinDrafters(heads[name])
+    # Lengths around the edges of pages; more sequences than one pass takes.
+    batch = [
+        draft_sequence(text(draw, length), SAMPLINGS[number % 4], number)
+        for number, length in enumerate((2, 7, 8, 13, 31))
+    ]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    assert twins.rounds(shape, 4, draw, *batch) > 0
+    assert twins.grower.num_sequences == 4 * len(batch)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equal_scores_are_ordered_alike(heads: dict[str, DraftHead], shape: TreeShape) -> None:
+    head = heads["eagle3"]
+    weight = torch.zeros(head.vocabulary.size, head.embedding.shape[1])
+    vocabulary = replace(head.vocabulary, lm_head=Linear.of(weight))
+    twins = TwinDrafters(replace(head, vocabulary=vocabulary), is_exact=True)
+    batch = [draft_sequence(range(5, 12), SAMPLINGS[number], number) for number in range(2)]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    assert twins.rounds(shape, 2, random.Random(1), *batch) > 0
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_rows_of_any_number_and_order_come_to_the_same_trees(
+    heads: dict[str, DraftHead], name: str
+) -> None:
+    """Late features, verdicts on other trees, windows that slide, sequences that close and open
+    again, and shapes that change from round to round."""
+    draw, twins = random.Random(name), TwinDrafters(heads[name])
+    batch = [
+        draft_sequence(text(draw, draw.randint(2, 40)), SAMPLINGS[number], number)
+        for number in range(4)
+    ]
+    sent = [0] * len(batch)
+    twins.open(*batch)
+    num_trees = num_windows = 0
+    for _ in range(24):
+        for number, sequence in enumerate(batch):
+            end = sequence.num_tokens - 1 - draw.choice([0, 0, 0, 1, 2])
+            if end > sent[number]:
+                twins.send(sequence, sent[number], end)
+                sent[number] = end
+        trees = twins.trees(draw.choice(SHAPES), *draw.sample(batch, draw.randint(1, 4)))
+        num_trees += sum(len(tree) > 0 for tree in trees)
+        for number, sequence in enumerate(batch):
+            twins.commit(sequence, text(draw, draw.choice([1, 2, 3, 9])), is_late=True)
+            if draw.random() < 0.1:
+                twins.close(sequence)
+                twins.open(sequence)
+                # The target sends again what the draft has not kept, all or the newest.
+                sent[number] = draw.choice([0, max(sequence.num_tokens - 12, 0)])
+            num_windows += sequence.num_tokens > CONTEXT
+    assert twins.grower.num_sequences == num_trees > 30
+    assert num_windows > 10
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mirrors_noise", "draws_chains", "num_whole"),
+    [
+        (SamplingParams(temperature=0.9, presence_penalty=0.5), True, False, 2),
+        (SamplingParams(temperature=0.0, logit_bias={3: 50.0}), True, False, 2),
+        (SAMPLED, False, False, 2),
+        (GREEDY, False, True, 2),
+        (GREEDY, False, False, 3),
+        (SAMPLED, True, False, 3),
+    ],
+)
+def test_requests_of_every_kind_share_a_batch(
+    heads: dict[str, DraftHead],
+    sampling: SamplingParams,
+    mirrors_noise: bool,
+    draws_chains: bool,
+    num_whole: int,
+) -> None:
+    draw, twins = random.Random(3), TwinDrafters(heads["eagle3"])
+    batch = [draft_sequence(text(draw, 9), SAMPLINGS[number], number) for number in range(3)]
+    batch[1] = replace(
+        batch[1], sampling=sampling, mirrors_noise=mirrors_noise, draws_chains=draws_chains
+    )
+    twins.open(*batch)
+    twins.send_all(*batch)
+    assert all(len(tree) == 8 for tree in twins.trees(TREE, *batch))
+    assert twins.grower.num_sequences == num_whole
+
+
+def test_drafting_ahead_goes_level_by_level(heads: dict[str, DraftHead]) -> None:
+    twins, sequence = TwinDrafters(heads["eagle3"]), draft_sequence(text(random.Random(4), 9))
+    twins.open(sequence)
+    twins.send_all(sequence)
+    twins.whole.foresight.budget = 4
+    [tree] = twins.trees(TREE, sequence)
+    assert twins.grower.num_sequences == 0
+    twins.whole.foresight.begin(sequence, tree, TREE, FanOut(4))
+    assert twins.whole.foresight.has_work

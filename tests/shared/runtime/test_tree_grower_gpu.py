@@ -1,0 +1,112 @@
+"""Trees grown in one pass by Triton's kernels, as CUDA graphs where there is CUDA."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+
+import pytest
+import torch
+
+from shared.kernels.kernel_settings import IS_INTERPRETING
+from shared.models.heads.head import DraftHead
+from shared.runtime import tree_pass
+from shared.tokens import TreeShape
+from tests.helpers.drafting import GREEDY, draft_sequence
+from tests.helpers.kernel_device import kernel_device
+from tests.helpers.twin_drafters import MAX_SEQUENCES, SAMPLED, TwinDrafters, load_heads, text
+
+pytestmark = pytest.mark.gpu
+SHAPES = [TreeShape(1, 1, 2), TreeShape(4, 1, 5), TreeShape(3, 3, 9), TreeShape(2, 4, 30)]
+INTERPRETED = [("mapped", SHAPES[3]), ("eagle3", SHAPES[2]), ("eagle3.1", SHAPES[1])]
+on_cuda = pytest.mark.skipif(IS_INTERPRETING, reason="graphs need CUDA")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DraftHead]:
+    return load_heads(tmp_path_factory, kernel_device(), ["mapped", "eagle3", "eagle3.1"])
+
+
+def _twins(head: DraftHead) -> TwinDrafters:
+    return TwinDrafters(head, has_graphs=not IS_INTERPRETING)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(*case, marks=pytest.mark.interpreter if case in INTERPRETED else ())
+        for case in itertools.product(["mapped", "eagle3", "eagle3.1"], SHAPES)
+    ],
+    ids=str,
+)
+def test_whole_trees_are_those_grown_level_by_level(
+    heads: dict[str, DraftHead], name: str, shape: TreeShape
+) -> None:
+    draw, twins = random.Random(f"{name} {shape}"), _twins(heads[name])
+    batch = [
+        draft_sequence(text(draw, length), sampling, number)
+        for number, (length, sampling) in enumerate([(2, GREEDY), (8, SAMPLED), (21, GREEDY)])
+    ]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    assert twins.rounds(shape, 2, draw, *batch) > 0
+    assert twins.grower.num_sequences == 2 * len(batch)
+
+
+@on_cuda
+def test_batches_of_every_size_come_to_the_same_trees(heads: dict[str, DraftHead]) -> None:
+    """Windows that slide, greedy and drawn rows, and graphs of every number of slots in turn."""
+    draw, twins = random.Random(5), _twins(heads["eagle3"])
+    batch = [
+        draft_sequence(text(draw, 20 + number), [GREEDY, SAMPLED][number % 2], number)
+        for number in range(5)
+    ]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    for turn in range(24):
+        for sequence in batch:
+            twins.commit(sequence, text(draw, draw.choice([1, 3, 9])), is_late=False)
+        some = draw.sample(batch, draw.randint(1, 5))
+        assert all(twins.trees(SHAPES[turn % len(SHAPES)], *some))
+    assert max(sequence.num_tokens for sequence in batch) > 96
+
+
+# torch says of the mode itself that it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@on_cuda
+def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
+    draw, twins = random.Random(6), _twins(heads["eagle3"])
+    batch = [draft_sequence(text(draw, 9), GREEDY, number) for number in range(MAX_SEQUENCES)]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    shape = SHAPES[2]
+    twins.rounds(shape, 1, draw, *batch)
+    assert all(twins.whole.reserve(each, shape) for each in batch)
+    contexts = twins.whole._contexts
+    features = contexts.features([(each, contexts.backlog(each)) for each in batch])
+    rows = [contexts.open_sequence(each) for each in batch]
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        growing = twins.grower.launch(rows, features, shape)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(len, growing.read()))
+
+
+@on_cuda
+def test_without_memory_for_a_graph_trees_grow_as_they_are(
+    heads: dict[str, DraftHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(tree_pass, "capturing", fail)
+    draw, twins = random.Random(7), _twins(heads["eagle3"])
+    sequence = draft_sequence(text(draw, 9))
+    twins.open(sequence)
+    twins.send_all(sequence)
+    with caplog.at_level(logging.WARNING):
+        assert twins.rounds(SHAPES[2], 3, draw, sequence) > 0
+    [record] = [each for each in caplog.records if "no CUDA graph" in each.message]
+    assert "no memory is left" in record.message
