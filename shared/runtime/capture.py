@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+# torch captures on one stream of the process, whichever thread asks.
+_ONE_AT_A_TIME = threading.Lock()
+
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Captures into `graph` what its body queues.
 
-    Another thread of the process may use the device meanwhile. No garbage is collected: a graph
-    among it would be destroyed, which breaks the capture under way.
+    Another thread of the process may use the device meanwhile, and waits to capture. No garbage is
+    collected: a graph among it would be destroyed, which breaks the capture under way.
 
     Args:
         pool: of `torch.cuda.graph_pool_handle`.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with _ONE_AT_A_TIME:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield
+        finally:
+            if collects:
+                gc.enable()

@@ -76,11 +76,9 @@ class TreePass:
             num_pages=self._num_pages(shape.max_kv_length),
             device=pool.device,
         )
+        # Graphs read what its batches hold, too.
+        self._captured_draft = self._draft(shape)
         self._captured: dict[tuple[int, RoundSampling], _CapturedPass | None] = {}
-
-    @property
-    def num_graphs(self) -> int:
-        return sum(each is not None for each in self._captured.values())
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[OpenSequence], features: Sequence[Tensor]) -> Tensor:
@@ -145,11 +143,10 @@ class TreePass:
 
     def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass | None:
         """Returns the graph, captured when first asked for; None if it cannot be."""
-        draft = self._draft(self._shape)
-        key = num_slots, draft.kind_of(sampling)
+        key = num_slots, self._captured_draft.kind_of(sampling)
         if key not in self._captured:
             try:
-                self._captured[key] = self._capture(draft, *key)
+                self._captured[key] = self._capture(*key)
             except RuntimeError as error:
                 # What is short of memory while a graph is captured need not be without one.
                 self._captured[key] = None
@@ -159,8 +156,8 @@ class TreePass:
                 )
         return self._captured[key]
 
-    def _capture(self, draft: RoundDraft, num_slots: int, sampling: RoundSampling) -> _CapturedPass:
-        inputs = self._inputs.first(num_slots)
+    def _capture(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass:
+        draft, inputs = self._captured_draft, self._inputs.first(num_slots)
         # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
         nobody = OpenInputs(inputs.state.emptied(), torch.zeros_like(inputs.feature_slots))
         self._grown(draft, nobody, sampling)
