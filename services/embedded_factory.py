@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.drafter_factory import build_drafter, use_device, worker_identity
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
@@ -99,6 +100,7 @@ def build_embedded_draft(
         recorder=recorder,
         is_pinned=chosen.is_shape_pinned,
         fan_out=chosen.fan_out,
+        enter_thread=functools.partial(use_device, chosen),
     )
     engine.start()
     with start_phase("warm-up"):

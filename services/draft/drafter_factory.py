@@ -50,6 +50,15 @@ def build_drafter(settings: DraftSettings, target: Decoder | None = None) -> Dra
     return build_standalone(settings)
 
 
+def use_device(settings: DraftSettings) -> None:
+    """Lets the calling thread run the drafter that was built from `settings`."""
+    if settings.speculative_algorithm is Algorithm.NGRAM:
+        return
+    from shared.runtime.device import device_named, launch_on
+
+    launch_on(device_named(settings.device))
+
+
 def worker_identity(
     settings: DraftSettings, limits: DrafterLimits, *, worker_id: str
 ) -> WorkerIdentity:

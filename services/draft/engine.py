@@ -53,7 +53,12 @@ class DraftEngine:
         fan_out: FanOut = SYNCHRONOUS,
         recorder: DraftRecorder | None = None,
         max_waiting_events: int = MAX_WAITING_EVENTS,
+        enter_thread: Callable[[], None] | None = None,
     ) -> None:
+        """Args:
+        enter_thread: called first on the engine's thread.
+        """
+        self._enter_thread = enter_thread
         self._drafter = drafter
         self.recorder = recorder or DraftRecorder()
         self._roster = Roster(
@@ -199,6 +204,8 @@ class DraftEngine:
 
     def _run(self) -> None:
         try:
+            if self._enter_thread is not None:
+                self._enter_thread()
             has_work = False
             while self._take_in(wait=not has_work):
                 has_work = self._rounds.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from grpc import aio
 from services.draft.attach_client import AttachClient
 from services.draft.backoff import Backoff
 from services.draft.draft_service import DraftBackend, DraftServicer
+from services.draft.drafter_factory import use_device
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.metrics import DraftMetrics, engine_figures
@@ -90,6 +92,7 @@ class DraftProcess:
             is_pinned=self._settings.is_shape_pinned,
             fan_out=self._settings.fan_out,
             recorder=self._recorder,
+            enter_thread=functools.partial(use_device, self._settings),
         )
         engine.start()
         self._engine = engine

@@ -28,6 +28,7 @@ from services.target.verifier import Verifier
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
+from shared.runtime.device import launch_on
 from shared.runtime.runner import ModelRunner
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
@@ -206,6 +207,7 @@ class Engine:
         self._loop.check_idle()
 
     def _run(self) -> None:
+        launch_on(self._device)
         try:
             while not self._stop.is_set():
                 # The command that a stop sends to wake the thread may be among those of the step.

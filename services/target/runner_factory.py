@@ -21,7 +21,7 @@ from shared.models.decoder import Decoder
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.models.shard import Shard
-from shared.runtime.device import device_named, dtype_named, kv_dtype_named
+from shared.runtime.device import device_named, dtype_named, kv_dtype_named, launch_on
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.lockstep import Leader
@@ -99,10 +99,11 @@ def check_tp_size(settings: TargetSettings, config: ModelConfig) -> None:
 
 
 def _opened_device(settings: TargetSettings) -> torch.device:
-    """Returns the device, ready for use; a GPU takes a while to be."""
+    """Returns the device, ready for use by this thread; a GPU takes a while to be."""
     with start_phase("device"):
         device = device_named(settings.device)
         _check_device(settings, device)
+        launch_on(device)
         torch.zeros(1, device=device).tolist()
     return device
 

@@ -14,6 +14,16 @@ def device_named(name: str) -> torch.device:
     return torch.device(name)
 
 
+def launch_on(device: torch.device) -> None:
+    """Makes `device` the one that this thread launches kernels on.
+
+    Triton launches on the thread's current device, wherever the tensors are. Each thread has its
+    own and starts with the first GPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 _KV_DTYPES = {
     KvDtype.BFLOAT16: torch.bfloat16,
     KvDtype.FLOAT16: torch.float16,

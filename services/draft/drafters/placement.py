@@ -13,20 +13,21 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.layers.memory import num_saved_bytes
 from shared.model_options import AttentionBackend, Quantisation
-from shared.runtime.device import device_named
+from shared.runtime.device import device_named, launch_on
 from shared.runtime.memory import num_pages_for
 
 log = logging.getLogger(__name__)
 
 
 def device_for(settings: DraftSettings) -> torch.device:
-    """Returns the device.
+    """Returns the device, on which this thread launches from now on.
 
     Raises:
         SettingsError: it lacks what other settings need.
     """
     device = device_named(settings.device)
     if device.type == "cuda":
+        launch_on(device)
         return device
     problems = []
     if settings.speculative_draft_attention_backend is AttentionBackend.TRITON:

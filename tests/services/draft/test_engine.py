@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -26,13 +27,19 @@ TERMS = LinkTerms(1_000, 64, 100, mirrors_noise=True)
 WAIT_S = 60.0
 
 
-def _engine(drafter: ScriptedDrafter, *, max_waiting_events: int = 100) -> DraftEngine:
+def _engine(
+    drafter: ScriptedDrafter,
+    *,
+    max_waiting_events: int = 100,
+    enter_thread: Callable[[], None] | None = None,
+) -> DraftEngine:
     return DraftEngine(
         drafter,
         SHAPE,
         chunk_tokens=100,
         max_sequences=10,
         max_waiting_events=max_waiting_events,
+        enter_thread=enter_thread,
     )
 
 
@@ -159,3 +166,22 @@ def test_stopping_answers_what_is_left(drafter: ScriptedDrafter) -> None:
     assert not engine.has_failed
     with pytest.raises(EngineFailed):
         engine.propose_once((1, 2), SamplingParams(), None)
+
+
+def test_the_thread_is_entered_before_anything_runs_on_it(drafter: ScriptedDrafter) -> None:
+    entered: list[str] = []
+    engine = _engine(drafter, enter_thread=lambda: entered.append(threading.current_thread().name))
+    engine.start()
+    engine.gauges().result(timeout=WAIT_S)
+    assert entered == ["draft-engine"]
+    engine.stop()
+
+
+def test_an_engine_whose_thread_cannot_be_entered_has_failed(drafter: ScriptedDrafter) -> None:
+    def refuse() -> None:
+        raise RuntimeError("invalid device ordinal")
+
+    engine = _engine(drafter, enter_thread=refuse)
+    engine.start()
+    engine.stop()
+    assert engine.has_failed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.model_options import Dtype, device_problems
-from shared.runtime.device import device_named, dtype_named
+from shared.runtime.device import device_named, dtype_named, launch_on
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -16,6 +16,14 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_available: answer)
         assert device_named("auto").type == expected
     assert device_named("cuda:1") == CUDA
+
+
+def test_a_thread_launches_on_the_gpu_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    launch_on(CPU)
+    launch_on(CUDA)
+    assert current == [CUDA]
 
 
 @pytest.mark.parametrize(
