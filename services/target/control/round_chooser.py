@@ -37,6 +37,9 @@ MIN_GAIN = 1.04
 PROBE_AGE = 64
 """Steps for which a choice is not probed again."""
 
+LARGEST_AGE = 512
+"""The same for one of which only the time can have changed."""
+
 PROBE_WORTH = 0.5
 """What promises less than this share of the choice in force is not probed."""
 
@@ -213,27 +216,33 @@ class RoundChooser:
     def _start_probe(
         self, batch: RoundBatch, promises: Mapping[Option, float], now_s: float
     ) -> None:
-        """Puts another choice in force, of those that come close: beside plain steps the best, to
-        see whether the text has changed; beside rounds the best that was not measured for this
-        size of batch, or the one that was not in force for longest."""
+        """Puts the best of the other choices in force that come close, if it can tell anything."""
         rate = promises[self._settled]
-        stale = [
+        telling = [
             option
             for option, promise in promises.items()
-            if option != self._settled
-            and promise >= PROBE_WORTH * rate
-            and self._num_steps - self._seen.get(option, -PROBE_AGE) >= PROBE_AGE
+            if promise >= PROBE_WORTH * rate and self._can_tell(option, batch)
         ]
-        if not stale or not self.budget.allows_probe:
+        if not telling or not self.budget.allows_probe:
             return
-        untried = [option for option in stale if not self._is_known(option, batch)]
-        if untried or self._settled is None:
-            option = max(untried or stale, key=lambda each: promises[each])
-        else:
-            option = min(stale, key=lambda each: self._seen.get(each, -PROBE_AGE))
+        option = max(telling, key=lambda each: promises[each])
         dearest_s = MOST_PER_PROBE * NUM_PROBE_STEPS * self._step_s(option, batch)
         self._probe = _Probe(option, now_s, self._num_committed, rate, dearest_s)
         self._num_left = NUM_PROBE_STEPS
+
+    def _can_tell(self, option: Option, batch: RoundBatch) -> bool:
+        """Whether a choice was not in force for so long that what is known of it may be wrong."""
+        settled = self._settled
+        if option == settled:
+            return False
+        has_same_levels = option is None or (
+            settled is not None
+            and option.topk == settled.topk
+            and option.num_steps <= settled.num_steps
+        )
+        # Then only its time may have changed.
+        age = LARGEST_AGE if has_same_levels and self._is_known(option, batch) else PROBE_AGE
+        return self._num_steps - self._seen.get(option, -age) >= age
 
     def _end_probe(self, now_s: float, rate: float | None) -> None:
         """A probe costs its time less that in which the settled choice commits as much.
