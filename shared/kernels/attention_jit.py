@@ -1,12 +1,13 @@
-"""Triton kernels of paged attention on CUDA.
+"""Triton kernels of paged attention on CUDA, of plain tokens and trees.
 
-Two kernels. `attend_splits` serves plain tokens and trees: a program takes a block of rows, one
-key head and some splits of the key list, and leaves one partial result a split; `combine` adds
-them in order. `attend_chunk` serves prompt chunks with larger blocks and no splits.
+Where rows are few, a program of `attend_splits` takes a block of rows, one key head and some
+splits of the key list, and leaves one partial result a split; `combine` adds them in order. Where
+blocks fill the device, a program of `attend_whole` takes all splits of one.
 
 A row's bits depend on its own query and key list alone. Its splits are cut at fixed places, each
 is walked in tiles of fixed size, keys hidden from it add exact zeros, and plain tokens and tree
-nodes run the same instructions. Chunks do not: they may differ from plain tokens in the last bits.
+nodes run the same instructions, whichever kernel they are in. Chunks (`attention_chunk_jit`) do
+not: they may differ from plain tokens in the last bits.
 
 Source: Dao, arXiv 2307.08691 (online softmax over tiles); "Flash-Decoding", Dao et al., 2023
 (splits of the key list).
@@ -17,8 +18,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.attention_walk_jit import (
+    lowest_keys,
+    merged,
+    power_of_two,
+    split_of,
+    walk,
+    walk_all,
+)
 from shared.kernels.dependent_jit import begin
-from shared.kernels.widened_jit import widened
+
+# Behind every key.
+FAR_KEYS = tl.constexpr(2**30)
 
 
 @triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "num_shared", "window"])  # type: ignore[untyped-decorator]
@@ -28,8 +39,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
     row_lengths, shared_lengths, positions, page_table, tail_slots,
     query_stride, page_stride, tail_stride, max_splits, num_shared,
     scale_log2, window,
-    HAS_TAIL: tl.constexpr, ALL_SHARED: tl.constexpr, ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -61,8 +71,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
     split = tl.program_id(2)
     step = num_shared
     # No split that ends behind it is shared by all rows; without trees every split is.
-    last_shared = ALL_SHARED
-    tails = tail_slots
+    last_shared = FAR_KEYS
+    own_row = 0
     if HAS_TAIL:
         has_own = common < longest
         # Such a program serves one tree row, from the split on where its keys are its own.
@@ -71,128 +81,44 @@ def attend_splits(  # type: ignore[no-untyped-def]
         is_lane = is_lane & ((not serves_row) | (has_own & (lane_rows == own_row)))
         lengths = tl.where(is_lane, lengths, 0)
         longest = tl.max(lengths, 0)
-        tails += (first_row + own_row).to(tl.int64) * tail_stride
-        own_split = split_of(common, FIRST_SPLIT, LEVEL_SPLITS)
-        split = tl.where(serves_row, own_split, split)
-        step = tl.where(serves_row, 1, num_shared)
-        last_shared = tl.where(has_own & (not serves_row), common, ALL_SHARED)
-    # The first key of each row's window. Tree nodes never lose a key of their own tail.
-    lows = tl.zeros_like(lengths)
-    if HAS_WINDOW:
-        last = tl.load(positions + rows, mask=is_lane, other=0).to(tl.int32)
-        lows = tl.maximum(last - window + 1, 0)
-    lowest = tl.min(tl.where(is_lane, lows, longest), 0)
+        split = tl.where(serves_row, split_of(common, FIRST_SPLIT, LEVEL_SPLITS), split)
+        step = tl.where(serves_row, 1, step)
+        last_shared = tl.where(has_own & (not serves_row), common, FAR_KEYS)
+    lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
+    is_stored = is_lane[:, None] & is_dim[None, :]
     tile_queries = tl.load(
         queries + rows[:, None].to(tl.int64) * query_stride
         + heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_lane[:, None] & is_dim[None, :], other=0.0,
+        mask=is_stored, other=0.0,
     )  # fmt: skip
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
     pages = page_table + sequence * page_stride
-    head_keys = keys + kv_head * HEAD_DIM + dims
-    head_values = values + kv_head * HEAD_DIM + dims
-    # Whole tiles below it are common to all rows.
-    common_tiles = common
+    tails = tail_slots
     if HAS_TAIL:
-        common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
+        tails += first_row.to(tl.int64) * tail_stride
+    lane_places = (block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads
+    first_slots = lane_places.to(tl.int64) * max_splits
     size = FIRST_SPLIT << (split // LEVEL_SPLITS)
     start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
     while (start < longest) & (start + size <= last_shared):
-        best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        mass = tl.zeros([TILE_ROWS], tl.float32)
-        total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
-        end = tl.minimum(start + size, longest)
-        first = tl.maximum(start, lowest // TILE_KEYS * TILE_KEYS)
-        for tile in range(first, tl.minimum(end, common_tiles), TILE_KEYS):
-            indices = tile + tl.arange(0, TILE_KEYS)
-            is_key = indices < longest
-            page = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
-            offsets = (page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE) * (
-                NUM_KV_HEADS * HEAD_DIM
-            )
-            is_loaded = is_key[:, None] & is_dim[None, :]
-            tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
-            tile_values = tl.load(head_values[None, :] + offsets[:, None], mask=is_loaded, other=0)
-            tile_keys = matched(tile_keys, tile_queries, IS_E4M3)
-            tile_values = matched(tile_values, tile_queries, IS_E4M3)
-            scores = tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
-            is_seen = (indices[None, :] < lengths[:, None]) & (indices[None, :] >= lows[:, None])
-            scores = tl.where(is_seen, scores, float("-inf"))
-            best, mass, total = absorb(scores, tile_values, best, mass, total)
-        if HAS_TAIL:
-            for tile in range(tl.maximum(first, common_tiles), end, TILE_KEYS):
-                indices = tile + tl.arange(0, TILE_KEYS)
-                is_prefix = indices < common
-                is_tail = (indices >= common) & (indices < longest)
-                slots = tl.load(tails + indices - common, mask=is_tail, other=0)
-                page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
-                slots += tl.where(is_prefix, page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE, 0)
-                offsets = slots * (NUM_KV_HEADS * HEAD_DIM)
-                is_loaded = (is_prefix | is_tail)[:, None] & is_dim[None, :]
-                tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
-                tile_values = tl.load(
-                    head_values[None, :] + offsets[:, None], mask=is_loaded, other=0
-                )
-                tile_keys = matched(tile_keys, tile_queries, IS_E4M3)
-                tile_values = matched(tile_values, tile_queries, IS_E4M3)
-                scores = (
-                    tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
-                )
-                is_seen = is_tail[None, :] | (
-                    is_prefix[None, :] & (indices[None, :] >= lows[:, None])
-                )
-                scores = tl.where(is_seen & is_lane[:, None], scores, float("-inf"))
-                best, mass, total = absorb(scores, tile_values, best, mass, total)
+        best, mass, total = walk(
+            start, size, tile_queries, lane_rows, lengths, lows, is_lane, own_row, 1,
+            keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages, tails, tail_stride,
+            common, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
+            PAGE_SIZE, IS_E4M3,
+        )  # fmt: skip
         if IS_E4M3:
             total *= tl.load(value_scales + kv_head)
-        slot = ((block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads).to(tl.int64)
-        slot = slot * max_splits + split
-        tl.store(maxima + slot, best, mask=is_lane)
-        tl.store(masses + slot, mass, mask=is_lane)
-        tl.store(
-            sums + slot[:, None] * HEAD_DIM + dims[None, :], total,
-            mask=is_lane[:, None] & is_dim[None, :],
-        )  # fmt: skip
+        slots = first_slots + split
+        tl.store(maxima + slots, best, mask=is_lane)
+        tl.store(masses + slots, mass, mask=is_lane)
+        tl.store(sums + slots[:, None] * HEAD_DIM + dims[None, :], total, mask=is_stored)
         split += step
         size = FIRST_SPLIT << (split // LEVEL_SPLITS)
         start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def split_of(  # type: ignore[no-untyped-def]
-    key, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
-):
-    """Returns the index of the split that holds a key."""
-    level_start = 0
-    first = 0
-    size = FIRST_SPLIT
-    while key >= level_start + LEVEL_SPLITS * size:
-        level_start += LEVEL_SPLITS * size
-        first += LEVEL_SPLITS
-        size *= 2
-    return first + (key - level_start) // size
-
-
-@triton.jit
-def absorb(scores, values, best, mass, total):  # type: ignore[no-untyped-def]
-    """Adds one tile to the running maximum, mass and sum; a row it is hidden from is unchanged."""
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-    decay = tl.exp2(best - reference)
-    weights = tl.exp2(scores - reference[:, None])
-    mass = mass * decay + tl.sum(weights, 1)
-    total = total * decay[:, None]
-    total = tl.dot(weights.to(values.dtype), values, total, input_precision="ieee")
-    return new_best, mass, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def matched(raw, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns keys or values as loaded, e4m3 as int8, in the dtype of `like`."""
-    return widened(raw, like) if IS_E4M3 else raw.to(like.dtype)
 
 
 @triton.jit(do_not_specialize=["max_splits"])  # type: ignore[untyped-decorator]
@@ -201,7 +127,7 @@ def combine(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial results of one row and head, one level of splits at a time."""
+    """Adds the partial results of one row and head, in the order of the splits."""
     begin(IS_DEPENDENT)
     place = tl.program_id(0)
     head = tl.program_id(1)
@@ -214,27 +140,30 @@ def combine(  # type: ignore[no-untyped-def]
     best = tl.full([], float("-inf"), tl.float32)
     mass = tl.zeros([], tl.float32)
     total = tl.zeros([BLOCK_DIM], tl.float32)
-    first = 0
+    slot = (place * NUM_HEADS + head).to(tl.int64) * max_splits
     start = 0
     size = FIRST_SPLIT
     while start < length:
         splits = tl.arange(0, LEVEL_SPLITS)
         is_split = start + splits * size < length
-        slots = (place * NUM_HEADS + head).to(tl.int64) * max_splits + first + splits
-        parts = tl.load(maxima + slots, mask=is_split, other=float("-inf"))
-        part_masses = tl.load(masses + slots, mask=is_split, other=0.0)
-        part_sums = tl.load(
-            sums + slots[:, None] * HEAD_DIM + dims[None, :],
-            mask=is_split[:, None] & is_dim[None, :], other=0.0,
-        )  # fmt: skip
+        parts = tl.load(maxima + slot + splits, mask=is_split, other=float("-inf"))
         new_best = tl.maximum(best, tl.max(parts, 0))
-        reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-        decay = tl.exp2(best - reference)
-        weights = tl.exp2(parts - reference)
-        mass = mass * decay + tl.sum(weights * part_masses, 0)
-        total = total * decay + tl.sum(weights[:, None] * part_sums, 0)
+        keep = power_of_two(best, new_best)
+        mass *= keep
+        total *= keep
+        # Unrolled, so that the loads of all of them are under way at once.
+        for split in tl.static_range(LEVEL_SPLITS):
+            is_split = start + split * size < length
+            part_best = tl.load(maxima + slot + split, mask=is_split, other=float("-inf"))
+            part_mass = tl.load(masses + slot + split, mask=is_split, other=0.0)
+            part_total = tl.load(
+                sums + (slot + split) * HEAD_DIM + dims, mask=is_split & is_dim, other=0.0
+            )
+            weight = power_of_two(part_best, new_best)
+            mass += part_mass * weight
+            total += part_total * weight
         best = new_best
-        first += LEVEL_SPLITS
+        slot += LEVEL_SPLITS
         start += LEVEL_SPLITS * size
         size *= 2
     attended = total / tl.where(mass == 0.0, 1.0, mass)
@@ -244,29 +173,46 @@ def combine(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["page_stride", "window"])  # type: ignore[untyped-decorator]
-def attend_chunk(  # type: ignore[no-untyped-def]
-    queries, keys, values, key_scales, value_scales, results,
+@triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "window"])  # type: ignore[untyped-decorator]
+def attend_whole(  # type: ignore[no-untyped-def]
+    queries, keys, values, key_scales, value_scales, results, sums, maxima, masses, counters,
     block_sequences, block_first_rows, block_counts,
-    row_lengths, positions, page_table,
-    query_stride, page_stride, scale_log2, window,
-    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    row_lengths, shared_lengths, positions, page_table, tail_slots,
+    query_stride, page_stride, tail_stride, max_splits, scale_log2, window,
+    HAS_TAIL: tl.constexpr, CHAIN_KEYS: tl.constexpr,
+    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Attends from a block of causal rows of one sequence and one key head."""
-    # The last blocks see most keys; starting with them evens out the end.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Does what `attend_splits` and `combine` do, with the same bits, for blocks that are enough
+    to fill the device: a program takes all splits of a block and head, and leaves no parts.
+
+    Blocks that see more than `CHAIN_KEYS` keys would keep the others waiting. Programs along the
+    last axis share their splits, and the one that is done last, which `counters` `[N, Hkv]` tell,
+    adds the parts.
+    """
+    block = tl.program_id(1)
     count = tl.load(block_counts + block)
     if count == 0:
         return
-    kv_head = tl.program_id(1)
+    program = tl.program_id(2)
+    kv_head = tl.program_id(0)
     sequence = tl.load(block_sequences + block)
+    first_row = tl.load(block_first_rows + block)
     lanes = tl.arange(0, TILE_ROWS)
-    is_lane = lanes // NUM_GROUPS < count
+    lane_rows = lanes // NUM_GROUPS
+    is_lane = lane_rows < count
     heads = kv_head * NUM_GROUPS + lanes % NUM_GROUPS
-    rows = tl.load(block_first_rows + block) + lanes // NUM_GROUPS
+    rows = first_row + lane_rows
+    lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
+    longest = tl.max(lengths, 0)
+    is_chained = longest <= CHAIN_KEYS
+    if is_chained & (program > 0):
+        return
+    common = tl.load(shared_lengths + sequence)
+    lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     is_stored = is_lane[:, None] & is_dim[None, :]
@@ -275,37 +221,65 @@ def attend_chunk(  # type: ignore[no-untyped-def]
         + heads[:, None] * HEAD_DIM + dims[None, :],
         mask=is_stored, other=0.0,
     )  # fmt: skip
-    lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
-    lows = tl.zeros_like(lengths)
-    if HAS_WINDOW:
-        last = tl.load(positions + rows, mask=is_lane, other=0).to(tl.int32)
-        lows = tl.maximum(last - window + 1, 0)
-    longest = tl.max(lengths, 0)
-    lowest = tl.min(tl.where(is_lane, lows, longest), 0)
+    value_scale = 1.0
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
+        value_scale = tl.load(value_scales + kv_head)
     pages = page_table + sequence * page_stride
-    head_keys = keys + kv_head * HEAD_DIM + dims
-    head_values = values + kv_head * HEAD_DIM + dims
-    best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
-    for tile in range(lowest // TILE_KEYS * TILE_KEYS, longest, TILE_KEYS):
-        indices = tile + tl.arange(0, TILE_KEYS)
-        is_key = indices < longest
-        page = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
-        offsets = (page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-        is_loaded = is_key[:, None] & is_dim[None, :]
-        tile_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
-        tile_values = tl.load(head_values[None, :] + offsets[:, None], mask=is_loaded, other=0)
-        tile_keys = matched(tile_keys, tile_queries, IS_E4M3)
-        tile_values = matched(tile_values, tile_queries, IS_E4M3)
-        scores = tl.dot(tile_queries, tl.trans(tile_keys), input_precision="ieee") * scale_log2
-        is_seen = (indices[None, :] < lengths[:, None]) & (indices[None, :] >= lows[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        best, mass, total = absorb(scores, tile_values, best, mass, total)
-    if IS_E4M3:
-        total *= tl.load(value_scales + kv_head)
+    tails = tail_slots
+    if HAS_TAIL:
+        tails += first_row.to(tl.int64) * tail_stride
+    head_keys = keys + kv_head * HEAD_DIM
+    head_values = values + kv_head * HEAD_DIM
+    if is_chained:
+        mass, total = walk_all(
+            tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values,
+            value_scale, pages, tails, tail_stride, common, scale_log2,
+            HAS_TAIL, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+        )  # fmt: skip
+    else:
+        lane_places = (block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads
+        first_slots = lane_places.to(tl.int64) * max_splits
+        split = program
+        size = FIRST_SPLIT << (split // LEVEL_SPLITS)
+        start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
+        while start < longest:
+            part_best, part_mass, part_total = walk(
+                start, size, tile_queries, lane_rows, lengths, lows, is_lane, 0, count,
+                head_keys, head_values, pages, tails, tail_stride, common, scale_log2,
+                HAS_TAIL, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
+                PAGE_SIZE, IS_E4M3,
+            )  # fmt: skip
+            slots = first_slots + split
+            tl.store(maxima + slots, part_best, mask=is_lane)
+            tl.store(masses + slots, part_mass, mask=is_lane)
+            places = slots[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(sums + places, part_total * value_scale, mask=is_stored)
+            split += tl.num_programs(2)
+            size = FIRST_SPLIT << (split // LEVEL_SPLITS)
+            start = LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size
+        # All threads have stored before one of them counts the program.
+        tl.debug_barrier()
+        counter = counters + block * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") < tl.num_programs(2) - 1:
+            return
+        tl.store(counter, 0)  # for the next layer
+        best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([TILE_ROWS], tl.float32)
+        total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+        split = 0
+        start = 0
+        while start < longest:
+            is_part = start < lengths
+            slots = first_slots + split
+            part_best = tl.load(maxima + slots, mask=is_part, other=float("-inf"))
+            part_mass = tl.load(masses + slots, mask=is_part, other=0.0)
+            places = slots[:, None] * HEAD_DIM + dims[None, :]
+            part_total = tl.load(sums + places, mask=is_part[:, None] & is_dim[None, :], other=0.0)
+            best, mass, total = merged(best, mass, total, part_best, part_mass, part_total)
+            start += FIRST_SPLIT << (split // LEVEL_SPLITS)
+            split += 1
     attended = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
     tl.store(
         results + rows[:, None].to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM)

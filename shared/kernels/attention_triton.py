@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.attention_jit import attend_chunk, attend_splits, combine
+from shared.kernels.attention_chunk_jit import attend_chunk
+from shared.kernels.attention_jit import attend_splits, attend_whole, combine
 from shared.kernels.dependent import dependent_launch
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.split_plan import (
@@ -22,12 +23,16 @@ from shared.kernels.split_plan import (
 # About eight programs a multiprocessor; more would only find nothing to do.
 _TARGET_PROGRAMS = 1024
 _MIN_SPLIT_PROGRAMS = 8
-# Above the end of any split.
-_ALL_SHARED = 2**30
+# Measured on an H200: fewer blocks leave the device idle when one program takes all of a block.
+FEWEST_WHOLE = 160
+CHAIN_KEYS = 4096
+_LONG_PROGRAMS = 4
+_MOST_STAGES = 5
 _TILE_KEYS = 64
 # Where one head of a key is this wide, a chunk's tile holds fewer keys, or shared memory overflows.
 _WIDE_TILE_KEYS = 32
 _WIDE_BYTES = 512
+_NARROW_BYTES = 256
 
 
 def split_attention(
@@ -52,7 +57,7 @@ def split_attention(
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     scale_log2 = scale * math.log2(math.e)
     call = _Call(queries, keys, values, results, plan, scale_log2, cache_scales)
-    _launch_splits(call)
+    _launch_plain(call)
     if plan.chunk_blocks is not None:
         _launch_chunks(call, plan.chunk_blocks)
     return results
@@ -94,6 +99,21 @@ class _Call:
         """Tiles of keys and values that are under way at once, as far as shared memory holds."""
         return 2 if self.head_bytes <= _WIDE_BYTES else 1
 
+    @property
+    def num_whole_stages(self) -> int:
+        """As `num_stages`, where one program takes all splits; with tails more did not pay."""
+        is_deep = self.plan.tail_slots is None and self.head_bytes <= _NARROW_BYTES
+        return _MOST_STAGES if is_deep else self.num_stages
+
+    def parts(self, rows_per_block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns room for sums, maxima and masses of every split of the plain blocks' rows."""
+        num_heads, head_dim = self.queries.shape[1:]
+        num_rows = len(self.plan.plain_blocks.counts) * rows_per_block
+        shape = (num_rows, num_heads, self.plan.max_splits)
+        sums = self.queries.new_empty((*shape, head_dim), dtype=torch.float32)
+        maxima, masses = sums.new_empty((2, *shape)).unbind()
+        return sums, maxima, masses
+
     def shape_options(self) -> dict[str, int | bool]:
         """Returns the compile-time constants that both kernels share."""
         head_dim = self.queries.shape[2]
@@ -108,38 +128,64 @@ class _Call:
         }
 
 
+def _launch_plain(call: _Call) -> None:
+    num_programs = len(call.plan.plain_blocks.counts) * call.keys.shape[1]
+    if num_programs >= FEWEST_WHOLE:
+        _launch_whole(call)
+    else:
+        _launch_splits(call)
+
+
+def _launch_whole(call: _Call) -> None:
+    queries, plan, blocks = call.queries, call.plan, call.plan.plain_blocks
+    num_kv_heads, rows_per_block = call.keys.shape[1], blocks.tile // call.num_groups
+    assert num_kv_heads * len(blocks.counts) <= len(plan.counters)
+    has_tail = plan.tail_slots is not None
+    tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
+    attend_whole[(num_kv_heads, len(blocks.counts), _LONG_PROGRAMS)](
+        queries, call.keys, call.values, *call.scale_pointers, call.results,
+        *call.parts(rows_per_block), plan.counters,
+        blocks.sequences, blocks.first_rows, blocks.counts,
+        plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
+        queries.stride(0), plan.page_table.stride(0), tail.stride(0),
+        plan.max_splits, call.scale_log2, plan.sliding_window or 0,
+        HAS_TAIL=has_tail, CHAIN_KEYS=CHAIN_KEYS,
+        ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
+        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
+        **call.shape_options(), num_warps=4,
+        num_stages=call.num_whole_stages,
+    )  # fmt: skip
+
+
 def _launch_splits(call: _Call) -> None:
     queries, plan, blocks = call.queries, call.plan, call.plan.plain_blocks
     num_rows, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads = len(blocks.counts), call.keys.shape[1]
     rows_per_block = blocks.tile // call.num_groups
-    shape = (num_blocks * rows_per_block, num_heads, plan.max_splits)
-    sums = queries.new_empty((*shape, head_dim), dtype=torch.float32)
-    maxima = queries.new_empty(shape, dtype=torch.float32)
-    masses = queries.new_empty(shape, dtype=torch.float32)
+    sums, maxima, masses = call.parts(rows_per_block)
     wanted = -(-_TARGET_PROGRAMS // (num_blocks * num_kv_heads))
-    split_programs = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
-    own_programs = 0 if plan.tail_slots is None else rows_per_block
+    num_shared = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
+    has_tail = plan.tail_slots is not None
+    num_own = rows_per_block if has_tail else 0
     tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
     options, launch = call.shape_options(), dependent_launch(queries.device, num_rows)
-    attend_splits[(num_kv_heads, num_blocks, split_programs + own_programs)](
+    attend_splits[(num_kv_heads, num_blocks, num_shared + num_own)](
         queries, call.keys, call.values, *call.scale_pointers, sums, maxima, masses,
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
         queries.stride(0), plan.page_table.stride(0), tail.stride(0),
-        plan.max_splits, split_programs,
-        call.scale_log2, plan.sliding_window or 0,
-        HAS_TAIL=plan.tail_slots is not None, ALL_SHARED=_ALL_SHARED,
-        ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
+        plan.max_splits, num_shared, call.scale_log2, plan.sliding_window or 0,
+        HAS_TAIL=has_tail, ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
         **options, **launch, num_warps=4, num_stages=call.num_stages,
     )  # fmt: skip
-    combine[(shape[0], num_heads)](
+    combine[(num_blocks * rows_per_block, num_heads)](
         sums, maxima, masses, call.results,
         blocks.first_rows, blocks.counts, plan.row_lengths, plan.max_splits,
         ROWS=rows_per_block, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
         BLOCK_DIM=options["BLOCK_DIM"],
-        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=1, **launch,
+        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=1,
+        **launch,
     )  # fmt: skip
 
 

@@ -23,9 +23,13 @@ from shared.kernels.paged_rows import PagedRows
 
 # Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
 MAX_PLAIN_ROWS = 16
-# Rows times query heads of one key head in a block: one tile of a matrix instruction.
+# Rows times query heads of one key head in a block: one tile of a matrix instruction, or two for
+# trees, whose rows share most keys. Two have the bits of one only where such instructions compute.
 PLAIN_TILE = 16
+TREE_TILE = 32
 CHUNK_TILE = 128
+# Of one device.
+MAX_KV_HEADS = 128
 # Splits of a level have one length and the next level doubles it, so that short contexts are cut
 # finely enough to fill the device and long ones need few partial results.
 FIRST_SPLIT_KEYS = 128
@@ -64,6 +68,7 @@ class SplitPlan:
             without trees.
         sliding_window: as in `plan_attention`.
         max_splits: splits of the longest row.
+        counters: int32 zeros, `MAX_KV_HEADS` for each of the plain blocks.
         plain_blocks: blocks of plain tokens and trees.
         chunk_blocks: blocks of prompt chunks; None when no sequence can be one.
     """
@@ -76,19 +81,26 @@ class SplitPlan:
     tail_slots: Tensor | None
     sliding_window: int | None
     max_splits: int
+    counters: Tensor
     plain_blocks: RowBlocks
     chunk_blocks: RowBlocks | None
 
 
-def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> SplitPlan:
+def plan_splits(
+    batch: PagedRows, sliding_window: int | None, num_query_groups: int, dtype: torch.dtype
+) -> SplitPlan:
     """Computes the plan without waiting for the device; every shape is known to the host.
+
+    Arguments are those of `plan_attention`.
 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
     row_lengths, tail_slots = _rows(batch)
-    plain_tile = max(PLAIN_TILE, _power_of_two(num_query_groups))
+    takes_two = batch.tail_mask is not None and dtype.itemsize == 2
+    plain_tile = max(TREE_TILE if takes_two else PLAIN_TILE, _power_of_two(num_query_groups))
     chunk_tile = max(CHUNK_TILE, _power_of_two(num_query_groups))
     has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
+    plain_blocks = _blocks(batch, plain_tile, num_query_groups, of_chunks=False)
     return SplitPlan(
         row_lengths=row_lengths,
         # Causal rows differ in how far they see, not in where a key stands.
@@ -99,7 +111,8 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
         tail_slots=tail_slots,
         sliding_window=sliding_window,
         max_splits=num_splits(batch.max_kv_length),
-        plain_blocks=_blocks(batch, plain_tile, num_query_groups, of_chunks=False),
+        counters=plain_blocks.counts.new_zeros(MAX_KV_HEADS * len(plain_blocks.counts)),
+        plain_blocks=plain_blocks,
         chunk_blocks=_blocks(batch, chunk_tile, num_query_groups, of_chunks=True)
         if has_chunks
         else None,

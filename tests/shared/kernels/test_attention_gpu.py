@@ -28,6 +28,8 @@ from tests.helpers.attention_batches import (
 )
 from tests.helpers.kernel_device import kernel_device
 
+attention_triton = pytest.importorskip("shared.kernels.attention_triton")
+
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), kernel_device()
 LLAMA = Heads(32, 8, 128)
@@ -60,7 +62,10 @@ BATCHES: dict[str, Maker] = {
 
 def attend(rows: PagedRows, layer: Layer, *, heads: Heads, window: int | None = None) -> Tensor:
     """Returns the kernels' result; `rows` and `layer` are on the device."""
-    plan = plan_attention(rows, sliding_window=window, num_query_groups=heads.num_groups)
+    dtype = layer.queries.dtype
+    plan = plan_attention(
+        rows, sliding_window=window, num_query_groups=heads.num_groups, dtype=dtype
+    )
     scale = 1 / math.sqrt(heads.head_dim)
     return paged_attention(layer.queries, layer.keys, layer.values, plan, scale=scale)
 
@@ -118,12 +123,43 @@ def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype
     check(BATCHES[name](random.Random(3)), heads, dtype, page_size=16, window=window)
 
 
+@pytest.mark.parametrize("chain_keys", [0, 96, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.interpreter if name in SMALL_BATCHES else ())
+        for name in BATCHES
+        if name != "chunks"
+    ],
+)
+def test_whole_blocks_have_the_bits_of_splits(
+    name: str,
+    window: int | None,
+    dtype: torch.dtype,
+    chain_keys: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs of blocks that see at most `chain_keys` keys take all splits, others share them."""
+    heads, page_size = Heads(8, 2, 64), 16
+    placed, num_slots = with_pages(random.Random(7), BATCHES[name](random.Random(3)), page_size)
+    rows = packed(placed, page_size, CUDA)
+    layer = random_layer(len(rows.positions), num_slots, heads, dtype).to(CUDA)
+    poison(layer, page_size)
+    expected = attend(rows, layer, heads=heads, window=window)
+    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", 0)
+    monkeypatch.setattr(attention_triton, "CHAIN_KEYS", chain_keys)
+    assert torch.equal(attend(rows, layer, heads=heads, window=window), expected)
+
+
 @pytest.mark.parametrize("page_size", [1, 5, 32, 128])
 def test_any_page_size(page_size: int) -> None:
     sequences = BATCHES["everything"](random.Random(4))
     check(sequences, Heads(4, 2, 64), torch.bfloat16, page_size=page_size)
 
 
+@pytest.mark.parametrize("fewest_whole", [0, 160])
 @pytest.mark.parametrize(
     "heads",
     [
@@ -137,12 +173,15 @@ def test_any_page_size(page_size: int) -> None:
     ],
     ids=lambda heads: f"{heads.num_heads}-{heads.num_kv_heads}-{heads.head_dim}",
 )
-def test_any_heads(heads: Heads) -> None:
+def test_any_heads(heads: Heads, fewest_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", fewest_whole)
     check(BATCHES["everything"](random.Random(5)), heads, torch.float16, page_size=16)
 
 
+@pytest.mark.parametrize("fewest_whole", [0, 160])
 @pytest.mark.parametrize("length", [2048, 8191, 32_768, 131_000])
-def test_long_contexts(length: int) -> None:
+def test_long_contexts(length: int, fewest_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", fewest_whole)
     sequences = [
         chunk(length, 1),
         tree(random.Random(6), start=length - 9, num_nodes=12),
@@ -154,6 +193,7 @@ def test_long_contexts(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_does_not_touch_a_bit(dtype: torch.dtype) -> None:
+    """Together they are enough blocks for one program each, alone they are not."""
     rng, page_size = random.Random(8), 16
     sequences = [
         chunk(700, 1), tree(rng, start=333, num_nodes=31), chunk(2500, 1), chunk(20, 400),
@@ -219,7 +259,9 @@ def test_narrow_cache_equals_the_plain_path(name: str, dtype: torch.dtype) -> No
         layer.queries.to(CUDA),
         keys.to(CUDA),
         values.to(CUDA),
-        plan_attention(on_device, sliding_window=None, num_query_groups=LLAMA.num_groups),
+        plan_attention(
+            on_device, sliding_window=None, num_query_groups=LLAMA.num_groups, dtype=dtype
+        ),
         scale=0.1,
         cache_scales=CacheScales(*factors.to(CUDA)),
     )
