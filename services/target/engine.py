@@ -81,6 +81,7 @@ class Engine:
             speculation=speculation or SpeculationController(None),
         )
         self._flush = leases.flush
+        self._prepare_next = runner.prepare_next
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._failed = threading.Event()
@@ -212,7 +213,7 @@ class Engine:
             while not self._stop.is_set():
                 # The command that a stop sends to wake the thread may be among those of the step.
                 if not self.step() and not self._stop.is_set():
-                    self._inbox.run_all(wait_s=self._loop.patience_s())
+                    self._wait()
             self._inbox.run_all()
             self._loop.fail_all(Unavailable.draining())
         except Exception:  # whatever broke, every caller must hear of it
@@ -220,6 +221,12 @@ class Engine:
             self._failed.set()
             self._inbox.run_all()
             self._loop.fail_all(EngineFailed.of())
+
+    def _wait(self) -> None:
+        """Runs the next commands, or prepares for later steps while there are none."""
+        patience_s = self._loop.patience_s()
+        is_idle = patience_s is None
+        self._inbox.run_all(wait_s=0.0 if is_idle and self._prepare_next() else patience_s)
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         self._check_alive()

@@ -52,7 +52,7 @@ def build_runner(
     *,
     feature_layers: tuple[int, ...] = (),
 ) -> BuiltRunner:
-    """Loads the model, allocates its KV pool and captures its graphs.
+    """Loads the model, allocates its KV pool and captures its first graphs.
 
     Args:
         group: processes that share the model; all of them call this at the same time.
@@ -168,5 +168,9 @@ def _graphs(
         return None
     graphs = ForwardGraphs(decoder, pool, limits)
     with start_phase("graphs"):
-        graphs.capture(capture_layers, show_progress=True)
+        if decoder.group is None:
+            # The engine makes the others when it has nothing else to do.
+            graphs.begin(capture_layers)
+        else:  # all of a group capture the same graph at the same time
+            graphs.capture(capture_layers, show_progress=True)
     return graphs

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Each size costs its captures at start; between two sizes padding costs little, because small
 # products are bound by their weights.
 _ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
+# A few sequences, or the tree of one: what a target is asked for first.
+_FIRST_ROWS = 8
 # Most kinds of features that graphs are kept for; more are computed without.
 _MAX_CAPTURE_KINDS = 3
 
@@ -76,26 +78,54 @@ class ForwardGraphs:
         self._inputs = GraphInputs(limits, pool.page_size, pool.device)
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[GraphKey, CapturedForward] = {}
+        self._left: list[GraphKey] = []
+        self._held: Tensor | None = None
+        self._is_full = False
 
     def capture(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
-        """Captures every bucket, the largest first so that the others reuse its memory.
+        """Captures every bucket; see `begin`."""
+        self.begin(capture_layers)
+        with tqdm(
+            total=len(self._graphs) + len(self._left),
+            initial=len(self._graphs),
+            desc="CUDA graphs",
+            unit="graph",
+            disable=None if show_progress else True,
+        ) as progress:
+            while self.capture_next():
+                progress.update()
+
+    def begin(self, capture_layers: tuple[int, ...] = ()) -> None:
+        """Captures the largest bucket, whose memory the others reuse, and those of a few rows,
+        which the first requests meet; leaves the others to `capture_next`. A forward that comes
+        before its graph captures it.
 
         Args:
             capture_layers: those that nearly every forward will want.
         """
         before = torch.cuda.mem_get_info(self._pool.device)[0]
-        keys = [
+        largest, *others = (
             GraphKey(num_rows, has_tail, capture_layers)
             for num_rows in reversed(row_buckets(self.limits.max_rows))
             for has_tail in (True, False)
             if has_tail or num_rows <= _bucket_of(self.limits.max_sequences, self.limits)
-        ]
-        for key in tqdm(
-            keys, desc="CUDA graphs", unit="graph", disable=None if show_progress else True
-        ):
+        )
+        self._left = [key for key in others if key.num_rows > _FIRST_ROWS]
+        for key in (largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)):
             self._graph_of(key)
-        after = torch.cuda.mem_get_info(self._pool.device)[0]
-        logger.info("%s CUDA graphs take %.2f GiB", len(keys), (before - after) / 2**30)
+        taken = (before - torch.cuda.mem_get_info(self._pool.device)[0]) / 2**30
+        logger.info(
+            "%s CUDA graphs take %.2f GiB; %s are left for later",
+            *(len(self._graphs), taken, len(self._left)),
+        )
+
+    def capture_next(self) -> bool:
+        """Captures one bucket that is left, the smallest first; returns whether one was."""
+        while self._left:
+            key = self._left.pop()
+            if key not in self._graphs:
+                return self._graph_of(key) is not None
+        return False
 
     def fits(self, batch: ForwardBatch, capture_layers: Sequence[int]) -> bool:
         """Whether a graph can compute `batch`."""
@@ -112,23 +142,50 @@ class ForwardGraphs:
         )
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, capture_layers: tuple[int, ...]) -> CapturedForward:
-        """Computes a batch that fits.
+    def run(self, batch: ForwardBatch, capture_layers: tuple[int, ...]) -> CapturedForward | None:
+        """Computes a batch that fits; None where there is no memory for its graph.
 
-        The first run of a size with other captured layers captures it, which takes about as long
-        as a hundred steps.
+        The first run of a size, or with other captured layers, captures it, which takes about as
+        long as a hundred steps.
         """
         num_rows = _bucket_of(len(batch.token_ids), self.limits)
         key = GraphKey(num_rows, batch.tail_mask is not None, capture_layers)
         captured = self._graph_of(key)
-        self._inputs.fill(captured.bucket, batch)
-        captured.graph.replay()
+        if captured is not None:
+            self._inputs.fill(captured.bucket, batch)
+            captured.graph.replay()
         return captured
 
-    def _graph_of(self, key: GraphKey) -> CapturedForward:
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(key)
-        return self._graphs[key]
+    def _graph_of(self, key: GraphKey) -> CapturedForward | None:
+        if key not in self._graphs and not self._is_full:
+            try:
+                self._held = None
+                self._graphs[key] = self._captured(key)
+                self._held = self._memory_for_later()
+            except torch.OutOfMemoryError:
+                self._is_full = True
+                self._left.clear()
+                torch.cuda.empty_cache()
+                logger.warning(
+                    "no memory for more than %d CUDA graphs; other steps run without",
+                    len(self._graphs),
+                )
+        return self._graphs.get(key)
+
+    def _memory_for_later(self) -> Tensor:
+        """Returns memory of the size that the graphs that are left will return their results in:
+        a draft would make its cache of it."""
+        config, itemsize = self._decoder.config, self._decoder.dtype.itemsize
+        left = (key for key in self._left if key not in self._graphs)
+        size_bytes = sum(
+            key.num_rows
+            * (
+                4 * config.vocab_size
+                + (1 + len(key.capture_layers)) * itemsize * config.hidden_size
+            )
+            for key in left
+        )
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
 
     @torch.inference_mode()
     def _captured(self, key: GraphKey) -> CapturedForward:

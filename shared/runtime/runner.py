@@ -11,7 +11,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.compiled import compile_small
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import CapturedForward, ForwardGraphs
 from shared.runtime.lockstep import Leader
 
 
@@ -74,7 +74,9 @@ class ModelRunner:
         if self._leader is not None:
             self._leader.forward(batch, capture_layers)
         if self._graphs is not None and self._graphs.fits(batch, capture_layers):
-            return self._replay(self._graphs, batch, capture_layers)
+            captured = self._graphs.run(batch, capture_layers)
+            if captured is not None:
+                return _result(captured, batch)
         output = self._forward(batch, self.pool, capture_layers=capture_layers)
         logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
         return RunnerOutput(logits, output.hidden, output.features)
@@ -86,12 +88,16 @@ class ModelRunner:
             self._leader.move(source_slots, target_slots)
         self.pool.move(source_slots, target_slots)
 
-    def _replay(
-        self, graphs: ForwardGraphs, batch: ForwardBatch, capture_layers: tuple[int, ...]
-    ) -> RunnerOutput:
-        captured, num_rows = graphs.run(batch, capture_layers), len(batch.token_ids)
-        return RunnerOutput(
-            captured.logits[: len(batch.logit_rows)],
-            captured.hidden[:num_rows],
-            tuple(feature[:num_rows] for feature in captured.features),
-        )
+    def prepare_next(self) -> bool:
+        """Makes something that a later forward would have to wait for, a graph; returns whether
+        there was anything to make."""
+        return self._graphs is not None and self._graphs.capture_next()
+
+
+def _result(captured: CapturedForward, batch: ForwardBatch) -> RunnerOutput:
+    num_rows = len(batch.token_ids)
+    return RunnerOutput(
+        captured.logits[: len(batch.logit_rows)],
+        captured.hidden[:num_rows],
+        tuple(feature[:num_rows] for feature in captured.features),
+    )

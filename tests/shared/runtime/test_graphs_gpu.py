@@ -147,6 +147,20 @@ def test_forwards_outside_the_buckets_run_without_a_graph(
         assert_equal(graph_runner.run(batch), plain.run(batch))
 
 
+def test_graphs_of_more_rows_are_captured_one_by_one_later(decoder: Decoder) -> None:
+    graphs = ForwardGraphs(decoder, random_pool(decoder), LIMITS)
+    graphs.begin()
+    # Of up to 8 rows with and without trees, and the largest with trees.
+    assert len(graphs._graphs) == 2 * 4 + 1
+    num_later = 0
+    while graphs.capture_next():
+        num_later += 1
+    whole = ForwardGraphs(decoder, random_pool(decoder), LIMITS)
+    whole.capture()
+    assert graphs._graphs.keys() == whole._graphs.keys()
+    assert num_later == len(whole._graphs) - 9
+
+
 def test_buckets_end_at_the_limit() -> None:
     assert row_buckets(48)[-3:] == (32, 40, 48)
     assert row_buckets(3) == (1, 2, 3)
