@@ -18,9 +18,9 @@ def launch_on(device: torch.device) -> None:
     """Makes `device` the one that this thread launches kernels on.
 
     Triton launches on the thread's current device, wherever the tensors are. Each thread has its
-    own and starts with the first GPU.
+    own and starts with the first GPU, where a device without a number leaves it.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 

@@ -22,6 +22,7 @@ def test_a_thread_launches_on_the_gpu_it_is_given(monkeypatch: pytest.MonkeyPatc
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     launch_on(CPU)
+    launch_on(torch.device("cuda"))
     launch_on(CUDA)
     assert current == [CUDA]
 
