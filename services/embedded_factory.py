@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from services.draft.drafter_factory import build_drafter, use_device, worker_identity
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.host import Host
 from services.draft.engine import DraftEngine
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
@@ -24,7 +25,6 @@ from services.target.process import attachment_terms
 from services.target.rounds.round_source import RoundSource, capacities
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
-from shared.models.decoder import Decoder
 from shared.settings import load_settings, shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -86,7 +86,7 @@ def build_embedded_draft(
         SettingsError: memory does not hold what the settings ask for.
     """
     with start_phase("load"):
-        drafter = build_drafter(chosen, _lender(target, settings, chosen))
+        drafter = build_drafter(chosen, _host(target, settings, chosen))
     check_drafter(settings, drafter)
     shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
     # Before the draft's thread has the drafter.
@@ -111,10 +111,12 @@ def build_embedded_draft(
     return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
 
 
-def _lender(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Decoder | None:
-    """Returns the model of this process, if the draft was made for it and all of it is here."""
+def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Host:
+    """Returns what the target shares; its tensors if all of them are here, and the draft was made
+    for them."""
     is_whole = target.decoder.group is None
-    return target.decoder if is_whole and chosen.target_model_path == settings.model_path else None
+    is_lent = is_whole and chosen.target_model_path == settings.model_path
+    return Host(target.decoder if is_lent else None, target.limits.max_kv_tokens)
 
 
 def _rounds(

@@ -16,16 +16,16 @@ from shared.tokenizer_files import tokenizer_sha256
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
-    from shared.models.decoder import Decoder
+    from services.draft.drafters.host import Host
 
 log = logging.getLogger(__name__)
 
 
-def build_drafter(settings: DraftSettings, target: Decoder | None = None) -> Drafter:
+def build_drafter(settings: DraftSettings, host: Host | None = None) -> Drafter:
     """Loads weights or corpus.
 
     Args:
-        target: of this process, if a head may borrow from it what it shares with its target.
+        host: the target of this process, if there is one.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -36,15 +36,15 @@ def build_drafter(settings: DraftSettings, target: Decoder | None = None) -> Dra
     if settings.algorithm is Algorithm.MTP:
         from services.draft.drafters.mtp_factory import build_mtp
 
-        return build_mtp(settings, target)
+        return build_mtp(settings, host)
     if settings.algorithm is Algorithm.DFLASH:
         from services.draft.drafters.dflash_factory import build_dflash
 
-        return build_dflash(settings, target)
+        return build_dflash(settings, host)
     if settings.algorithm.reads_features:
         from services.draft.drafters.eagle_factory import build_eagle
 
-        return build_eagle(settings, target)
+        return build_eagle(settings, host)
     from services.draft.drafters.standalone_factory import build_standalone
 
     return build_standalone(settings)

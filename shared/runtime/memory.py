@@ -28,6 +28,7 @@ def num_pages_for(
     max_total_tokens: int | None,
     max_sequence_length: int,
     reserved_bytes: int = 0,
+    most_tokens: int | None = None,
     free_bytes: int | None = None,
 ) -> int:
     """Returns the number of pages to allocate, the padding page included.
@@ -40,6 +41,8 @@ def num_pages_for(
         max_total_tokens: tokens the cache shall hold; None takes what the share allows.
         max_sequence_length: longest sequence that will be served, in tokens.
         reserved_bytes: of the memory now free, what CUDA graphs will take.
+        most_tokens: beyond these more would be memory taken for nothing; counts where
+            `max_total_tokens` is None, and leaves room for the longest sequence.
         free_bytes: memory now free; None asks the device.
 
     Raises:
@@ -59,6 +62,8 @@ def num_pages_for(
         raise _too_small(layout, free, fraction, max_sequence_length)
     if device.type == "cpu":
         affordable = min(affordable, needed * _CPU_MAX_FULL_SEQUENCES)
+    if most_tokens is not None:
+        affordable = min(affordable, max(_num_pages(most_tokens, layout), needed))
     return affordable + 1
 
 

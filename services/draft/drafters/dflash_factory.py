@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 from services.draft.drafters.dflash import DflashDrafter
+from services.draft.drafters.host import Host
 from services.draft.drafters.placement import context_for, device_for, log_quantisation
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
 from shared.models.heads.dflash_config import DflashConfig
 from shared.models.heads.dflash_loader import load_dflash
 from shared.models.heads.target_tensors import target_tensors
@@ -22,22 +22,23 @@ from shared.runtime.memory import num_pages_for
 log = logging.getLogger(__name__)
 
 
-def build_dflash(settings: DraftSettings, target: Decoder | None = None) -> DflashDrafter:
+def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDrafter:
     """Returns the drafter with weights loaded.
 
     Args:
-        target: of this process, which lends its tensors; None reads them from its folder.
+        host: the target of this process, if there is one.
 
     Raises:
         CheckpointError: a folder cannot be served, or the head was made for another target.
         SettingsError: memory does not hold what the settings ask for.
     """
+    host = host or Host()
     folder = settings.model_folder
     target_config = ModelConfig.from_folder(settings.target_folder)
     config = DflashConfig.from_folder(folder, target_config)
     device = device_for(settings)
     dtype = dtype_named(settings.dtype, config.layers.dtype, device)
-    tensors = target_tensors(settings.target_folder, target, dtype=dtype, device=device)
+    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
     block_size = settings.speculative_dflash_block_size or config.block_size
     problems = block_problems(settings, block_size)
     if problems:
@@ -54,6 +55,8 @@ def build_dflash(settings: DraftSettings, target: Decoder | None = None) -> Dfla
         mem_fraction_static=settings.mem_fraction_static,
         max_total_tokens=settings.max_total_tokens,
         max_sequence_length=context,
+        reserved_bytes=host.feature_bytes(head.feature_spec),
+        most_tokens=host.most_tokens,
     )
     window = _window(settings, context, block_size, num_pages)
     log.info("%s KV pages of %d tokens", f"{num_pages - 1:,}", settings.page_size)

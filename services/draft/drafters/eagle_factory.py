@@ -9,6 +9,7 @@ import torch
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
 from services.draft.drafters.grower_factory import grower_for, pass_limits, reserved_bytes
+from services.draft.drafters.host import Host
 from services.draft.drafters.placement import (
     allocate_kv,
     context_for,
@@ -17,7 +18,6 @@ from services.draft.drafters.placement import (
 )
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
@@ -31,16 +31,17 @@ _KINDS = {Algorithm.EAGLE: HeadKind.EAGLE, Algorithm.EAGLE3: HeadKind.EAGLE3}
 log = logging.getLogger(__name__)
 
 
-def build_eagle(settings: DraftSettings, target: Decoder | None = None) -> EagleDrafter:
+def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDrafter:
     """Returns the drafter with weights loaded.
 
     Args:
-        target: of this process, which lends its tensors; None reads them from its folder.
+        host: the target of this process, if there is one.
 
     Raises:
         CheckpointError: a folder cannot be served, or the head was made for another target.
         SettingsError: memory does not hold what the settings ask for.
     """
+    host = host or Host()
     kind, folder = _KINDS[settings.algorithm], settings.model_folder
     target_config = ModelConfig.from_folder(settings.target_folder)
     config = HeadConfig.from_folder(folder, kind, target_config)
@@ -57,7 +58,7 @@ def build_eagle(settings: DraftSettings, target: Decoder | None = None) -> Eagle
     head = load_head(
         folder,
         kind,
-        target_tensors(settings.target_folder, target, dtype=dtype, device=device),
+        target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device),
         dtype=dtype,
         device=device,
         token_map=_token_map(settings, kind, target_config.vocab_size),
@@ -72,7 +73,9 @@ def build_eagle(settings: DraftSettings, target: Decoder | None = None) -> Eagle
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=reserved_bytes(settings, head, limits),
+        reserved_bytes=reserved_bytes(settings, head, limits)
+        + host.feature_bytes(head.feature_spec),
+        most_tokens=host.most_tokens,
     )
     runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
     return EagleDrafter(

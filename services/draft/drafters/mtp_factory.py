@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
 from services.draft.drafters.grower_factory import grower_for, pass_limits, reserved_bytes
+from services.draft.drafters.host import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.placement import (
     allocate_kv,
@@ -16,7 +17,6 @@ from services.draft.drafters.placement import (
 )
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
@@ -25,21 +25,22 @@ from shared.runtime.head_runner import HeadRunner
 log = logging.getLogger(__name__)
 
 
-def build_mtp(settings: DraftSettings, target: Decoder | None = None) -> EagleDrafter:
+def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter:
     """Returns the drafter with weights loaded; one layer is a head like EAGLE's.
 
     Args:
-        target: of this process, which lends its tensors; None reads them from its folder.
+        host: the target of this process, if there is one.
 
     Raises:
         CheckpointError: a folder cannot be served, or the layers were made for another target.
         SettingsError: memory does not hold what the settings ask for.
     """
+    host = host or Host()
     folder = settings.model_folder
     config = ModelConfig.from_folder(folder)
     device = device_for(settings)
     dtype = dtype_named(settings.dtype, config.dtype, device)
-    tensors = target_tensors(settings.target_folder, target, dtype=dtype, device=device)
+    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
     is_shorter = context < tensors.config.max_position_embeddings
     if is_shorter:
@@ -61,7 +62,9 @@ def build_mtp(settings: DraftSettings, target: Decoder | None = None) -> EagleDr
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=reserved_bytes(settings, head, limits),
+        reserved_bytes=reserved_bytes(settings, head, limits)
+        + host.feature_bytes(head.feature_spec),
+        most_tokens=host.most_tokens,
     )
     runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
     if num_layers > 1:

@@ -78,11 +78,13 @@ def allocate_kv(
     *,
     max_context_tokens: int,
     reserved_bytes: int = 0,
+    most_tokens: int | None = None,
 ) -> tuple[KvPool, KvLeases]:
     """Allocates the KV pool; call it once the weights are loaded.
 
     Args:
         reserved_bytes: memory that something else will take.
+        most_tokens: see `num_pages_for`.
 
     Raises:
         SettingsError: memory does not hold what the settings ask for.
@@ -96,6 +98,7 @@ def allocate_kv(
             max_context_tokens, settings.max_total_tokens or max_context_tokens
         ),
         reserved_bytes=reserved_bytes,
+        most_tokens=most_tokens,
     )
     leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
     log.info("%s KV pages of %d tokens", f"{leases.num_pages:,}", settings.page_size)

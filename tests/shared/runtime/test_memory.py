@@ -20,6 +20,7 @@ def pages(
     tokens: int | None = None,
     length: int = 64,
     reserved_pages: int = 0,
+    most: int | None = None,
 ) -> int:
     return num_pages_for(
         LAYOUT,
@@ -28,6 +29,7 @@ def pages(
         max_total_tokens=tokens,
         max_sequence_length=length,
         reserved_bytes=reserved_pages * LAYOUT.page_size_bytes,
+        most_tokens=most,
         free_bytes=free_pages * LAYOUT.page_size_bytes,
     )
 
@@ -44,6 +46,13 @@ def test_reserved_memory_is_left_alone() -> None:
     assert pages(free_pages=100, fraction=0.5, reserved_pages=40) == 30
     with pytest.raises(SettingsError):
         pages(free_pages=100, tokens=16 * 70, reserved_pages=40)
+
+
+def test_no_more_is_taken_than_is_of_use() -> None:
+    assert pages(free_pages=100, fraction=0.5, most=16 * 20) == 20 + 1
+    assert pages(free_pages=100, fraction=0.5, most=16 * 200) == 50
+    assert pages(free_pages=100, fraction=0.5, most=16) == 4 + 1
+    assert pages(free_pages=100, tokens=16 * 30, most=16 * 20) == 30 + 1
 
 
 def test_host_cache_stops_at_a_useful_size() -> None:

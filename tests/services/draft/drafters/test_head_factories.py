@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.host import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
@@ -132,6 +134,23 @@ def test_a_target_of_this_process_lends_what_its_folder_is_not_read_for(
     else:
         head = write_dflash(tmp_path / "head", TinyDflash())
     settings = _settings(algorithm, folder, "--speculative-draft-model-path", str(head))
-    assert build_drafter(settings, decoder).limits.feature_spec is not None
+    assert build_drafter(settings, Host(decoder)).limits.feature_spec is not None
     with pytest.raises(CheckpointError, match="has neither model"):
         build_drafter(settings)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP", "DFLASH"])
+def test_a_head_in_its_target_s_process_takes_no_more_than_it_can_use(
+    algorithm: str, target: Path, tmp_path: Path
+) -> None:
+    if algorithm == "MTP":
+        head = target = write_mtp(tmp_path, TinyMtp(shape=SHAPE))
+    elif algorithm == "EAGLE":
+        head = write_head(tmp_path, TinyHead(vocab_size=64, has_embedding=False))
+    else:
+        head = write_dflash(tmp_path, TinyDflash())
+    settings = _settings(algorithm, target, "--speculative-draft-model-path", str(head))
+    settings = replace(settings, max_total_tokens=None, page_size=16)
+    drafter = build_drafter(settings, Host(num_tokens=480))
+    # Its own sequences, and rounds on the device.
+    assert drafter.gauges()["free_page_count"] == 2 * 480 / 16

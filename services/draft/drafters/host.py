@@ -1,0 +1,32 @@
+"""The target in whose process a drafter runs, as far as the drafter's memory depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.models.decoder import Decoder
+from shared.models.heads.feature_spec import FeatureSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a target shares with a drafter in its process.
+
+    Attributes:
+        decoder: lends its tensors; None where they are read from the target's folder.
+        num_tokens: of the target's cache; None where that is in another process.
+    """
+
+    decoder: Decoder | None = None
+    num_tokens: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens beyond which a head's cache is of no use: as many as the target's, and as many
+        again for rounds on the device, which get half of the pages."""
+        return None if self.num_tokens is None else 2 * self.num_tokens
+
+    def feature_bytes(self, spec: FeatureSpec) -> int:
+        """Returns the memory that the target will want once it knows of the head: it keeps a row
+        for each token of its cache."""
+        return (self.num_tokens or 0) * spec.width * spec.dtype.itemsize
