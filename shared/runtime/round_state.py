@@ -117,8 +117,9 @@ class RoundState:
         placed = sequences.values()
         tables = np.full((2, len(sequences), num_pages), PADDING_PAGE, np.int32)
         for row, each in enumerate(placed):
-            tables[0, row, : len(each.pages)] = each.pages
-            tables[1, row, : len(each.head_pages)] = each.head_pages
+            for table, pages in zip(tables, (each.pages, each.head_pages), strict=True):
+                # Larger trees may have had more than rounds of this shape reach.
+                table[row, : len(pages)] = pages[:num_pages]
         slots = torch.tensor(list(sequences))
         columns = [sampling_columns(each.sampling) for each in placed]
         _write_rows(self.numbers, slots, torch.tensor([each.numbers(width) for each in placed]))
@@ -137,8 +138,9 @@ class RoundState:
             table.index_fill_(0, index, PADDING_PAGE)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int], *, of_head: bool) -> None:
-        """Writes the pages of a slot from the `first`-th on."""
+        """Writes the pages of a slot from the `first`-th on, as far as rounds reach."""
         table = self.head_page_table if of_head else self.page_table
+        pages = pages[: max(table.shape[1] - first, 0)]
         if pages:
             row = table[slot, first : first + len(pages)]
             _upload(row, torch.tensor(list(pages), dtype=torch.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,23 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
             host = expected[number][index].tree
             assert token_tree(rounds.trees[-1], number).token_ids == host.token_ids
             _assert_same(found, expected[number][index])
+
+
+def test_pages_that_no_round_reaches_are_left_out(pairs: dict[str, Pair]) -> None:
+    """As of a sequence that had larger trees before."""
+    pair, shape = pairs["eagle3"], TreeShape(1, 1, 2)
+    starts, expected = host_rounds(pair, shape, prompts(2), [GREEDY])
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE)
+    spare = list(range(1, 60))
+    first, second = (
+        rounds.newcomer(number, token_ids, GREEDY) for number, token_ids in enumerate(starts)
+    )
+    many = replace(first, pages=[*first.pages, *spare], head_pages=[*first.head_pages, *spare])
+    rounds.runner.place([many, second])
+    rounds.runner.set_pages(1, [*second.pages, *spare], [*second.head_pages, *spare])
+    rounds.runner.launch()
+    for number, found in enumerate(rounds.runner.result()):
+        _assert_same(found, expected[number][0])
 
 
 def test_sequences_come_and_go(pairs: dict[str, Pair]) -> None:

@@ -180,6 +180,20 @@ def test_a_sequence_that_outgrows_the_head_goes_on_in_the_general_path(pair: Pai
     assert setup.reports[-1].num_drafted == 0
 
 
+@pytest.mark.parametrize("seed", [3, 4, 7])
+def test_any_choice_up_to_the_longest_context_changes_no_token(
+    pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that a wide tree took at the end lie behind what a short chain can reach."""
+    monkeypatch.setattr(RoundChooser, "choose", any_choice(seed))
+    requests = [request([5, 4, 3] * 4, SAMPLINGS["seeded"], StopParams(CONTEXT))]
+    trees = {TreeShape(2, 16, 64): 8, TreeShape(1, 1, 2): 8}
+    setup = _setup(pair, is_poisoned=True, other_trees=trees)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, 1) == _plain(pair, requests)
+    assert {report.round_shape for report in setup.reports} == {None, TREE, *trees}
+
+
 def test_prompts_that_come_later_join(pair: Pair) -> None:
     requests = _requests(SAMPLINGS["seeded"], StopParams(24))
     setup, collector = _setup(pair), Collector()
