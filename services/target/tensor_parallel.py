@@ -27,7 +27,7 @@ from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.layers.tensor_group import open_group
 from shared.models.config import ModelConfig
-from shared.runtime.device import device_named
+from shared.runtime.device import device_named, launch_on
 from shared.runtime.lockstep import Leader, follow
 from shared.telemetry.logs import configure_logs
 
@@ -82,6 +82,7 @@ class Followers:
             other_end.close()
             self._pipes.append(own_end)
             self._processes.append(process)
+        launch_on(devices[0])
         self.group = open_group(store, rank=0, size=size, device=devices[0])
         self.leader = Leader(self.group, self._pipes)
         self._is_stopping = threading.Event()
@@ -167,8 +168,7 @@ def _follow(
     configure_logs(name, level=settings.log_level, log_format=settings.log_format)
     torch.set_num_threads(settings.num_threads)
     device = torch.device(settings.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    launch_on(device)
     store = TCPStore(_HOST, seat.store_port, seat.size, is_master=False)
     group = open_group(store, rank=seat.rank, size=seat.size, device=device)
     follow(build_runner(settings, group, feature_layers=feature_layers).runner, group, pipe)

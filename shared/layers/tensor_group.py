@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from shared.kernels.exchange import plain_sum
 from shared.layers.peer_memory import PeerMemory, open_peer_memory, problem_with
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class TensorGroup:
         """
         if self.peers is not None and self.peers.fits(part):
             return self.peers.sum(part)
-        return _added(self._gathered(part))
+        return plain_sum(self._gathered(part))
 
     def maximum(self, part: Tensor) -> Tensor:
         """Returns the largest of every process's elements, element by element."""
@@ -88,17 +89,6 @@ class TensorGroup:
         return gathered
 
 
-def _added(parts: Tensor) -> Tensor:
-    """Returns the sum of the `parts` `[N, ...]` in order, in their dtype, rounded once."""
-    if len(parts) == 2:
-        # One kernel, which adds in float32 and rounds the result.
-        return parts[0] + parts[1]
-    total = parts[0].float()
-    for other in parts[1:]:
-        total = total + other
-    return total.to(parts.dtype)
-
-
 def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> TensorGroup:
     """Joins the processes that share `store`: NCCL among GPUs, gloo among CPUs."""
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -127,7 +117,8 @@ def _peers(group: TensorGroup, device: torch.device) -> PeerMemory | None:
     if _agree(group, problem is None, device):
         try:
             # Its name; the group itself is what newer versions want.
-            peers = open_peer_memory(device, group.size, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+            peers = open_peer_memory(device, group.rank, group.size, name)
         except RuntimeError as error:
             problem = str(error)
         if _agree(group, problem is None, device):

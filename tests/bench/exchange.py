@@ -1,11 +1,11 @@
 """`python -m tests.bench.exchange`: one sum over two GPUs, checked bit by bit and timed.
 
 Two processes, one a GPU, add bfloat16 rows of 4,096 through each way that a `TensorGroup` has:
-NCCL, which takes any size, and the memory that GPUs share; and through one kernel that may replace
-torch's two. Every sum must equal the float32 sum rounded once, for each number of rows, so that no
-row's bits depend on the rows beside it; inside replayed CUDA graphs too, where a chain of sums
-shows a part that was read too early. Times are microseconds of one sum inside a graph of 64. At the
-end the processes leave as a target and its follower do.
+NCCL, which takes any size, and the memory that GPUs share. Every sum must equal the float32 sum
+rounded once, for each number of rows, so that no row's bits depend on the rows beside it; inside
+replayed CUDA graphs too, where a chain of sums shows a part that was read too early. Times are
+microseconds of one sum inside a graph of 64. At the end the processes leave as a target and its
+follower do.
 
 Needs two GPUs that can read each other's memory. Ends with 1 if a sum is wrong, and after 60 s.
 """
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from shared.layers.tensor_group import TensorGroup, open_group
 from shared.runtime.capture import capturing
 from tests.bench.device_clock import device_ms
 
+NCCL = "NCCL"
 SIZE = 2
 HIDDEN = 4096
 ROWS = (*range(1, 65), 300)
@@ -38,18 +38,6 @@ LARGEST_SHARED = 300
 CHAIN = 64
 _LIMIT_S = 60.0
 _HOST = "127.0.0.1"
-
-
-class Way(Protocol):
-    """A way to add, such as `TensorGroup`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def graphs(self) -> list[torch.cuda.CUDAGraph]: ...
-
-    def sum(self, part: Tensor, /) -> Tensor: ...
 
 
 def parts(seed: int, device: torch.device) -> list[Tensor]:
@@ -71,14 +59,14 @@ def expected(all_parts: list[Tensor]) -> Tensor:
     return total.bfloat16()
 
 
-def chained(way: Way, rows: Tensor) -> Tensor:
+def chained(way: TensorGroup, rows: Tensor) -> Tensor:
     """Returns the sum after `CHAIN` sums of sums: each after the first doubles every element."""
     for _ in range(CHAIN):
         rows = way.sum(rows)
     return rows
 
 
-def captured(work: Callable[[], Tensor], way: Way) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def captured(work: Callable[[], Tensor], way: TensorGroup) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Returns a graph of `work`, which is noted in `way`, and where its result lies."""
     work()
     torch.cuda.synchronize()
@@ -89,7 +77,7 @@ def captured(work: Callable[[], Tensor], way: Way) -> tuple[torch.cuda.CUDAGraph
     return graph, result
 
 
-def wrong_sums(way: Way, device: torch.device) -> Iterator[str]:
+def wrong_sums(way: TensorGroup, device: torch.device) -> Iterator[str]:
     """Yields what differs from the float32 sums."""
     all_parts = parts(1, device)
     reference, own = expected(all_parts), all_parts[way.rank]
@@ -113,26 +101,16 @@ def wrong_sums(way: Way, device: torch.device) -> Iterator[str]:
                 yield f"{count} rows in a chain of {CHAIN}, replay {replay}"
 
 
-def time_us(way: Way, count: int, device: torch.device) -> float:
+def time_us(way: TensorGroup, count: int, device: torch.device) -> float:
     """Returns the time of one sum of `count` rows inside a graph."""
     rows = torch.zeros(count, HIDDEN, dtype=torch.bfloat16, device=device)
     graph, _ = captured(lambda: chained(way, rows), way)
     return device_ms(graph.replay) * 1e3 / CHAIN
 
 
-def ways_of(group: TensorGroup) -> Iterator[tuple[str, Way]]:
-    """Yields what `TensorGroup.sum` chooses from, and one kernel in place of torch's two."""
-    yield "NCCL", replace(group, peers=None)
-    if group.peers is not None:
-        yield "shared memory", group
-        from tests.bench.exchange_jit import FusedSum
-
-        yield "shared memory, one kernel", FusedSum(group.peers, group.rank)
-
-
-def report(name: str, way: Way, device: torch.device) -> bool:
+def report(name: str, way: TensorGroup, device: torch.device) -> bool:
     """Checks and times one way; rank 0 prints. Returns whether all sums are right."""
-    counts = [count for count in TIMED_ROWS if count <= LARGEST_SHARED or name == "NCCL"]
+    counts = [count for count in TIMED_ROWS if count <= LARGEST_SHARED or name == NCCL]
     with torch.inference_mode():
         wrong = list(wrong_sums(way, device))
         times = [f"{count} rows {time_us(way, count, device):.1f}" for count in counts]
@@ -159,9 +137,8 @@ def check_rank(rank: int, port: int) -> bool:
     torch.cuda.set_device(device)
     store = TCPStore(_HOST, port, SIZE, is_master=False)
     group = open_group(store, rank=rank, size=SIZE, device=device)
-    is_right = group.peers is not None
-    for name, way in ways_of(group):
-        is_right = report(name, way, device) and is_right
+    is_right = report(NCCL, replace(group, peers=None), device)
+    is_right = group.peers is not None and report("shared memory", group, device) and is_right
     torch.cuda.synchronize()
     if rank:
         os._exit(0 if is_right else 1)  # as a follower ends
