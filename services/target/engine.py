@@ -81,7 +81,6 @@ class Engine:
             speculation=speculation or SpeculationController(None),
         )
         self._flush = leases.flush
-        self._prepare_next = runner.prepare_next
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._failed = threading.Event()
@@ -226,7 +225,7 @@ class Engine:
         """Runs the next commands, or prepares for later steps while there are none."""
         patience_s = self._loop.patience_s()
         is_idle = patience_s is None
-        self._inbox.run_all(wait_s=0.0 if is_idle and self._prepare_next() else patience_s)
+        self._inbox.run_all(wait_s=0.0 if is_idle and self._loop.prepare_next() else patience_s)
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         self._check_alive()

@@ -57,6 +57,7 @@ class StepLoop:
         fallback: NgramFallback | None,
         speculation: SpeculationController,
     ) -> None:
+        self._runner = runner
         self._leases = leases
         self._scheduler = scheduler
         self._clock = clock
@@ -148,6 +149,11 @@ class StepLoop:
             return None
         deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self._clock(), 0.0)
+
+    def prepare_next(self) -> bool:
+        """Makes something that a later step would have to wait for; returns whether there was
+        anything to make."""
+        return self._runner.prepare_next() or self._rounds.prepare_next()
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""

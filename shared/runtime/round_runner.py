@@ -124,6 +124,10 @@ class RoundRunner:
         """Who takes part in the next round."""
         return frozenset(self._placed)
 
+    def holds(self, sequence_id: int) -> bool:
+        """Whether a sequence takes part in the next round."""
+        return sequence_id in self._placed
+
     @property
     def num_slots(self) -> int:
         """Slots up to the last one that is taken; those of sequences that left stay empty."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from services.target.control.round_times import RoundSize
 from services.target.drafts.feature_store import FeatureStore
+from services.target.rounds.guest import Guest
 from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
@@ -31,20 +31,6 @@ from shared.tokens import TreeShape
 logger = logging.getLogger(__name__)
 _MIN_SPARSE = 16
 """Slots below which empty ones cost next to nothing."""
-
-
-@dataclass(slots=True)
-class _Guest:
-    """A sequence that takes part, or did before the general path took over.
-
-    Attributes:
-        head_pages: the head's, in logical order.
-        num_head_rows: rows of the head that are computed.
-    """
-
-    sequence: TargetSequence
-    head_pages: list[int] = field(default_factory=list)
-    num_head_rows: int = 0
 
 
 class DeviceRounds:
@@ -73,7 +59,7 @@ class DeviceRounds:
         self._head_pages = PagePool.of(source.pages)
         self._max_context_tokens = source.max_context_tokens
         self._runners = RoundRunners(source, runner, store.rows)
-        self._guests: dict[int, _Guest] = {}
+        self._guests: dict[int, Guest] = {}
         self._refused: set[int] = set()
 
     @property
@@ -108,6 +94,10 @@ class DeviceRounds:
     def num_captured(self) -> int:
         """Graphs so far; a launch that needs new ones takes long."""
         return self._runners.num_captured
+
+    def prepare_next(self) -> bool:
+        """Captures graphs that a later round would; returns whether any were left."""
+        return self._runners.capture_next()
 
     def turn_to(self, shape: TreeShape) -> None:
         """Gives the rounds from now on trees of another shape; every round has been read."""
@@ -208,7 +198,7 @@ class DeviceRounds:
         guest = self._guests.pop(sequence.sequence_id, None)
         if guest is None:
             return
-        if sequence.sequence_id in self._runner.sequence_ids:
+        if self._runner.holds(sequence.sequence_id):
             self._runner.remove([sequence.sequence_id])
         # Whoever takes these pages next queues its work behind the rounds under way.
         self._head_pages.release(guest.head_pages)
@@ -216,8 +206,8 @@ class DeviceRounds:
     def _has_room(self, sequence: TargetSequence) -> bool:
         """Makes room for a sequence's part of the next round; False when that cannot be."""
         sequence_id = sequence.sequence_id
-        guest = self._guests.setdefault(sequence_id, _Guest(sequence))
-        if sequence_id in self._runner.sequence_ids:
+        guest = self._guests.setdefault(sequence_id, Guest(sequence))
+        if self._runner.holds(sequence_id):
             needed = self._runner.num_kv_tokens(sequence_id)
         else:
             num_tokens, shape = len(sequence.token_ids), self._runner.shape
@@ -229,37 +219,28 @@ class DeviceRounds:
 
     def _place(self, sequences: Sequence[TargetSequence]) -> None:
         """Places those that are new, and gives the others the pages that came."""
-        placed = self._runner.sequence_ids
-        newcomers = [self._newcomer(each) for each in sequences if each.sequence_id not in placed]
+        new: list[Newcomer] = []
         for sequence in sequences:
-            if sequence.sequence_id in placed:
-                head_pages = self._guests[sequence.sequence_id].head_pages
-                self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages, head_pages)
-        if newcomers:
-            self._runner.place(newcomers)
+            sequence_id, guest = sequence.sequence_id, self._guests[sequence.sequence_id]
+            if self._runner.holds(sequence_id):
+                pages = sequence.open_lease.pages
+                self._runner.set_pages(sequence_id, pages, guest.head_pages)
+            else:
+                new.append(guest.newcomer)
+        if new:
+            self._runner.place(new)
 
-    def _newcomer(self, sequence: TargetSequence) -> Newcomer:
-        guest = self._guests[sequence.sequence_id]
-        return Newcomer(
-            sequence.sequence_id,
-            sequence.token_ids,
-            sequence.sampling,
-            pages=sequence.open_lease.pages,
-            head_pages=guest.head_pages,
-            num_head_rows=min(guest.num_head_rows, len(sequence.token_ids) - 2),
-        )
-
-    def _has_features(self, guest: _Guest) -> bool:
+    def _has_features(self, guest: Guest) -> bool:
         """Whether the features are there that the head has not read."""
         sequence = guest.sequence
-        if sequence.sequence_id in self._runner.sequence_ids:
+        if self._runner.holds(sequence.sequence_id):
             return True
         end = len(sequence.token_ids) - 1
         start = min(guest.num_head_rows, end - 1)
         slots = sequence.open_lease.slots(start, end, self._leases.page_size)
         return self.store.first_known(slots) == 0
 
-    def _grow(self, guest: _Guest, num_tokens: int, num_head_rows: int) -> bool:
+    def _grow(self, guest: Guest, num_tokens: int, num_head_rows: int) -> bool:
         """Makes the pages cover target and head; nobody is preempted for it."""
         num_missing = -(-num_head_rows // self._leases.page_size) - len(guest.head_pages)
         try:

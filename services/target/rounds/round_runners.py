@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 import torch
 
@@ -14,7 +15,7 @@ from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
-_USUAL_SIZES = (1, 2, 4, 8)
+_USUAL_SIZE = 8
 _CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
 
 
@@ -51,7 +52,8 @@ class RoundRunners:
         }
         self.shape = source.tree
         self.current = self._runners[source.tree]
-        self._capture()
+        self._left: deque[tuple[TreeShape, int]] = deque()
+        self._begin()
 
     @property
     def max_sequences(self) -> int:
@@ -93,35 +95,57 @@ class RoundRunners:
             *(num_sequences, _name(self.shape), num_sequences - 1),
         )
 
-    def _capture(self) -> None:
-        """Makes the usual graphs before anyone waits for them; where shapes are chosen, those of
-        all sizes, since each is tried at any time."""
-        for shape in list(self._runners):
-            before, fitting = self._num_reserved_bytes(), 0
-            try:
-                for count in self._captured_sizes(shape):
-                    for kind in _CAPTURED_KINDS:
-                        self._runners[shape].capture(count, kind)
-                    fitting = count
-            except torch.OutOfMemoryError:
-                self._without_memory(shape, fitting)
-            taken = self._num_reserved_bytes() - before
-            logger.info("graphs of rounds, %s, took %.2f GiB", _name(shape), taken / 2**30)
+    def capture_next(self) -> bool:
+        """Makes the graphs of one size that are left, the smallest first; returns whether it did.
 
-    def _captured_sizes(self, shape: TreeShape) -> list[int]:
-        sizes = ROUND_SIZES if self.are_several else _USUAL_SIZES
-        return sorted({min(size, self._capacities[shape]) for size in sizes})
+        A round that comes before its graphs captures them.
+        """
+        while self._left:
+            shape, count = self._left.popleft()
+            if count <= self._capacities[shape]:
+                self._capture(shape, count)
+                return True
+        return False
 
-    def _without_memory(self, shape: TreeShape, num_fitting: int) -> None:
-        """Graphs of a shape fit for so many sequences at most. It is left out for more; the
-        draft's own, where it is the only one, may yet find memory."""
+    def _begin(self) -> None:
+        """Makes the graphs that the first requests meet. Where shapes are chosen, each of them is
+        tried at any size, so all others are left for when there is time."""
+        own = [count for count in self._sizes(self.shape) if count <= _USUAL_SIZE]
+        for count in own:
+            if not self._capture(self.shape, count):
+                break
+        if self.are_several:
+            sizes = [(shape, count) for shape in self._runners for count in self._sizes(shape)]
+            sizes = [each for each in sizes if each not in {(self.shape, count) for count in own}]
+            self._left.extend(sorted(sizes, key=lambda each: each[1]))
+
+    def _sizes(self, shape: TreeShape) -> list[int]:
+        return sorted({min(size, self._capacities[shape]) for size in ROUND_SIZES})
+
+    def _capture(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Makes the graphs of one size; False where they do not fit the memory."""
+        before = self._num_reserved_bytes()
+        try:
+            for kind in _CAPTURED_KINDS:
+                self._runners[shape].capture(num_sequences, kind)
+        except torch.OutOfMemoryError:
+            self._without_memory(shape, num_sequences)
+            return False
+        taken = (self._num_reserved_bytes() - before) / 2**30
+        logger.debug("rounds, %s, %d sequences: %.2f GiB", _name(shape), num_sequences, taken)
+        return True
+
+    def _without_memory(self, shape: TreeShape, num_sequences: int) -> None:
+        """The graphs of a size do not fit. The shape is left out for it and for more; where it is
+        the only one, memory may yet be found."""
         if not self.are_several:
             logger.warning("rounds on the device are confined to what memory is left")
             return
-        self._capacities[shape] = num_fitting
+        sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
+        self._capacities[shape] = sizes[-1]
         logger.warning(
             "no memory for rounds with trees of %s and more than %d sequences: left out",
-            *(_name(shape), num_fitting),
+            *(_name(shape), sizes[-1]),
         )
         torch.cuda.empty_cache()
 

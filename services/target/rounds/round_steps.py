@@ -152,6 +152,10 @@ class RoundSteps:
         if self._meter is not None:
             self._meter.interrupt()
 
+    def prepare_next(self) -> bool:
+        """Makes something that a later round would have to wait for; returns whether it did."""
+        return self._rounds is not None and self._rounds.prepare_next()
+
     @property
     def standing(self) -> RoundStanding:
         """What is in force now."""
