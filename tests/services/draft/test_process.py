@@ -67,7 +67,7 @@ async def test_health_follows_the_process_from_loading_to_drain(target: Scripted
     drafter = ScriptedDrafter()
     await process.serve(drafter, IDENTITY)
     assert await _health(process.port) == serving
-    assert drafter.batches == [[0]], "one warm-up proposal came first"
+    assert drafter.batches == [[0], [0]], "a greedy and a drawn tree came first"
     conversation = await target.conversation()
     async with open_channel(f"127.0.0.1:{process.admin_port}") as channel:
         admin = admin_service_pb2_grpc.AdminServiceStub(channel)
