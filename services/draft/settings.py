@@ -78,8 +78,8 @@ class DraftSettings(DialingSettings):
     enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
     enable_cuda_graph: bool | None = setting(
         None,
-        "run small forwards of a STANDALONE draft, or a head's trees, as CUDA graphs; needs CUDA; "
-        "when unset heads do so on CUDA",
+        "capture trees, and a STANDALONE draft's other small forwards, as CUDA graphs; needs CUDA; "
+        "when unset trees alone, where there is CUDA",
     )
     torch_compile_max_bs: int | None = setting(
         None, f"sequences of a compiled forward at most; {COMPILED_SEQUENCES} when unset", minimum=1

@@ -1,4 +1,4 @@
-"""What a head reads of sequences whose trees it grows in one pass, laid out for the device."""
+"""What a model reads of sequences whose trees it grows in one pass, laid out for the device."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class OpenSequence:
-    """One sequence with the rows that its head has yet to compute.
+    """One sequence with the rows that are yet to be computed.
 
     Attributes:
         token_ids: those that the open rows read, the last committed one included; at least one.
-        num_computed: rows of the head that are computed before them.
-        window_start: committed tokens before the first row of the head.
-        pages: the head's, in logical order; they cover the open rows and those of the tree.
+        num_computed: rows that are computed before them.
+        num_before: the position of the token that the first row reads, less 1. A head's first row
+            reads the second token of its window, a language model's the first one.
+        pages: in logical order; they cover the open rows and those of the tree.
     """
 
     token_ids: Sequence[int]
     num_computed: int
-    window_start: int
+    num_before: int
     sampling: SamplingParams
     pages: Sequence[int]
 
@@ -50,7 +51,7 @@ class OpenSequence:
 
     @property
     def length(self) -> int:
-        """Committed tokens from the window's start on."""
+        """The number of committed rows, and one more."""
         return self.num_computed + self.num_open + 1
 
 
@@ -120,5 +121,5 @@ def open_inputs(
 
 def _write_numbers(row: Array, sequence: OpenSequence) -> None:
     row[LENGTH], row[OPEN], row[ACTIVE] = sequence.length, sequence.num_open, 1
-    row[SEED], row[OFFSET] = signed_seed(sequence.sampling.seed), sequence.window_start
+    row[SEED], row[OFFSET] = signed_seed(sequence.sampling.seed), sequence.num_before
     row[TAIL : TAIL + sequence.num_open] = sequence.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,16 @@ from shared.models.heads.head import DraftHead
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
+from shared.speculation.growth import (
+    Beam,
+    Children,
+    SelectedNodes,
+    TreeGrowth,
+    choose_children,
+    parent_states,
+)
 from shared.speculation.tree_rows import TreeRows, tree_rows
+from shared.tokens import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +32,13 @@ class ScoredRows:
 
     Attributes:
         paths: `[S, T]` float32, score of the path to each row; the root's is 0.
+        beams: `[2, S, L, K]` int64, token of each node that was computed on each of L levels, and
+            the place of its parent in the level before.
     """
 
     rows: TreeRows
     paths: Tensor
+    beams: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,19 +85,17 @@ class RoundDraft:
         feature_slots: Tensor,
     ) -> ScoredRows:
         tree = self.batches.shape.tree
-        growth = TreeGrowth(tree)
+        growth, beams = TreeGrowth(tree), []
         hidden = self.head.fuse(self.feature_rows.index_select(0, feature_slots))
         states = self._forward(batch, hidden).index_select(0, batch.logit_rows)
         growth.add(self._children(states, state, sampling, depth=0))
         for level in range(tree.num_steps - 1):
             beam = growth.select_beam()
+            beams.append(beam)
             batch = self.batches.of_beam(state, beam, level)
             states = self._forward(batch, parent_states(states, beam.parents))
             growth.add(self._children(states, state, sampling, depth=level + 1))
-        roots = state.open_tokens.gather(1, state.num_open.unsqueeze(1) - 1).squeeze(1)
-        nodes = growth.select()
-        paths = torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1)
-        return ScoredRows(tree_rows(nodes, roots, tree.num_steps), paths)
+        return scored_rows(growth.select(), state, tree, beams)
 
     def _forward(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
         return self.head.forward(batch, hidden, self.pool)
@@ -97,3 +107,21 @@ class RoundDraft:
         scores = sampling.confidence(logits, state, depth)
         topk = self.batches.shape.tree.topk
         return choose_children(scores.view(state.num_slots, -1, logits.shape[1]), topk)
+
+
+def scored_rows(
+    nodes: SelectedNodes, state: RoundState, tree: TreeShape, beams: Sequence[Beam]
+) -> ScoredRows:
+    """Lays out selected nodes behind the last committed tokens.
+
+    Args:
+        beams: of each level that was computed.
+    """
+    roots = state.open_tokens.gather(1, state.num_open.unsqueeze(1) - 1).squeeze(1)
+    none = roots.new_empty((2, state.num_slots, 0, tree.topk))
+    levels = [torch.stack((each.token_ids, each.parents)).unsqueeze(2) for each in beams]
+    return ScoredRows(
+        tree_rows(nodes, roots, tree.num_steps),
+        torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1),
+        torch.cat((none, *levels), dim=2),
+    )

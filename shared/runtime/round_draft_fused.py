@@ -23,27 +23,28 @@ class FusedRoundDraft(RoundDraft):
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """See `RoundDraft.grow`."""
         batch, feature_slots = lay_out_open_rows(state, self.batches)
-        return self._finished(state, sampling, batch, feature_slots)[0]
+        return self._fused_growth(state, sampling, batch, feature_slots).finish()[0]
 
     def grow_scored(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
     ) -> ScoredRows:
         """See `RoundDraft.grow_scored`."""
         batch, _ = lay_out_open_rows(state, self.batches)
-        tree, paths = self._finished(state, sampling, batch, feature_slots)
-        return ScoredRows(tree.rows, paths)
+        growth = self._fused_growth(state, sampling, batch, feature_slots)
+        tree, paths = growth.finish()
+        return ScoredRows(tree.rows, paths, growth.beams())
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""
         return RoundSampling.DRAWN if sampling is RoundSampling.CUT else sampling
 
-    def _finished(
+    def _fused_growth(
         self,
         state: RoundState,
         sampling: RoundSampling,
         batch: ForwardBatch,
         feature_slots: Tensor,
-    ) -> tuple[RoundTree, Tensor]:
+    ) -> FusedGrowth:
         growth = FusedGrowth(state, self.batches, sampling, self.head.vocabulary.token_ids)
         hidden = self.head.fuse(self.feature_rows.index_select(0, feature_slots))
         states, logits = self._level(batch, hidden, None, batch.logit_rows)
@@ -52,7 +53,7 @@ class FusedRoundDraft(RoundDraft):
             batch, parents = growth.beam()
             states, logits = self._level(batch, states, parents, None)
             growth.add(logits)
-        return growth.finish()
+        return growth
 
     def _level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None

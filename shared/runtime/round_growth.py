@@ -114,6 +114,16 @@ class FusedGrowth:
         )
         return batch, self._parent_rows[rows]
 
+    def beams(self) -> Tensor:
+        """Returns the nodes that were computed, see `ScoredRows`."""
+        num_slots, topk = self._state.num_slots, self._shape.tree.topk
+        num_beams = self._num_levels * num_slots * topk
+        size = (self._num_levels, num_slots, topk)
+        # A level's rows lie sequence by sequence; all of the first hang off the root.
+        parents = self._parent_rows[:num_beams].view(size) % topk
+        parents[:1].zero_()
+        return torch.stack((self._token_ids[:num_beams].view(size), parents)).transpose(1, 2)
+
     def finish(self) -> tuple[RoundTree, Tensor]:
         """Returns the trees with their best nodes, laid out for the target, and the score `[S, T]`
         float32 of each node's path; the root's is 0."""

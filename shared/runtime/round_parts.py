@@ -29,8 +29,7 @@ class RoundParts:
     @classmethod
     def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
         """Returns the fastest parts for a head."""
-        is_small = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
-        if not has_triton(device) or not is_small:
+        if not (has_triton(device) and fits_kernels(shape)):
             return PLAIN
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_draft_fused import FusedRoundDraft
@@ -41,3 +40,8 @@ class RoundParts:
 
 
 PLAIN = RoundParts(RoundDraft, RoundVerification)
+
+
+def fits_kernels(shape: RoundShape) -> bool:
+    """Whether the fused kernels take trees of this shape."""
+    return shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES

@@ -1,6 +1,6 @@
-"""Grows the trees of a batch with one head and one copy to the host, for a draft that stands alone.
+"""Grows the trees of a batch with one copy to the host, for a draft apart from its target.
 
-The same pass as the first part of a round on the device, see `round_draft`. Its shape is fixed by
+A head's pass is the first part of a round on the device, see `round_draft`. Its shape is fixed by
 depth and width; of the nodes a little more are kept than are asked for, so that few graphs serve
 all sizes of trees, and the host takes the best of them.
 """
@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shared.kv.pool import KvPool
-from shared.models.heads.head import DraftHead
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.round_batches import RoundShape
+from shared.runtime.tree_model import TreeModel
 from shared.runtime.tree_pass import PassLimits, TreePass
 from shared.tokens import TokenTree, TreeShape
 
@@ -28,26 +27,51 @@ _MAX_SHAPES = 16
 _ROW_BUCKETS = (8, 16, 32, 64)
 
 
+@dataclass(frozen=True, slots=True)
+class PassTree:
+    """What a pass grew for one sequence.
+
+    Attributes:
+        levels: tokens of the nodes whose rows were computed, and the places of their parents in
+            the level before; level by level.
+    """
+
+    tree: TokenTree
+    levels: tuple[tuple[Sequence[int], Sequence[int]], ...]
+
+
 class GrowingTrees:
     """Trees that the device is at work on."""
 
-    def __init__(self, result: Tensor, num_sequences: int, max_nodes: int) -> None:
-        self._copy = HostCopy(result[:, :num_sequences])
-        self._max_nodes = max_nodes
+    def __init__(self, result: Tensor, num_sequences: int, shape: RoundShape, max_nodes: int):
+        self._copy = HostCopy(result[:num_sequences])
+        self._shape, self._max_nodes = shape, max_nodes
 
-    def read(self) -> list[TokenTree]:
-        """Waits for the device and returns a tree for each sequence."""
-        tokens, parents, bits = self._copy.read().unbind()
-        rows = tokens.tolist(), parents.tolist(), bits.contiguous().view(torch.float32).tolist()
-        return [best_tree(*each, self._max_nodes) for each in zip(*rows, strict=True)]
+    def read(self) -> list[PassTree]:
+        """Waits for the device and returns what grew for each sequence."""
+        rows, num_rows = self._copy.read(), self._shape.num_tree_rows
+        bits = rows[:, 2 * num_rows : 3 * num_rows].contiguous()
+        paths = bits.view(torch.float32).tolist()
+        return [self._tree(*each) for each in zip(rows.tolist(), paths, strict=True)]
+
+    def _tree(self, row: list[int], paths: list[float]) -> PassTree:
+        tree, num_rows = self._shape.tree, self._shape.num_tree_rows
+        num_beam_rows = (tree.num_steps - 1) * tree.topk
+        tokens, parents = row[:num_rows], row[num_rows : 2 * num_rows]
+        beams = row[3 * num_rows :]
+        levels = tuple(
+            (beams[first : first + tree.topk], beams[num_beam_rows + first :][: tree.topk])
+            for first in range(0, num_beam_rows, tree.topk)
+        )
+        return PassTree(best_tree(tokens, parents, paths, self._max_nodes), levels)
 
 
 class TreeGrower:
-    """Passes of one head for trees of any shape. Owned by one thread."""
+    """Passes of one model for trees of any shape. Owned by one thread."""
 
-    def __init__(self, head: DraftHead, pool: KvPool, limits: PassLimits) -> None:
-        assert pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
-        self._head, self._pool, self.limits = head, pool, limits
+    def __init__(self, model: TreeModel, limits: PassLimits) -> None:
+        assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
+        self._model, self.limits = model, limits
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
         self._passes: OrderedDict[TreeShape, TreePass] = OrderedDict()
 
@@ -63,11 +87,12 @@ class TreeGrower:
 
         Args:
             sequences: at most `max_sequences`.
-            features: of the open rows, end to end, in any pieces `[any, width]`.
+            features: see `TreePass.run`.
             tree: without levels and children that could not be kept.
         """
-        result = self._pass_of(tree).run(sequences, features)
-        return GrowingTrees(result, len(sequences), tree.max_node_count)
+        chosen = self._pass_of(tree)
+        result = chosen.run(sequences, features)
+        return GrowingTrees(result, len(sequences), chosen.shape, tree.max_node_count)
 
     def _pass_of(self, tree: TreeShape) -> TreePass:
         key = _common_shape(tree)
@@ -81,10 +106,10 @@ class TreeGrower:
     def _new_pass(self, tree: TreeShape) -> TreePass:
         shape = RoundShape.of(
             tree,
-            draft_vocab_size=self._head.vocabulary.size,
+            draft_vocab_size=self._model.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
         )
-        return TreePass(self._head, self._pool, shape, self.limits, self._memory)
+        return TreePass(self._model, shape, self.limits, self._memory)
 
 
 def best_tree(

@@ -8,17 +8,16 @@ from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
 
 
-def tree_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> int:
-    """Returns about what the largest graph needs beside weights and cache; others share it.
+def num_pass_rows(tree: TreeShape, limits: PassLimits) -> int:
+    """Returns the rows of the largest forward of a pass: those that are open, or a level's."""
+    return limits.max_sequences * max(tree.num_steps + 1, tree.topk)
 
-    Zero without graphs: then it is part of what every forward takes.
-    """
-    if not limits.has_graphs:
-        return 0
+
+def head_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> int:
+    """Returns about what the largest graph needs beside weights and cache; others share it."""
     attention, size = head.layers[0].attention.shape, head.dtype.itemsize
-    num_open = limits.max_sequences * (tree.num_steps + 1)
-    num_rows = max(num_open, limits.max_sequences * tree.topk)
-    features = 2 * num_open * head.feature_spec.width * size
+    num_rows = num_pass_rows(tree, limits)
+    features = 2 * limits.max_sequences * (tree.num_steps + 1) * head.feature_spec.width * size
     partial = num_splits(limits.max_context_tokens) * (attention.head_dim + 2)
     kernels = num_rows * attention.num_heads * partial * 4
     logits = limits.max_sequences * tree.topk * head.vocabulary.size * (4 + size)

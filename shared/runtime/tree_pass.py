@@ -1,4 +1,4 @@
-"""One pass of a head that grows whole trees of one shape for a batch of sequences.
+"""One pass of a model that grows whole trees of one shape for a batch of sequences.
 
 A pass is a CUDA graph for each number of slots and each kind of sampling, or the same code as it
 is: without CUDA, where graphs are not wanted, and where memory does not hold another one.
@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.kv.pool import KvPool
-from shared.models.heads.head import DraftHead
 from shared.runtime.capture import capturing
 from shared.runtime.open_sequence import OpenInputs, OpenSequence, open_inputs
 from shared.runtime.round_batches import RoundBatches, RoundShape
-from shared.runtime.round_draft import RoundDraft, ScoredRows
-from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_draft import ScoredRows
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.tree_model import TreeDraft, TreeModel
 
 logger = logging.getLogger(__name__)
 _BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
@@ -54,27 +52,26 @@ class TreePass:
     """Passes of one shape.
 
     Args:
-        memory: of `torch.cuda.graph_pool_handle`, for all graphs of a head; None without graphs.
+        memory: of `torch.cuda.graph_pool_handle`, for all graphs of a model; None without graphs.
     """
 
     def __init__(
-        self, head: DraftHead, pool: KvPool, shape: RoundShape, limits: PassLimits, memory: Any
+        self, model: TreeModel, shape: RoundShape, limits: PassLimits, memory: Any
     ) -> None:
-        self._head, self._pool = head, pool
-        self._shape, self._limits, self._memory = shape, limits, memory
+        self._model, self._pool = model, model.pool
+        self.shape, self._limits, self._memory = shape, limits, memory
         self.max_open_rows = shape.max_committed
-        self._make = RoundParts.of(head, shape, pool.device).draft
         # Graphs read the features and the inputs at addresses that never change.
         self._features = torch.zeros(
-            (limits.max_sequences * self.max_open_rows, head.feature_spec.width),
-            dtype=head.dtype,
-            device=pool.device,
+            (limits.max_sequences * self.max_open_rows, model.feature_width),
+            dtype=model.dtype,
+            device=self._pool.device,
         )
         self._inputs = OpenInputs.empty(
             limits.max_sequences if limits.has_graphs else 0,
             max_open_rows=self.max_open_rows,
             num_pages=self._num_pages(shape.max_kv_length),
-            device=pool.device,
+            device=self._pool.device,
         )
         # Graphs read what its batches hold, too.
         self._captured_draft = self._draft(shape)
@@ -86,7 +83,8 @@ class TreePass:
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
-            features: of the open rows, end to end, in any pieces `[any, width]`.
+            features: of the open rows, end to end, in any pieces `[any, width]`; none for a model
+                that reads none.
 
         Returns:
             See `packed`; it holds until the next pass.
@@ -106,7 +104,7 @@ class TreePass:
             device=self._pool.device,
         )
         if captured is None:
-            shape = replace(self._shape, max_kv_length=reach)
+            shape = replace(self.shape, max_kv_length=reach)
             return self._grown(self._draft(shape), inputs, sampling)
         self._inputs.first(bucket).fill(inputs)
         captured.graph.replay()
@@ -115,9 +113,9 @@ class TreePass:
     @property
     def _spare(self) -> int:
         """Indices behind a sequence that a pass may address."""
-        tree = self._shape.tree
+        tree = self.shape.tree
         num_beam_rows = (tree.num_steps - 1) * tree.topk
-        return max(self._shape.num_tree_rows, num_beam_rows, self.max_open_rows)
+        return max(self.shape.num_tree_rows, num_beam_rows, self.max_open_rows)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_size)
@@ -127,17 +125,18 @@ class TreePass:
         return min(bucket, self._limits.max_sequences)
 
     def _take_features(self, pieces: Sequence[Tensor]) -> None:
+        if not pieces:
+            return
         rows = torch.cat(tuple(pieces))
         assert len(rows) <= len(self._features), f"{len(rows)} open rows"
         if self._features.is_cuda and not rows.is_cuda:
             rows = rows.pin_memory().to(self._features.device, non_blocking=True)
         self._features[: len(rows)].copy_(rows)
 
-    def _draft(self, shape: RoundShape) -> RoundDraft:
-        batches = RoundBatches(shape, self._pool.page_size)
-        return self._make(self._head, self._pool, batches, self._features)
+    def _draft(self, shape: RoundShape) -> TreeDraft:
+        return self._model.draft(RoundBatches(shape, self._pool.page_size), self._features)
 
-    def _grown(self, draft: RoundDraft, inputs: OpenInputs, sampling: RoundSampling) -> Tensor:
+    def _grown(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Tensor:
         kind, slots = draft.kind_of(sampling), inputs.feature_slots.flatten()
         return packed(draft.grow_scored(inputs.state, kind, slots))
 
@@ -169,8 +168,8 @@ class TreePass:
 
 
 def packed(trees: ScoredRows) -> Tensor:
-    """Returns what the host reads of trees as one tensor `[3, S, T]` int32: tokens, parents, and
-    the bits of the scores of their paths."""
-    return torch.stack(
-        (trees.rows.token_ids.int(), trees.rows.parents.int(), trees.paths.view(torch.int32))
-    )
+    """Returns what the host reads of trees as one tensor `[S, 3 T + 2 L K]` int32: tokens, parents
+    and the bits of the scores of T rows, then tokens and parents of the rows of L levels."""
+    rows, beams = trees.rows, trees.beams.flatten(2).int().unbind()
+    bits = trees.paths.view(torch.int32)
+    return torch.cat((rows.token_ids.int(), rows.parents.int(), bits, *beams), dim=1)

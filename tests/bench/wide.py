@@ -38,6 +38,7 @@ from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
 from tests.bench.device_clock import copy_bandwidth, device_ms
@@ -131,6 +132,7 @@ class WideBench:
         self._scratch = scratch
         is_cuda = plan.device.type == "cuda"
         self.bandwidth = copy_bandwidth() if is_cuda else 0.0
+        self._passes = PassLimits(MAX_SEQUENCES, MAX_CONTEXT, has_graphs=is_cuda)
         self._plain: dict[int, Run] = {}
 
     def rows(self) -> Iterator[tuple[str, ...]]:
@@ -141,7 +143,11 @@ class WideBench:
             run = serve(runner, self.prompts[:batch], plan.output_tokens)
             self._plain[batch] = run
             yield self._row("plain", batch, run, self._floor_ms(runner, batch, None))
-        yield from self._drafted(runner, "STANDALONE 1B", self._standalone())
+        small = runner_over(self.pair.draft.decoder(dtype=plan.dtype), plan)
+        level_by_level = self._standalone(small, grows_whole=False)
+        yield from self._drafted(runner, "STANDALONE 1B, levels on the host", level_by_level)
+        yield from self._drafted(runner, "STANDALONE 1B", self._standalone(small))
+        del small, level_by_level
         head = self.pair.eagle3(self._scratch, plan.dtype)
         level_by_level = self.eagle3(head, CHAIN, grows_whole=False)
         yield from self._drafted(runner, "EAGLE3, levels on the host", level_by_level)
@@ -176,13 +182,19 @@ class WideBench:
                 run = serve(runner, self.prompts[:batch], self.plan.output_tokens)
                 yield self._row(f"plain, {name}", batch, run, self._floor_ms(runner, batch, None))
 
-    def _standalone(self) -> Drafting:
-        decoder = self.pair.draft.decoder(dtype=self.plan.dtype)
-        runner = runner_over(decoder, self.plan)
+    def _standalone(self, runner: ModelRunner, *, grows_whole: bool = True) -> Drafting:
+        """Returns how the smaller model drafts; see `eagle3`."""
+        decoder = runner.decoder
+        grower = TreeGrower(DecoderModel(decoder, runner.pool), self._passes)
 
         def build() -> Drafter:
             leases = KvLeases(runner.pool.num_pages, PAGE_SIZE, prefix_cache=False)
-            return StandaloneDrafter(runner, leases, max_context_tokens=MAX_CONTEXT)
+            return StandaloneDrafter(
+                runner,
+                leases,
+                max_context_tokens=MAX_CONTEXT,
+                grower=grower if grows_whole else None,
+            )
 
         return Drafting(
             "STANDALONE",
@@ -200,9 +212,8 @@ class WideBench:
         num_pages = 2 + max(self.plan.batches) * (MAX_CONTEXT // PAGE_SIZE)
         pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, self.plan.device)
         runner = HeadRunner(head, pool)
-        is_cuda = self.plan.device.type == "cuda"
         # One for all runs: each captures its graphs once.
-        grower = TreeGrower(head, pool, PassLimits(MAX_SEQUENCES, MAX_CONTEXT, has_graphs=is_cuda))
+        grower = TreeGrower(HeadModel(head, pool), self._passes)
 
         def build() -> Drafter:
             leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=False)

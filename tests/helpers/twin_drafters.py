@@ -1,27 +1,31 @@
-"""The same sequences in two drafters of one head: whole trees in one pass, and level by level."""
+"""The same sequences in two drafters of one model: whole trees in one pass, and level by level."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import GrowingTrees, TreeGrower
+from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -89,6 +93,10 @@ class CountingGrower(TreeGrower):
 
     num_sequences = 0
 
+    @property
+    def device(self) -> torch.device:
+        return self._model.pool.device
+
     def launch(
         self, sequences: Sequence[OpenSequence], features: Sequence[Tensor], tree: TreeShape
     ) -> GrowingTrees:
@@ -105,28 +113,46 @@ class TwinDrafters:
         is_exact: both order equal scores alike, and rounding does not come between.
     """
 
-    head: DraftHead
-    has_graphs: bool = False
+    grower: CountingGrower
+    whole: EagleDrafter | StandaloneDrafter
+    levels: EagleDrafter | StandaloneDrafter
     is_exact: bool = False
-    grower: CountingGrower = field(init=False)
-    whole: EagleDrafter = field(init=False)
-    levels: EagleDrafter = field(init=False)
 
-    def __post_init__(self) -> None:
-        layout, device = self.head.kv_layout(PAGE_SIZE), self.head.device
-        pools = [KvPool(layout, NUM_PAGES, device) for _ in range(2)]
-        limits = PassLimits(MAX_SEQUENCES, CONTEXT, self.has_graphs)
-        self.grower = CountingGrower(self.head, pools[0], limits)
-        self.whole, self.levels = (
+    @classmethod
+    def of_head(
+        cls, head: DraftHead, *, has_graphs: bool = False, is_exact: bool = False
+    ) -> TwinDrafters:
+        pools = [KvPool(head.kv_layout(PAGE_SIZE), NUM_PAGES, head.device) for _ in range(2)]
+        limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
+        grower = CountingGrower(HeadModel(head, pools[0]), limits)
+        drafters = [
             EagleDrafter(
-                HeadRunner(self.head, pool),
+                HeadRunner(head, pool),
                 KvLeases(NUM_PAGES, PAGE_SIZE),
                 max_context_tokens=CONTEXT,
                 keeps_features=True,
-                grower=grower,
+                grower=own,
             )
-            for pool, grower in zip(pools, (self.grower, None), strict=True)
-        )
+            for pool, own in zip(pools, (grower, None), strict=True)
+        ]
+        return cls(grower, *drafters, is_exact)
+
+    @classmethod
+    def of_decoder(cls, decoder: Decoder, *, has_graphs: bool = False) -> TwinDrafters:
+        layout = decoder.kv_layout(PAGE_SIZE)
+        pools = [KvPool(layout, NUM_PAGES, decoder.device) for _ in range(2)]
+        limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
+        grower = CountingGrower(DecoderModel(decoder, pools[0]), limits)
+        drafters = [
+            StandaloneDrafter(
+                ModelRunner(decoder, pool),
+                KvLeases(NUM_PAGES, PAGE_SIZE),
+                max_context_tokens=CONTEXT,
+                grower=own,
+            )
+            for pool, own in zip(pools, (grower, None), strict=True)
+        ]
+        return cls(grower, *drafters)
 
     def open(self, *sequences: DraftSequence) -> None:
         for sequence in sequences:
@@ -140,6 +166,7 @@ class TwinDrafters:
     def send(self, sequence: DraftSequence, start: int, end: int) -> None:
         """Hands over the features of positions `[start, end)`."""
         rows = self._features(sequence, start, end)
+        assert rows is not None, "a language model reads no features"
         for drafter in (self.whole, self.levels):
             drafter.add_features(sequence, rows)
 
@@ -182,10 +209,13 @@ class TwinDrafters:
                 self.commit(sequence, [*accepted, *text(draw, 1)], is_late=False)
         return num_nodes
 
-    def _features(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
+    def _features(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows | None:
+        spec = self.whole.limits.feature_spec
+        if spec is None:
+            return None
         rows = []
         for position in range(start, end):
             place = (sequence.key.sequence_id, position, sequence.token_ids[position])
             draw = torch.Generator().manual_seed(hash(place) % 2**31)
-            rows.append(torch.randn(self.head.feature_spec.width, generator=draw))
-        return FeatureRows(start, torch.stack(rows).to(self.head.device))
+            rows.append(torch.randn(spec.width, generator=draw))
+        return FeatureRows(start, torch.stack(rows).to(self.grower.device))

@@ -28,6 +28,7 @@ from services.draft.drafters.head_trees import HeadTrees
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
+from services.draft.drafters.whole_trees import split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
@@ -141,10 +142,9 @@ class EagleDrafter:
         grown_shape = self._grown_shape(shape)
         # Drafting ahead goes on from the states of every level.
         trees = None if self._outcomes.budget else self._trees
-        whole = [] if trees is None else [each for each in complete if trees.takes(each)]
-        rest = [sequence for sequence in complete if sequence not in whole]
+        whole, rest = ([], complete) if trees is None else split(complete)
         return [
-            *(trees.grow(whole, grown_shape) if trees is not None and whole else ()),
+            *(trees.grow(whole, grown_shape) if trees is not None else ()),
             *(self._grow(rest, grown_shape) if rest else ()),
             *(Proposal(sequence, EMPTY_TREE) for sequence in waiting),
         ]

@@ -8,7 +8,7 @@ import torch
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
-from services.draft.drafters.grower_factory import grower_for, pass_limits, reserved_bytes
+from services.draft.drafters.grower_factory import head_grower, pass_limits, reserved_for_head
 from services.draft.drafters.host import Host
 from services.draft.drafters.placement import (
     allocate_kv,
@@ -67,13 +67,13 @@ def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDraft
     _log_head(folder.name, head)
     log_quantisation(settings, head)
     layout = head.kv_layout(settings.page_size, dtype)
-    limits = pass_limits(settings, head, max_context_tokens=context)
+    limits = pass_limits(settings, device, max_context_tokens=context)
     pool, leases = allocate_kv(
         settings,
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=reserved_bytes(settings, head, limits)
+        reserved_bytes=reserved_for_head(settings, head, limits)
         + host.feature_bytes(head.feature_spec),
         most_tokens=host.most_tokens,
     )
@@ -83,7 +83,7 @@ def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDraft
         leases,
         max_context_tokens=context,
         keeps_features=is_shorter,
-        grower=grower_for(head, pool, limits),
+        grower=head_grower(head, pool, limits),
     )
 
 

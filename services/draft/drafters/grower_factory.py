@@ -1,38 +1,62 @@
-"""What grows the trees of a head in one pass, and the memory it takes."""
+"""What grows whole trees in one pass, and the memory that it takes."""
 
 from __future__ import annotations
+
+import torch
 
 from services.draft.settings import DraftSettings
 from shared.kv.pool import KvPool
 from shared.model_options import AttentionBackend
+from shared.models.config import ModelConfig
 from shared.models.heads.head import DraftHead
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import graph_memory_bytes
 from shared.runtime.tree_grower import TreeGrower
-from shared.runtime.tree_memory import tree_memory_bytes
+from shared.runtime.tree_memory import head_memory_bytes, num_pass_rows
+from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
 
 
 def pass_limits(
-    settings: DraftSettings, head: DraftHead, *, max_context_tokens: int
+    settings: DraftSettings, device: torch.device, *, max_context_tokens: int
 ) -> PassLimits | None:
-    """Returns the sizes of a head's passes; None where its trees grow level by level: heads of
-    several layers take turns level by level, and only single forwards are compiled."""
-    if len(head.layers) > 1 or settings.enable_torch_compile:
+    """Returns the sizes of passes; None where trees grow level by level, because only single
+    forwards are compiled."""
+    if settings.enable_torch_compile:
         return None
-    is_wanted = settings.enable_cuda_graph in (None, True)
     # The plain kernels ask the device for sizes, which no graph can hold.
     has_kernels = settings.speculative_draft_attention_backend is not AttentionBackend.TORCH
     return PassLimits(
         max_sequences=settings.max_running_requests,
         max_context_tokens=max_context_tokens,
-        has_graphs=head.device.type == "cuda" and is_wanted and has_kernels,
+        has_graphs=device.type == "cuda"
+        and has_kernels
+        and settings.enable_cuda_graph is not False,
     )
 
 
-def reserved_bytes(settings: DraftSettings, head: DraftHead, limits: PassLimits | None) -> int:
-    """Returns the memory that the cache has to leave for passes."""
-    return 0 if limits is None else tree_memory_bytes(head, settings.shape, limits)
+def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits | None) -> int:
+    """Returns the bytes that the cache has to leave for the passes of a head."""
+    if limits is None or not limits.has_graphs:
+        return 0
+    return head_memory_bytes(head, settings.shape, limits)
 
 
-def grower_for(head: DraftHead, pool: KvPool, limits: PassLimits | None) -> TreeGrower | None:
-    """Returns what grows the trees of a head; None where that is level by level."""
-    return None if limits is None else TreeGrower(head, pool, limits)
+def reserved_for_model(
+    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits | None
+) -> int:
+    """Returns the bytes that the cache has to leave for the passes of a language model."""
+    if limits is None or not limits.has_graphs:
+        return 0
+    largest = GraphLimits(
+        max_rows=num_pass_rows(settings.shape, limits),
+        max_sequences=limits.max_sequences,
+        max_tail_width=settings.shape.num_steps * settings.shape.topk,
+        max_context_tokens=limits.max_context_tokens,
+    )
+    return graph_memory_bytes(config, largest, dtype)
+
+
+def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits | None) -> TreeGrower | None:
+    """Returns what grows the trees of a head of one layer; None where that is level by level."""
+    return None if limits is None else TreeGrower(HeadModel(head, pool), limits)

@@ -158,7 +158,7 @@ class HeadContexts:
         return OpenSequence(
             token_ids=sequence.token_ids[kv.window_start + start + 1 :],
             num_computed=start,
-            window_start=kv.window_start,
+            num_before=kv.window_start,
             sampling=sequence.sampling,
             pages=kv.lease.pages,
         )

@@ -1,4 +1,4 @@
-"""Trees of a head that are grown in one pass on its device, for sequences that allow it."""
+"""Trees of a head that are grown in one pass on its device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.head_contexts import HeadContexts
+from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.tokens import TreeShape
@@ -18,24 +19,14 @@ class HeadTrees:
         self._grower = grower
         self._contexts = contexts
 
-    def takes(self, sequence: DraftSequence) -> bool:
-        """Whether a pass can score what the request asks for: greedily, or by the coupled rule
-        without penalties and bias."""
-        sampling = sequence.sampling
-        return (
-            not (sequence.draws_chains or sampling.has_penalties or sampling.logit_bias)
-            and (sampling.is_greedy or sequence.mirrors_noise)
-        )  # fmt: skip
-
     def grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Computes the committed rows that are left of each sequence, and a tree behind them.
 
         Args:
-            sequences: with room for both, and features of every row.
+            sequences: that `grows_whole`, with room for both and features of every row.
         """
         most = self._grower.limits.max_sequences
-        batches = [sequences[start : start + most] for start in range(0, len(sequences), most)]
-        return [proposal for batch in batches for proposal in self._grow(batch, shape)]
+        return [each for batch in batches(sequences, most) for each in self._grow(batch, shape)]
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts = self._contexts
@@ -47,7 +38,8 @@ class HeadTrees:
         for sequence in sequences:
             contexts.publish(sequence)
             contexts.drop_features(sequence)
-        return list(map(Proposal, sequences, growing.read()))
+        grown = zip(sequences, growing.read(), strict=True)
+        return [Proposal(sequence, each.tree) for sequence, each in grown]
 
     def _catch_up(self, sequences: Sequence[DraftSequence], num_left: int) -> None:
         """Computes what a pass cannot take, after a prompt or a deeper tree of another draft."""

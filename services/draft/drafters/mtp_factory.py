@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
-from services.draft.drafters.grower_factory import grower_for, pass_limits, reserved_bytes
+from services.draft.drafters.grower_factory import head_grower, pass_limits, reserved_for_head
 from services.draft.drafters.host import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.placement import (
@@ -56,13 +56,13 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
     if num_layers > 1:
         settings = replace(settings, disable_radix_cache=True)
     layout = head.kv_layout(settings.page_size, dtype)
-    limits = pass_limits(settings, head, max_context_tokens=context)
+    limits = pass_limits(settings, device, max_context_tokens=context)
     pool, leases = allocate_kv(
         settings,
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=reserved_bytes(settings, head, limits)
+        reserved_bytes=(0 if num_layers > 1 else reserved_for_head(settings, head, limits))
         + host.feature_bytes(head.feature_spec),
         most_tokens=host.most_tokens,
     )
@@ -76,5 +76,5 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
         leases,
         max_context_tokens=context,
         keeps_features=is_shorter,
-        grower=grower_for(head, pool, limits),
+        grower=head_grower(head, pool, limits),
     )

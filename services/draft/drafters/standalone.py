@@ -2,7 +2,8 @@
 
 A round costs one forward a level for all sequences together: the first computes the tokens the
 last verdict committed, and its logits are the first level; each further level computes the K
-frontier nodes of the tree. KV of the accepted path is kept: a chain's is in place already, a
+frontier nodes of the tree. Where the device can do without the host, it grows the whole trees in
+one pass, see `standalone_trees`. KV of the accepted path is kept: a chain's is in place already, a
 tree's is moved to the front of its tail. So is what was drafted ahead below it.
 """
 
@@ -18,14 +19,17 @@ from services.draft.chain_draws import LevelScores, level_scores
 from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
+from services.draft.drafters.standalone_trees import StandaloneTrees
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
+from services.draft.drafters.whole_trees import batches, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_grower import TreeGrower
 from shared.speculation.growth import Children, TreeGrowth, choose_children
 from shared.speculation.noise import fresh_generator
 from shared.tokens import TreeShape, Verdict
@@ -43,13 +47,16 @@ class StandaloneDrafter:
         leases: KvLeases,
         *,
         max_context_tokens: int,
+        grower: TreeGrower | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         """Args:
+        grower: of the runner's model and pool; None grows all trees level by level.
         generator: of the host; the source of what is drawn for targets that verify by the
             draft's laws. Unforeseeable when left out.
         """
         self._runner = runner
+        self._trees = None if grower is None else StandaloneTrees(grower)
         self._generator = generator or fresh_generator()
         self._max_context_tokens = max_context_tokens
         self._kv = DraftKv(
@@ -100,19 +107,45 @@ class StandaloneDrafter:
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
         """Leaves the last token of each: its logits start a tree."""
-        chunk: list[SequenceRows] = []
+        chunk: list[tuple[DraftSequence, int]] = []
         num_taken = 0
         for sequence in sequences:
-            count = min(self.backlog(sequence) - 1, max_tokens - num_taken)
-            if count > 0:
-                chunk.append(self._committed_rows(sequence, count, with_logits=False))
-                num_taken += count
-        if chunk:
-            self._forward(chunk)
+            count = max(min(self.backlog(sequence) - 1, max_tokens - num_taken), 0)
+            chunk.append((sequence, count))
+            num_taken += count
+        self._compute(chunk)
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         shape = self._grown_shape(shape)
+        # Drafting ahead goes on from what was found on every level.
+        trees = None if self._outcomes.budget else self._trees
+        whole, rest = ([], sequences) if trees is None else split(sequences)
+        proposals = self._grow(rest, shape) if rest else []
+        if trees is not None:
+            for batch in batches(whole, trees.max_sequences):
+                proposals += self._grow_whole(batch, shape, trees)
+        return proposals
+
+    def _grow_whole(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape, trees: StandaloneTrees
+    ) -> list[Proposal]:
+        """Grows the trees of sequences in one pass."""
+        most = trees.max_open_rows(shape)
+        self._compute([(each, self.backlog(each) - most) for each in sequences])
+        for sequence in sequences:
+            self._reopen(sequence)
+        self._move()
+        own = [(each, self._states[each.key]) for each in sequences]
+        growing = trees.launch(own, shape)
+        # The device computes meanwhile.
+        for sequence, kv in own:
+            self._kv.publish(kv, sequence)
+        grown = growing.read()
+        return [trees.finish(*each, tree) for each, tree in zip(own, grown, strict=True)]
+
+    def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        """Grows trees level by level."""
         growth = TreeGrowth(shape)
         scores = level_scores(sequences, shape, self._runner.device, self._generator)
         rows = [self._open_rows(sequence) for sequence in sequences]
@@ -195,10 +228,24 @@ class StandaloneDrafter:
 
     def _open_rows(self, sequence: DraftSequence) -> SequenceRows:
         """Lays out what is left of the backlog; the last row's logits start a tree."""
+        self._reopen(sequence)
+        return self._committed_rows(sequence, self.backlog(sequence), with_logits=True)
+
+    def _reopen(self, sequence: DraftSequence) -> None:
+        """Leaves at least a token to compute."""
         if not self.backlog(sequence):
             # The last token was computed ahead, but its logits are gone.
             self._states[sequence.key].num_computed -= 1
-        return self._committed_rows(sequence, self.backlog(sequence), with_logits=True)
+
+    def _compute(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        """Computes committed tokens of those sequences that have a count above 0."""
+        rows = [
+            self._committed_rows(sequence, count, with_logits=False)
+            for sequence, count in counts
+            if count > 0
+        ]
+        if rows:
+            self._forward(rows)
 
     def _committed_rows(
         self, sequence: DraftSequence, count: int, *, with_logits: bool
@@ -222,8 +269,12 @@ class StandaloneDrafter:
     def _forward(self, rows: Sequence[SequenceRows]) -> Tensor:
         """Returns the logits `[L, V]` float32 of the rows that asked for them."""
         device, page_size = self._runner.device, self._runner.page_size
+        self._move()
+        return self._runner.run(build_batch(rows, page_size=page_size, device=device)).logits
+
+    def _move(self) -> None:
+        """Moves the keys and values that wait to be."""
         moves = self._kv.take_moves()
         if moves:
-            slots = uploaded_numbers(moves, device)
+            slots = uploaded_numbers(moves, self._runner.device)
             self._runner.pool.move(slots[:, 0], slots[:, 1])
-        return self._runner.run(build_batch(rows, page_size=page_size, device=device)).logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from services.draft.drafters.grower_factory import pass_limits, reserved_for_model
 from services.draft.drafters.placement import (
     allocate_kv,
     context_for,
@@ -18,6 +19,8 @@ from shared.runtime.device import dtype_named
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import DecoderModel
 
 log = logging.getLogger(__name__)
 MOST_TAIL_ROWS = 512
@@ -43,7 +46,9 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
     log_quantisation(settings, decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
     limits = _graph_limits(settings, context)
+    passes = pass_limits(settings, device, max_context_tokens=context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
+    reserved_bytes += reserved_for_model(settings, config, dtype, passes)
     pool, leases = allocate_kv(
         settings, layout, device, max_context_tokens=context, reserved_bytes=reserved_bytes
     )
@@ -53,7 +58,8 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
     runner = ModelRunner(
         decoder, pool, graphs, max_compiled_sequences=settings.max_compiled_sequences
     )
-    return StandaloneDrafter(runner, leases, max_context_tokens=context)
+    grower = None if passes is None else TreeGrower(DecoderModel(decoder, pool), passes)
+    return StandaloneDrafter(runner, leases, max_context_tokens=context, grower=grower)
 
 
 def _graph_limits(settings: DraftSettings, max_context_tokens: int) -> GraphLimits | None:

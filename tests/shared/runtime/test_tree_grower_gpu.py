@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from shared.kernels.kernel_settings import IS_INTERPRETING
+from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
+from shared.models.loader import load_decoder
 from shared.runtime import tree_pass
 from shared.tokens import TreeShape
-from tests.helpers.drafting import GREEDY, draft_sequence
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.drafting import GREEDY, VOCAB_SIZE, draft_sequence
 from tests.helpers.kernel_device import kernel_device
 from tests.helpers.twin_drafters import MAX_SEQUENCES, SAMPLED, TwinDrafters, load_heads, text
 
@@ -28,8 +31,15 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DraftHead]:
     return load_heads(tmp_path_factory, kernel_device(), ["mapped", "eagle3", "eagle3.1"])
 
 
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    shape = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=128)
+    folder = write_checkpoint(tmp_path_factory.mktemp("draft"), shape=shape)
+    return load_decoder(folder, dtype=torch.float32, device=kernel_device())
+
+
 def _twins(head: DraftHead) -> TwinDrafters:
-    return TwinDrafters(head, has_graphs=not IS_INTERPRETING)
+    return TwinDrafters.of_head(head, has_graphs=not IS_INTERPRETING)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +62,28 @@ def test_whole_trees_are_those_grown_level_by_level(
     twins.send_all(*batch)
     assert twins.rounds(shape, 2, draw, *batch) > 0
     assert twins.grower.num_sequences == 2 * len(batch)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.interpreter if shape == SHAPES[3] else ())
+        for shape in SHAPES
+    ],
+    ids=str,
+)
+def test_a_language_models_trees_are_those_grown_level_by_level(
+    decoder: Decoder, shape: TreeShape
+) -> None:
+    draw = random.Random(str(shape))
+    twins = TwinDrafters.of_decoder(decoder, has_graphs=not IS_INTERPRETING)
+    batch = [
+        draft_sequence(text(draw, length), sampling, number)
+        for number, (length, sampling) in enumerate([(1, GREEDY), (8, SAMPLED), (21, GREEDY)])
+    ]
+    twins.open(*batch)
+    assert twins.rounds(shape, 3, draw, *batch) > 0
+    assert twins.grower.num_sequences == 3 * len(batch)
 
 
 @on_cuda

@@ -37,7 +37,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DraftHead]:
 def test_whole_trees_are_those_grown_level_by_level(
     heads: dict[str, DraftHead], name: str, shape: TreeShape
 ) -> None:
-    draw, twins = random.Random(f"{name} {shape}"), TwinDrafters(heads[name])
+    draw, twins = random.Random(f"{name} {shape}"), TwinDrafters.of_head(heads[name])
     # Lengths around the edges of pages; more sequences than one pass takes.
     batch = [
         draft_sequence(text(draw, length), SAMPLINGS[number % 4], number)
@@ -54,7 +54,7 @@ def test_equal_scores_are_ordered_alike(heads: dict[str, DraftHead], shape: Tree
     head = heads["eagle3"]
     weight = torch.zeros(head.vocabulary.size, head.embedding.shape[1])
     vocabulary = replace(head.vocabulary, lm_head=Linear.of(weight))
-    twins = TwinDrafters(replace(head, vocabulary=vocabulary), is_exact=True)
+    twins = TwinDrafters.of_head(replace(head, vocabulary=vocabulary), is_exact=True)
     batch = [draft_sequence(range(5, 12), SAMPLINGS[number], number) for number in range(2)]
     twins.open(*batch)
     twins.send_all(*batch)
@@ -67,7 +67,7 @@ def test_rows_of_any_number_and_order_come_to_the_same_trees(
 ) -> None:
     """Late features, verdicts on other trees, windows that slide, sequences that close and open
     again, and shapes that change from round to round."""
-    draw, twins = random.Random(name), TwinDrafters(heads[name])
+    draw, twins = random.Random(name), TwinDrafters.of_head(heads[name])
     batch = [
         draft_sequence(text(draw, draw.randint(2, 40)), SAMPLINGS[number], number)
         for number in range(4)
@@ -113,7 +113,7 @@ def test_requests_of_every_kind_share_a_batch(
     draws_chains: bool,
     num_whole: int,
 ) -> None:
-    draw, twins = random.Random(3), TwinDrafters(heads["eagle3"])
+    draw, twins = random.Random(3), TwinDrafters.of_head(heads["eagle3"])
     batch = [draft_sequence(text(draw, 9), SAMPLINGS[number], number) for number in range(3)]
     batch[1] = replace(
         batch[1], sampling=sampling, mirrors_noise=mirrors_noise, draws_chains=draws_chains
@@ -125,7 +125,10 @@ def test_requests_of_every_kind_share_a_batch(
 
 
 def test_drafting_ahead_goes_level_by_level(heads: dict[str, DraftHead]) -> None:
-    twins, sequence = TwinDrafters(heads["eagle3"]), draft_sequence(text(random.Random(4), 9))
+    twins, sequence = (
+        TwinDrafters.of_head(heads["eagle3"]),
+        draft_sequence(text(random.Random(4), 9)),
+    )
     twins.open(sequence)
     twins.send_all(sequence)
     twins.whole.foresight.budget = 4

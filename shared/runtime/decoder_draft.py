@@ -1,0 +1,56 @@
+"""Whole trees of a language model that drafts, grown in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.runtime.round_batches import RoundBatches
+from shared.runtime.round_draft import ScoredRows, scored_rows
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.speculation.growth import Children, TreeGrowth, choose_children
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderDraft:
+    """Drafts for all slots of a state, in plain torch.
+
+    A model's rows are those of a head one token later: row i reads token i. So the state counts a
+    token more than are committed, and its first one is left out of the window.
+    """
+
+    decoder: Decoder
+    pool: KvPool
+    batches: RoundBatches
+
+    def grow_scored(
+        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
+    ) -> ScoredRows:
+        """See `RoundDraft.grow_scored`; no features are read."""
+        tree = self.batches.shape.tree
+        growth, beams = TreeGrowth(tree), []
+        batch, _ = self.batches.of_open_rows(state)
+        growth.add(self._children(batch, state, sampling, depth=0))
+        for level in range(tree.num_steps - 1):
+            beams.append(growth.select_beam())
+            batch = self.batches.of_beam(state, beams[-1], level)
+            growth.add(self._children(batch, state, sampling, depth=level + 1))
+        return scored_rows(growth.select(), state, tree, beams)
+
+    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """See `RoundDraft.kind_of`."""
+        return sampling
+
+    def _children(
+        self, batch: ForwardBatch, state: RoundState, sampling: RoundSampling, *, depth: int
+    ) -> Children:
+        hidden = self.decoder.forward(batch, self.pool).hidden.index_select(0, batch.logit_rows)
+        logits = self.decoder.logits(hidden)
+        scores = sampling.confidence(logits, state, depth)
+        topk = self.batches.shape.tree.topk
+        return choose_children(scores.view(state.num_slots, -1, logits.shape[1]), topk)

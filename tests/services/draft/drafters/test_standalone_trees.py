@@ -1,0 +1,92 @@
+"""A language model's trees grown in one pass against those grown level by level."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.draft.fan_out import FanOut
+from shared.models.decoder import Decoder
+from shared.models.loader import load_decoder
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.drafting import GREEDY, VOCAB_SIZE, draft_sequence
+from tests.helpers.twin_drafters import CONTEXT, SAMPLED, SAMPLINGS, SHAPES, TwinDrafters, text
+
+TREE = TreeShape(3, 3, 9)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    shape = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=128)
+    folder = write_checkpoint(tmp_path_factory.mktemp("draft"), shape=shape)
+    return load_decoder(folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_whole_trees_are_those_grown_level_by_level(decoder: Decoder, shape: TreeShape) -> None:
+    """Accepted rows stay where a pass left them, or move to the front."""
+    draw, twins = random.Random(str(shape)), TwinDrafters.of_decoder(decoder)
+    batch = [
+        draft_sequence(text(draw, length), SAMPLINGS[number % 4], number)
+        for number, length in enumerate((1, 7, 8, 13, 31))
+    ]
+    twins.open(*batch)
+    assert twins.rounds(shape, 5, draw, *batch) > 0
+    assert twins.grower.num_sequences == 5 * len(batch)
+
+
+def test_rows_of_any_number_and_order_come_to_the_same_trees(decoder: Decoder) -> None:
+    """Verdicts on other trees, windows that slide, sequences that close and open again, and shapes
+    that change from round to round."""
+    draw, twins = random.Random(8), TwinDrafters.of_decoder(decoder)
+    batch = [
+        draft_sequence(text(draw, draw.randint(1, 40)), SAMPLINGS[number], number)
+        for number in range(4)
+    ]
+    twins.open(*batch)
+    num_windows = 0
+    for _ in range(20):
+        some = draw.sample(batch, draw.randint(1, 4))
+        assert all(twins.trees(draw.choice(SHAPES), *some))
+        for sequence in batch:
+            twins.commit(sequence, text(draw, draw.choice([1, 2, 3, 9])), is_late=True)
+            if draw.random() < 0.1:
+                twins.close(sequence)
+                twins.open(sequence)
+            num_windows += sequence.num_tokens > CONTEXT
+    assert num_windows > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "num_whole"),
+    [
+        ({"sampling": SamplingParams(temperature=0.9, presence_penalty=0.5)}, 2),
+        ({"sampling": SAMPLED, "mirrors_noise": False}, 2),
+        ({"sampling": GREEDY, "mirrors_noise": False}, 3),
+    ],
+    ids=["penalties", "point mass", "greedy point mass"],
+)
+def test_requests_of_every_kind_share_a_batch(
+    decoder: Decoder, change: dict[str, object], num_whole: int
+) -> None:
+    draw, twins = random.Random(3), TwinDrafters.of_decoder(decoder)
+    batch = [draft_sequence(text(draw, 9), SAMPLINGS[number], number) for number in range(3)]
+    batch[1] = replace(batch[1], **change)
+    twins.open(*batch)
+    assert twins.rounds(TREE, 3, draw, *batch) == 3 * 3 * 8
+    assert twins.grower.num_sequences == 3 * num_whole
+
+
+def test_drafting_ahead_goes_level_by_level(decoder: Decoder) -> None:
+    twins = TwinDrafters.of_decoder(decoder)
+    sequence = draft_sequence(text(random.Random(4), 9))
+    twins.open(sequence)
+    twins.whole.foresight.budget = 4
+    [tree] = twins.trees(TREE, sequence)
+    assert twins.grower.num_sequences == 0
+    twins.whole.foresight.begin(sequence, tree, TREE, FanOut(4))
+    assert twins.whole.foresight.has_work
