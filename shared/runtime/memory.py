@@ -16,8 +16,8 @@ _CUDA_FRACTION = 0.85
 _CPU_FRACTION = 0.25
 # On a host more than this many full-length sequences would be memory taken for nothing.
 _CPU_MAX_FULL_SEQUENCES = 32
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+_MEMORY = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_pages_for(
@@ -74,18 +74,36 @@ def free_memory_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup_free_bytes()
+    available = available_bytes()
+    limit = container_free_bytes()
     return available if limit is None else min(available, limit)
 
 
-def _cgroup_free_bytes() -> int | None:
-    """Returns what the container's limit leaves, or None without a limit."""
+def available_bytes(meminfo: Path = _MEMORY) -> int:
+    """Returns what processes of this host can still get. Files that the kernel keeps in memory,
+    such as weights that were just read, give way to them and count as free."""
     try:
-        limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()
-    except OSError:
+        return 1024 * int(_figures(meminfo)["MemAvailable:"])
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def container_free_bytes(folder: Path = _CGROUP) -> int | None:
+    """Returns what the container's limit leaves, or None without a limit. Files that were not
+    used lately count as free."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        files = int(_figures(folder / "memory.stat")["inactive_file"])
+    except (OSError, KeyError):
         return None
-    return max(0, int(limit) - int(used)) if limit.isdigit() else None
+    return max(0, int(limit) - used + files) if limit.isdigit() else None
+
+
+def _figures(path: Path) -> dict[str, str]:
+    """Returns the second word of each line by the first."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
 def _default_fraction(device: torch.device) -> float:

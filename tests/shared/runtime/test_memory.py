@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from shared.errors import SettingsError
 from shared.kv.layout import KvLayout
-from shared.runtime.memory import free_memory_bytes, num_pages_for
+from shared.runtime.memory import (
+    available_bytes,
+    container_free_bytes,
+    free_memory_bytes,
+    num_pages_for,
+)
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=16, dtype=torch.float32)
 CPU = torch.device("cpu")
@@ -80,3 +87,23 @@ def test_more_total_tokens_than_memory_is_refused() -> None:
 
 def test_free_host_memory_is_measured() -> None:
     assert free_memory_bytes(CPU) > 0
+
+
+def test_files_kept_in_memory_count_as_free(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree:   10 kB\nMemAvailable:  700 kB\n")
+    assert available_bytes(meminfo) == 700 * 1024
+    assert available_bytes(tmp_path / "absent") > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"), [("1000", 500), ("600", 100), ("200", 0), ("max", None)]
+)
+def test_a_container_leaves_its_limit_less_what_is_used(
+    limit: str, free: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("800\n")
+    (tmp_path / "memory.stat").write_text("anon 450\ninactive_file 300\nactive_file 50\n")
+    assert container_free_bytes(tmp_path) == free
+    assert container_free_bytes(tmp_path / "absent") is None
