@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.target.requests.request import Delta, Event, Finished
@@ -47,13 +47,18 @@ class StepTimes:
 
 @dataclass
 class Answers:
-    """A sink that keeps tokens and tells when all requests have ended."""
+    """A sink that keeps tokens and tells when all requests have ended.
+
+    Attributes:
+        when_ended: called then, on the engine thread, before another step.
+    """
 
     num_requests: int
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     all_ended: threading.Event = field(default_factory=threading.Event)
     num_ended: int = 0
     first_ended_s: float = math.inf
+    when_ended: Callable[[], None] = lambda: None
 
     def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
         """Takes the events of a step."""
@@ -64,6 +69,7 @@ class Answers:
                 self.num_ended += 1
                 self.first_ended_s = min(self.first_ended_s, time.perf_counter())
         if self.num_ended == self.num_requests:
+            self.when_ended()
             self.all_ended.set()
 
     def __hash__(self) -> int:

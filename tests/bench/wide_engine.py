@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,20 +98,26 @@ def _served(
     num_tokens: int,
     drafting: Drafting | None,
 ) -> tuple[StepTimes, Answers]:
-    times, answers = StepTimes(), Answers(len(prompts))
+    times = StepTimes()
     engine = _engine(runner, times, drafting)
     draft = None if drafting is None else _attached(engine, drafting, len(prompts))
-    engine.start()
-    for _ in range(1 if drafting is None else drafting.num_passes):
-        times.reports.clear()
-        answers = Answers(len(prompts))
+    num_passes = 1 if drafting is None else drafting.num_passes
+    passes = [Answers(len(prompts)) for _ in range(num_passes)]
+
+    def submit(answers: Answers) -> None:
         for key, prompt in enumerate(prompts):
             engine.submit(_request(prompt, num_tokens), answers, key)
-        assert answers.all_ended.wait(_LONGEST_RUN_S), "the engine does not come to an end"
+
+    for answers, following in itertools.pairwise(passes):
+        answers.when_ended = functools.partial(submit, following)
+    submit(passes[0])
+    engine.start()
+    has_ended = passes[-1].all_ended.wait(_LONGEST_RUN_S)
     engine.stop()
     if draft is not None:
         draft.stop()
-    return times, answers
+    assert has_ended, "the engine does not come to an end"
+    return times, passes[-1]
 
 
 def _figures(times: StepTimes, answers: Answers) -> Run:
