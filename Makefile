@@ -108,9 +108,10 @@ bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU
 bench-start: $(STAMP) ## the parts of a target's start, to the first token; ARGS="--widen DIR --algorithm EAGLE3"
 	@$(PY) -m tests.bench.start $(ARGS)
 
-bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, then plain decode by the engine
+bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, rounds, plain decode by the engine, attention
 	@$(PY) -m tests.bench.gpu
 	@$(PY) -m tests.bench.engine_gpu
+	@$(PY) -m tests.bench.attention
 
 bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 4"
 	@$(PY) -m tests.bench.tensor_parallel $(ARGS)

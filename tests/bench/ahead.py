@@ -5,7 +5,8 @@ both run on the CPU, which shows that it works, not what it gains. Every repeat 
 in turn, so that a slow minute hits all of them.
 
 With `--widen DIR` the demo's models are first written there with the matrices of an 8B target and
-a 1B draft; what they say stays the same (see `tests.bench.widening`).
+a 1B draft, or of the head that `--algorithm` names; what they say stays the same (see
+`tests.bench.widening`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.draft.model_folders import DEMO_DRAFT
+from services.draft.algorithm import Algorithm
+from services.draft.model_folders import default_model_folder
 from services.target.settings import DEMO_MODEL
 from shared.errors import OutriderError
 from shared.tokens import TreeShape
 from tests.bench.pair import Answer, Pair, PairFailed, PairSettings, chat_prompts, running_pair
-from tests.bench.wide_folders import widened
+from tests.bench.wide_folders import widened, widened_with_head
 from tests.load.figures import table
 from tests.load.prompts import PROMPTS
 
@@ -162,8 +164,14 @@ def _bytes(one: Pass, direction: str) -> float:
     return one.counters.get(name, 0.0) / max(one.num_rounds, 1)
 
 
-def _widened(folder: Path, model: Path, draft: Path) -> tuple[Path, Path]:
-    """Returns wide copies of both, written unless they are there."""
+def _models(flags: argparse.Namespace) -> tuple[Path, Path]:
+    """Returns the folders of target and draft; wide copies are written unless they are there."""
+    algorithm, model, folder = Algorithm(flags.algorithm), flags.model, flags.widen
+    draft = flags.draft_model or default_model_folder(algorithm, DEMO_MODEL)
+    if folder is None:
+        return model, draft
+    if algorithm.reads_features:
+        return widened_with_head(folder / "target-8b", model, algorithm.value, draft)
     return widened(folder / "target-8b", model, "8b"), widened(folder / "draft-1b", draft, "1b")
 
 
@@ -177,13 +185,17 @@ def _shape(text: str) -> TreeShape:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench-async", description=__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--draft-model", type=Path, default=DEMO_DRAFT)
-    parser.add_argument("--algorithm", default="STANDALONE")
-    parser.add_argument("--widen", type=Path, metavar="DIR", help="folder for 8B and 1B copies")
+    parser.add_argument("--draft-model", type=Path, help="default: the demo's, of the algorithm")
+    parser.add_argument(
+        "--algorithm",
+        default=Algorithm.STANDALONE.value,
+        choices=[each.value for each in Algorithm if each is not Algorithm.NEXTN],
+    )
+    parser.add_argument("--widen", type=Path, metavar="DIR", help="folder for wide copies")
     parser.add_argument("--target-device", help="default: cuda:0, else cpu")
     parser.add_argument("--draft-device", help="default: the last GPU, else cpu")
-    parser.add_argument("--shapes", type=_shape, nargs="*", default=list(SHAPES))
-    parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=list(SHAPES))
+    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
     parser.add_argument("--num-prompts", type=int, default=6)
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -200,10 +212,13 @@ def _settings(flags: argparse.Namespace, folder: Path) -> PairSettings:
     num_gpus = torch.cuda.device_count()
     on_target = flags.target_device or ("cuda:0" if num_gpus else "cpu")
     on_draft = flags.draft_device or (f"cuda:{num_gpus - 1}" if num_gpus else "cpu")
-    model, draft = flags.model, flags.draft_model
-    if flags.widen is not None:
-        model, draft = _widened(flags.widen, model, draft)
-    has_model = flags.algorithm != "NGRAM"
+    algorithm = Algorithm(flags.algorithm)
+    model, draft = _models(flags)
+    folders: list[str] = []
+    if algorithm.has_model:
+        folders += ["--speculative-draft-model-path", str(draft)]
+    if algorithm.reads_features:
+        folders += ["--target-model-path", str(model)]
     return PairSettings(
         model=model,
         # A target that chooses shapes itself would measure its choice in every mode.
@@ -213,7 +228,7 @@ def _settings(flags: argparse.Namespace, folder: Path) -> PairSettings:
         ),
         draft_flags=(
             *("--speculative-algorithm", flags.algorithm, "--device", on_draft),
-            *(("--speculative-draft-model-path", str(draft)) if has_model else ()),
+            *folders,
             *flags.draft_flags.split(),
         ),
         folder=folder,
