@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +35,8 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
-from shared.telemetry.start_up import MESSAGE, SERVING
+from tests.bench.start_parts import Part, Start, report, told
 from tests.bench.wide_folders import widened, widened_with_head
-from tests.load.figures import table
 
 DEMO_HEADS = DEMO_MODEL.parent / "heads"
 HEADS = ("EAGLE", "EAGLE3", "MTP", "DFLASH")
@@ -65,17 +62,6 @@ class Plan:
     repeats: int
     has_cold_kernels: bool
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a start; bytes where moving them is its work."""
-
-    seconds: float
-    size_bytes: int | None = None
-
-
-Start = Mapping[str, Part]
 
 
 async def measure(plan: Plan, folder: Path) -> list[Start]:
@@ -165,52 +151,6 @@ async def _first_token_s(port: int) -> float:
                 first_s = time.monotonic() - start_s
     assert first_s is not None, "an answer without tokens"
     return first_s
-
-
-def told(log: str) -> dict[str, Part]:
-    """Returns the parts that the target's own process logged, in their order, the total last."""
-    parts: dict[str, Part] = {}
-    for line in log.splitlines():
-        if not line.startswith("{"):
-            continue
-        record = json.loads(line)
-        if record.get("message") == MESSAGE and record.get("service") == "target":
-            parts[record["phase"]] = Part(record["seconds"], record.get("size_bytes"))
-    # A part of a part is in it already.
-    others = sum(
-        part.seconds for name, part in parts.items() if name != SERVING and "/" not in name
-    )
-    if SERVING in parts:
-        total = parts.pop(SERVING)
-        parts["between them"] = Part(total.seconds - others)
-        parts[SERVING] = total
-    return parts
-
-
-def report(starts: Sequence[Start]) -> str:
-    """Returns the table: a row a part, the first start beside the median of the others."""
-    rows = []
-    for name, first in starts[0].items():
-        later = [start[name].seconds for start in starts[1:] if name in start]
-        median = statistics.median(later) if later else None
-        rows.append(
-            (
-                name,
-                f"{first.seconds:.3f}",
-                "-" if median is None else f"{median:.3f}",
-                "-" if median is None else f"{min(later):.3f} to {max(later):.3f}",
-                "-" if first.size_bytes is None else f"{first.size_bytes / 1e9:.2f}",
-                _speed(first, first.seconds if median is None else median),
-            )
-        )
-    header = ("part", "first start, s", "median, s", "all, s", "GB", "GB/s")
-    return table(header, rows)
-
-
-def _speed(part: Part, seconds: float) -> str:
-    if part.size_bytes is None or seconds == 0.0:
-        return "-"
-    return f"{part.size_bytes / 1e9 / seconds:.1f}"
 
 
 def _free_port() -> int:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from services.target.settings import DEMO_MODEL
-from tests.bench.start import Part, parse, report, run, target_arguments, told
+from tests.bench.start import parse, run, target_arguments
+from tests.bench.start_parts import Part, report, told
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
 
