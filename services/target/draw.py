@@ -7,8 +7,9 @@ included; the rules over these laws are in `shared.speculation.verify`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -150,19 +151,41 @@ class FreshDraw:
         laws = self._laws
         log_probs = target_log_probs(laws.allowed_logits, laws.sampling, laws.counts)
         paths = self._rule(log_probs, [entry.tree for entry in laws.drawn])
+        decided = [
+            Decision(path.node_indices, path.token_ids(entry.tree), ())
+            for entry, path in zip(laws.drawn, self._within_masks(paths), strict=True)
+        ]
+        return self._scored(decided)
+
+    def _within_masks(self, paths: Sequence[AcceptedPath]) -> list[AcceptedPath]:
+        laws = self._laws
         return [
-            self._decision(entry, _within(laws.masks, path, entry.tree, rows), rows)
+            _within(laws.masks, path, entry.tree, rows)
             for entry, path, rows in zip(laws.drawn, paths, laws.row_slices(), strict=True)
         ]
 
-    def _decision(self, entry: ScheduledSequence, path: AcceptedPath, rows: slice) -> Decision:
-        committed = path.token_ids(entry.tree)
-        num_top = entry.sequence.request.top_logprobs
-        if num_top is None:
-            return Decision(path.node_indices, committed, ())
-        path_rows = [rows.start, *(rows.start + 1 + node for node in path.node_indices)]
-        found = token_logprobs(self._laws.logits[path_rows], committed, [num_top] * len(committed))
-        return Decision(path.node_indices, committed, found)
+    def _scored(self, decided: list[Decision]) -> list[Decision]:
+        """Adds the log probabilities that requests want. Waits for the device once for all."""
+        laws = self._laws
+        wanted = [entry.sequence.request.top_logprobs for entry in laws.drawn]
+        rows: list[int] = []
+        token_ids: list[int] = []
+        num_top: list[int] = []
+        for count, own, each in zip(wanted, laws.row_slices(), decided, strict=True):
+            if count is not None:
+                rows += [own.start, *(own.start + 1 + node for node in each.accepted_nodes)]
+                token_ids += each.token_ids
+                num_top += [count] * len(each.token_ids)
+        if not rows:
+            return decided
+        logits = laws.logits.index_select(0, uploaded_numbers(rows, laws.logits.device))
+        found = iter(token_logprobs(logits, token_ids, num_top))
+        return [
+            each
+            if count is None
+            else replace(each, logprobs=tuple(itertools.islice(found, len(each.token_ids))))
+            for count, each in zip(wanted, decided, strict=True)
+        ]
 
 
 def _within(

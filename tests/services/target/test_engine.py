@@ -235,6 +235,28 @@ def test_logprobs_are_those_of_a_plain_forward(decoder: Decoder, overlaps: bool)
         assert [token_id for token_id, _ in found.top] == best.indices.tolist()
 
 
+def test_logprobs_of_each_sequence_are_its_own_when_paths_are_drawn_afresh(
+    decoder: Decoder,
+) -> None:
+    wanted, greedy = (3, None, 0, 1), SamplingParams(temperature=0.0)
+    requests = [
+        request(prompt, greedy, top_logprobs=count)
+        for prompt, count in zip(PROMPTS, wanted, strict=True)
+    ]
+    whole = _wholes(_plain(decoder, requests))
+    engine = build_engine(decoder, mode=VerificationMode.POINT_MASS)
+    ScriptedDraft(engine, oracle_trees(whole, 0, quality=0.7)).attach()
+    collector = run(engine, requests)
+    for key, (prompt, count) in enumerate(zip(PROMPTS, wanted, strict=True)):
+        assert collector.finished(key).stats.num_accepted > 0
+        found, tokens = collector.logprobs(key), collector.token_ids(key)
+        assert len(found) == (0 if count is None else len(tokens))
+        rows = _rescored(decoder, prompt, tokens)
+        for each, token, row in zip(found, tokens, rows, strict=False):
+            assert each.log_prob == pytest.approx(float(row[token]), abs=1e-5)
+            assert [other for other, _ in each.top] == row.topk(count or 0).indices.tolist()
+
+
 def _rescored(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     whole = [*prompt, *tokens]
     rows = range(len(prompt) - 1, len(whole) - 1)
