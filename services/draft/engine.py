@@ -79,6 +79,7 @@ class DraftEngine:
         self._outlets: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
         self._has_failed = False
+        self._prepares = False
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     @property
@@ -188,6 +189,14 @@ class DraftEngine:
         """Replaces which verdicts are prepared for, between two forwards."""
         return self._inbox.call(lambda: setattr(self._rounds, "fan_out", fan_out))
 
+    def prepare_when_idle(self) -> Future[None]:
+        """From now on prepares for later proposals while no sequence is open."""
+
+        def begin() -> None:
+            self._prepares = True
+
+        return self._inbox.call(begin)
+
     def flush_prefix_cache(self) -> Future[int]:
         """Drops unused cached state; resolves to the pages freed."""
         return self._inbox.call(self._drafter.flush_prefix_cache)
@@ -208,7 +217,7 @@ class DraftEngine:
                 self._enter_thread()
             has_work = False
             while self._take_in(wait=not has_work):
-                has_work = self._rounds.step()
+                has_work = self._rounds.step() or self._prepare_next()
         except BaseException:
             # Losing the draft costs its targets speed, never a token; going on with state of
             # unknown soundness could cost more.
@@ -217,6 +226,12 @@ class DraftEngine:
         finally:
             self._inbox.close()
             self._inbox.break_promises()
+
+    def _prepare_next(self) -> bool:
+        """Prepares one thing for later proposals; whether there was something left."""
+        # An open sequence is due once its target has verified a tree, which takes less time.
+        is_idle = not len(self._roster)
+        return self._prepares and is_idle and self._drafter.prepare_next()
 
     def _take_in(self, *, wait: bool) -> bool:
         """Applies every queued event and call. False when the engine is to stop."""

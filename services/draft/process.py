@@ -114,6 +114,7 @@ class DraftProcess:
             )
         )
         await self._lifecycle.activate()
+        engine.prepare_when_idle()
         self._runs = [asyncio.create_task(client.run()) for client in self._clients]
         log.info("serving on port %d, shape %s", self.port, engine.shape)
 

@@ -22,7 +22,7 @@ from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_model import TreeDraft, TreeModel
 
 logger = logging.getLogger(__name__)
-_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+_SLOT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class _CapturedPass:
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
+
+
+def slot_buckets(max_sequences: int) -> tuple[int, ...]:
+    """Returns the numbers of slots that there are graphs for, ascending, `max_sequences` last."""
+    return (*(size for size in _SLOT_BUCKETS if size < max_sequences), max_sequences)
 
 
 class TreePass:
@@ -76,6 +81,7 @@ class TreePass:
         # Graphs read what its batches hold, too.
         self._captured_draft = self._draft(shape)
         self._captured: dict[tuple[int, RoundSampling], _CapturedPass | None] = {}
+        self._buckets = slot_buckets(limits.max_sequences)
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[OpenSequence], features: Sequence[Tensor]) -> Tensor:
@@ -91,7 +97,7 @@ class TreePass:
         """
         self._take_features(features)
         sampling = RoundSampling.of(each.sampling for each in sequences)
-        bucket = self._bucket_of(len(sequences))
+        bucket = next(size for size in self._buckets if size >= len(sequences))
         captured = self._graph_of(bucket, sampling) if self._limits.has_graphs else None
         longest = max(each.length for each in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
@@ -110,6 +116,18 @@ class TreePass:
         captured.graph.replay()
         return captured.result
 
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Captures a graph that the kinds of sampling met so far may want: those of the most slots
+        first, whose memory the others reuse, then the smallest. Returns whether one was left."""
+        kinds = dict.fromkeys(kind for _, kind in self._captured)
+        for num_slots in (self._buckets[-1], *self._buckets):
+            for kind in kinds:
+                if (num_slots, kind) not in self._captured:
+                    self._graph_of(num_slots, kind)
+                    return True
+        return False
+
     @property
     def _spare(self) -> int:
         """Indices behind a sequence that a pass may address."""
@@ -119,10 +137,6 @@ class TreePass:
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_size)
-
-    def _bucket_of(self, num_sequences: int) -> int:
-        bucket = next((size for size in _BUCKETS if size >= num_sequences), num_sequences)
-        return min(bucket, self._limits.max_sequences)
 
     def _take_features(self, pieces: Sequence[Tensor]) -> None:
         if not pieces:

@@ -94,6 +94,10 @@ class DflashDrafter:
         self._foresight.drop(sequence)
         self._contexts.close(sequence)
 
+    def prepare_next(self) -> bool:
+        """Nothing to do: there are no graphs."""
+        return False
+
     def flush_prefix_cache(self) -> int:
         """Nothing to free: features come for every sequence, so nothing is shared."""
         return 0

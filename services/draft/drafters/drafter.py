@@ -5,7 +5,7 @@ on the engine thread only. The engine owns the committed tokens: it extends
 `DraftSequence.token_ids` and then calls `commit`.
 
 Cheap calls, without a forward: `open`, `commit`, `add_features`, `backlog`, `reserve`, `close`.
-Calls that compute: `catch_up` and `propose`.
+Calls that compute: `catch_up`, `propose` and `prepare_next`.
 """
 
 from __future__ import annotations
@@ -133,6 +133,10 @@ class Drafter(Protocol):
 
     def close(self, sequence: DraftSequence) -> None:
         """Frees the sequence's state."""
+
+    def prepare_next(self) -> bool:
+        """Does one thing that a later proposal would otherwise wait for; called while there is
+        nothing else to do. Returns whether something was left to do."""
 
     def flush_prefix_cache(self) -> int:
         """Drops cached state no sequence uses; returns the pages freed."""

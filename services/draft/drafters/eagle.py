@@ -153,6 +153,10 @@ class EagleDrafter:
         self._outcomes.drop(sequence)
         self._contexts.close(sequence)
 
+    def prepare_next(self) -> bool:
+        """Captures a graph of trees that are grown in one pass."""
+        return self._trees is not None and self._trees.capture_next()
+
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()
 

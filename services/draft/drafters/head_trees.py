@@ -28,6 +28,10 @@ class HeadTrees:
         most = self._grower.limits.max_sequences
         return [each for batch in batches(sequences, most) for each in self._grow(batch, shape)]
 
+    def capture_next(self) -> bool:
+        """See `TreeGrower.capture_next`."""
+        return self._grower.capture_next()
+
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts = self._contexts
         self._catch_up(sequences, self._grower.max_open_rows(shape))

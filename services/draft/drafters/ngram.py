@@ -73,6 +73,10 @@ class NgramDrafter:
         self._foresight.drop(sequence)
         del self._cursors[sequence.key]
 
+    def prepare_next(self) -> bool:
+        """Nothing to do: there are no graphs."""
+        return False
+
     def flush_prefix_cache(self) -> int:
         """Nothing to free: the trie forgets by age, not by page."""
         return 0

@@ -169,6 +169,10 @@ class StandaloneDrafter:
         self._outcomes.drop(sequence)
         self._kv.close(self._states.pop(sequence.key), sequence)
 
+    def prepare_next(self) -> bool:
+        """Captures a graph of trees that are grown in one pass."""
+        return self._trees is not None and self._trees.capture_next()
+
     def flush_prefix_cache(self) -> int:
         return self._kv.leases.flush()
 

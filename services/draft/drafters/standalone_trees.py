@@ -35,6 +35,10 @@ class StandaloneTrees:
         They count as computed from then on."""
         return self._grower.launch([_open(*each) for each in sequences], (), shape)
 
+    def capture_next(self) -> bool:
+        """See `TreeGrower.capture_next`."""
+        return self._grower.capture_next()
+
     def finish(self, sequence: DraftSequence, kv: SequenceKv, grown: PassTree) -> Proposal:
         """Takes in what a pass computed."""
         tail = Tail(kv.num_computed, sequence.token_ids[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
@@ -39,6 +40,8 @@ class ScriptedDrafter:
         batches: sequence ids of each `propose`.
         chunks: tokens taken in by each `catch_up`.
         fails: makes `propose` raise.
+        num_left: things to prepare.
+        has_prepared: set once nothing is left of them.
     """
 
     foresight = None
@@ -53,6 +56,8 @@ class ScriptedDrafter:
         self.batches: list[list[int]] = []
         self.chunks: list[int] = []
         self.fails = False
+        self.num_left = 0
+        self.has_prepared = threading.Event()
         self.num_slots = num_slots
         self.limits = DrafterLimits(vocab_size=vocab_size, feature_spec=feature_spec)
         self.num_seen: dict[SequenceKey, int] = {}
@@ -98,6 +103,13 @@ class ScriptedDrafter:
     def close(self, sequence: DraftSequence) -> None:
         del self.num_seen[sequence.key]
         self.reserved.discard(sequence.key)
+
+    def prepare_next(self) -> bool:
+        if not self.num_left:
+            self.has_prepared.set()
+            return False
+        self.num_left -= 1
+        return True
 
     def flush_prefix_cache(self) -> int:
         return 7

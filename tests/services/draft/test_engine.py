@@ -16,6 +16,7 @@ from services.draft.events import (
     Output,
     RoundResult,
     RoundsDecided,
+    SequencesClosed,
     SequencesOpened,
 )
 from shared.errors import EngineFailed, QueueFull
@@ -120,6 +121,33 @@ def test_the_shape_changes_between_steps(engine: DraftEngine) -> None:
     done = engine.propose_once((1,), SamplingParams(), None).result(WAIT_S)
     assert done.tree is not None
     assert len(done.tree) == 4
+
+
+def test_an_idle_engine_prepares_for_what_may_come(
+    engine: DraftEngine, drafter: ScriptedDrafter
+) -> None:
+    drafter.num_left = 3
+    assert engine.propose_once([1, 2], SamplingParams(), None).result(timeout=WAIT_S).tree
+    assert drafter.num_left == 3
+    engine.prepare_when_idle().result(timeout=WAIT_S)
+    assert drafter.has_prepared.wait(WAIT_S)
+    assert drafter.num_left == 0
+
+
+def test_nothing_is_prepared_while_a_sequence_is_open(
+    engine: DraftEngine, drafter: ScriptedDrafter
+) -> None:
+    inbox: queue.Queue[Output] = queue.Queue()
+    link = engine.open_link(TERMS, inbox.put)
+    engine.submit(_opened(link))
+    assert _trees(inbox.get(timeout=WAIT_S)) == [(1, 0, (5, 6))]
+    drafter.num_left = 3
+    engine.prepare_when_idle().result(timeout=WAIT_S)
+    # Answered by the turn after the one that began.
+    engine.gauges().result(timeout=WAIT_S)
+    assert drafter.num_left == 3
+    engine.submit(SequencesClosed(link, (1,)))
+    assert drafter.has_prepared.wait(WAIT_S)
 
 
 def test_flushing_reaches_the_drafter(engine: DraftEngine) -> None:

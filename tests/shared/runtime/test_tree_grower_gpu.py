@@ -127,6 +127,32 @@ def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
 
 
 @on_cuda
+def test_graphs_captured_ahead_are_those_that_batches_need(
+    heads: dict[str, DraftHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    draw, twins = random.Random(8), _twins(heads["eagle3"])
+    batch = [
+        draft_sequence(text(draw, 9), [GREEDY, SAMPLED][number % 2], number)
+        for number in range(MAX_SEQUENCES)
+    ]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    for sequence in batch[:2]:
+        twins.rounds(SHAPES[2], 1, draw, sequence)
+    while twins.grower.capture_next():
+        pass
+    monkeypatch.setattr(tree_pass, "capturing", fail)
+    with caplog.at_level(logging.WARNING):
+        for count in range(1, MAX_SEQUENCES + 1):
+            assert twins.rounds(SHAPES[2], 1, draw, *batch[:count]) > 0
+            assert twins.rounds(SHAPES[2], 1, draw, *batch[:count:2]) > 0
+    assert not [each for each in caplog.records if "no CUDA graph" in each.message]
+
+
+@on_cuda
 def test_without_memory_for_a_graph_trees_grow_as_they_are(
     heads: dict[str, DraftHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

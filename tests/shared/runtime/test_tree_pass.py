@@ -1,0 +1,89 @@
+"""Which graphs passes of whole trees have, and what they do without; making them needs CUDA."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+
+from shared.kv.pool import KvPool
+from shared.models.loader import load_decoder
+from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.tree_model import DecoderModel
+from shared.runtime.tree_pass import PassLimits, TreePass, slot_buckets
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.drafting import GREEDY, VOCAB_SIZE
+
+MAX_SEQUENCES, CONTEXT, PAGE_SIZE = 6, 64, 8
+CPU = torch.device("cpu")
+
+
+class GraphlessPass(TreePass):
+    """A device without memory for graphs.
+
+    Attributes:
+        asked: the slots and the kind of each graph that was tried.
+    """
+
+    def __init__(self, model: DecoderModel, shape: RoundShape) -> None:
+        super().__init__(model, shape, PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=True), None)
+        self.asked: list[tuple[int, RoundSampling]] = []
+
+    def _capture(self, num_slots: int, sampling: RoundSampling) -> NoReturn:
+        self.asked.append((num_slots, sampling))
+        raise torch.OutOfMemoryError("no memory is left")
+
+
+@pytest.fixture
+def graphless(tmp_path_factory: pytest.TempPathFactory) -> GraphlessPass:
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("draft"),
+        shape=TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=128),
+    )
+    decoder = load_decoder(folder, dtype=torch.float32, device=CPU)
+    model = DecoderModel(decoder, KvPool(decoder.kv_layout(PAGE_SIZE), 64, CPU))
+    shape = RoundShape.of(
+        TreeShape(2, 2, 8), draft_vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT
+    )
+    return GraphlessPass(model, shape)
+
+
+def _sequence(sampling: SamplingParams, first_page: int) -> OpenSequence:
+    return OpenSequence((1, 2), 0, -1, sampling, range(first_page, first_page + 2))
+
+
+def test_every_number_of_sequences_has_one_of_a_few_graphs() -> None:
+    assert slot_buckets(1) == (1,)
+    assert slot_buckets(6) == (1, 2, 4, 6)
+    assert slot_buckets(64) == (1, 2, 4, 8, 16, 32, 48, 64)
+    for most in (100, 300, 2000):
+        buckets = slot_buckets(most)
+        assert buckets[-1] == most
+        assert len(buckets) < 20
+        assert list(buckets) == sorted(set(buckets))
+
+
+def test_a_graph_that_has_no_memory_is_tried_once(graphless: GraphlessPass) -> None:
+    batch = [_sequence(GREEDY, 1), _sequence(GREEDY, 3), _sequence(GREEDY, 5)]
+    results = [graphless.run(batch, ()).clone() for _ in range(2)]
+    assert graphless.asked == [(4, RoundSampling.GREEDY)]
+    assert torch.equal(*results)
+    assert len(results[0]) == len(batch)
+
+
+def test_graphs_left_are_those_of_kinds_met_the_largest_first(graphless: GraphlessPass) -> None:
+    assert not graphless.capture_next()
+    graphless.run([_sequence(GREEDY, 1)], ())
+    graphless.run([_sequence(SamplingParams(seed=3), 1), _sequence(GREEDY, 3)], ())
+    assert graphless.asked == [(1, RoundSampling.GREEDY), (2, RoundSampling.DRAWN)]
+    graphless.asked.clear()
+    while graphless.capture_next():
+        pass
+    greedy, drawn = RoundSampling.GREEDY, RoundSampling.DRAWN
+    largest = [(6, greedy), (6, drawn)]
+    smaller = [(1, drawn), (2, greedy), (4, greedy), (4, drawn)]
+    assert graphless.asked == [*largest, *smaller]
