@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 import uvloop
@@ -78,15 +78,33 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    tracer = tracer_for("target", settings.otlp_endpoint, settings.trace_sample_ratio)
+    with ExitStack() as opened:
+        process = _build(settings, draft_settings, opened)
+        await process.start()
+        log_process_age(SERVING)
+        try:
+            await process.run_until(stop)
+        finally:
+            with suppress(asyncio.CancelledError):
+                await process.stop(settings.drain_grace_s)
+
+
+def _build(
+    settings: TargetSettings, draft_settings: DraftSettings | None, opened: ExitStack
+) -> TargetProcess:
+    """Loads everything, and puts on `opened` what has to be closed at the end, however it comes.
+    That blocks the loop: there is nothing to serve yet."""
     registry = CollectorRegistry()
     round_log = open_round_log(settings.round_log)
+    if round_log is not None:
+        opened.callback(round_log.close)
+    tracer = tracer_for("target", settings.otlp_endpoint, settings.trace_sample_ratio)
+    opened.callback(tracer.close)
     wire = WireMeter(round_log)
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
-    # Loading blocks the loop: there is nothing to serve yet.
     layers = () if draft_settings is None else feature_layers(draft_settings)
-    followers = _followers(settings, layers)
+    followers = _followers(settings, layers, opened)
     engine = build_engine(settings, metrics.observe_step, followers, layers)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
@@ -104,25 +122,20 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
         registry.register(draft.metrics)
         process.embed(draft.port, draft.settings)
     serve_metrics(registry, settings.maintenance_host, settings.metrics_port, settings.server_tls)
-    await process.start()
-    log_process_age(SERVING)
-    try:
-        await process.run_until(stop)
-    finally:
-        with suppress(asyncio.CancelledError):
-            await process.stop(settings.drain_grace_s)
-        if followers is not None:
-            followers.stop()
-        tracer.close()
-        if round_log is not None:
-            round_log.close()
+    return process
 
 
-def _followers(settings: TargetSettings, layers: tuple[int, ...]) -> Followers | None:
+def _followers(
+    settings: TargetSettings, layers: tuple[int, ...], opened: ExitStack
+) -> Followers | None:
+    """Starts the other processes of the model, if there are any. They wait for this one, which
+    waits for them before it ends, so something has to end them."""
     if settings.tp_size == 1:
         return None
     with start_phase("followers"):
-        return Followers(settings, layers)
+        followers = Followers(settings, layers)
+    opened.callback(followers.stop)
+    return followers
 
 
 if __name__ == "__main__":

@@ -171,6 +171,19 @@ def _graphs(
         if decoder.group is None:
             # The engine makes the others when it has nothing else to do.
             graphs.begin(capture_layers)
-        else:  # all of a group capture the same graph at the same time
-            graphs.capture(capture_layers, show_progress=True)
+        else:
+            _capture_all(graphs, capture_layers)
     return graphs
+
+
+def _capture_all(graphs: ForwardGraphs, capture_layers: tuple[int, ...]) -> None:
+    """Captures the graphs of a group, all of which capture the same one at the same time."""
+    try:
+        graphs.capture(capture_layers, show_progress=True)
+    except torch.OutOfMemoryError:
+        raise SettingsError(
+            (
+                f"no memory for CUDA graphs of {graphs.limits.max_rows} rows; lower "
+                f"--mem-fraction-static or --cuda-graph-max-bs",
+            )
+        ) from None

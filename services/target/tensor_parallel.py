@@ -82,11 +82,12 @@ class Followers:
             other_end.close()
             self._pipes.append(own_end)
             self._processes.append(process)
+        # Before the group is there: one that dies on its way into it would be waited for as well.
+        self._is_stopping = threading.Event()
+        threading.Thread(target=self._watch, name="followers", daemon=True).start()
         launch_on(devices[0])
         self.group = open_group(store, rank=0, size=size, device=devices[0])
         self.leader = Leader(self.group, self._pipes)
-        self._is_stopping = threading.Event()
-        threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
     def stop(self) -> None:
         """Ends them; no step runs any more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.runtime.capture import capturing
 from shared.runtime.graph_inputs import GraphInputs, GraphLimits
+from shared.runtime.graph_store import GraphStore
 
 logger = logging.getLogger(__name__)
 # Each size costs its captures at start; between two sizes padding costs little, because small
@@ -77,10 +79,9 @@ class ForwardGraphs:
         self._pool = pool
         self._inputs = GraphInputs(limits, pool.page_size, pool.device)
         self._memory = torch.cuda.graph_pool_handle()
-        self._graphs: dict[GraphKey, CapturedForward] = {}
+        self._graphs = GraphStore(self._captured, is_shared=decoder.group is not None)
         self._left: list[GraphKey] = []
         self._held: Tensor | None = None
-        self._is_full = False
 
     def capture(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
         """Captures every bucket; see `begin`."""
@@ -157,24 +158,17 @@ class ForwardGraphs:
         return captured
 
     def _graph_of(self, key: GraphKey) -> CapturedForward | None:
-        if key not in self._graphs and not self._is_full:
-            try:
-                self._held = None
-                self._graphs[key] = self._captured(key)
-                self._held = self._memory_for_later()
-            except torch.OutOfMemoryError:
-                self._is_full = True
+        if key not in self._graphs:
+            self._held = None
+            if self._graphs.of(key) is None:
                 self._left.clear()
-                torch.cuda.empty_cache()
-                logger.warning(
-                    "no memory for more than %d CUDA graphs; other steps run without",
-                    len(self._graphs),
-                )
-        return self._graphs.get(key)
+            else:
+                self._hold_memory()
+        return self._graphs.of(key)
 
-    def _memory_for_later(self) -> Tensor:
-        """Returns memory of the size that the graphs that are left will return their results in:
-        a draft would make its cache of it."""
+    def _hold_memory(self) -> None:
+        """Holds memory of the size that the graphs that are left will return their results in: a
+        draft would make its cache of it."""
         config, itemsize = self._decoder.config, self._decoder.dtype.itemsize
         left = (key for key in self._left if key not in self._graphs)
         size_bytes = sum(
@@ -185,7 +179,9 @@ class ForwardGraphs:
             )
             for key in left
         )
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
+        # Where there is less, some of them will fit all the same.
+        with suppress(torch.OutOfMemoryError):
+            self._held = torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
 
     @torch.inference_mode()
     def _captured(self, key: GraphKey) -> CapturedForward:

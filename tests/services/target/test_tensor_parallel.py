@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -190,13 +191,28 @@ def _follower_of(process_id: int) -> int:
     return follower
 
 
+def _target_of_two(folder: Path, port: int = 0) -> list[str]:
+    """Returns the command of a target that two processes hold."""
+    write_checkpoint(folder, "llama", TinyShape(), with_tokenizer=True)
+    return [
+        sys.executable, "-m", "services.target", "--model-path", str(folder), "--device", "cpu",
+        "--tp-size", "2", "--host", "127.0.0.1", "--port", str(port), "--max-total-tokens", "512",
+    ]  # fmt: skip
+
+
+def test_a_target_that_cannot_serve_ends_with_its_followers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = subprocess.run(
+            _target_of_two(tmp_path, port), capture_output=True, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the follower in /proc")
 def test_a_target_ends_with_its_follower(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "llama", TinyShape(), with_tokenizer=True)
-    command = [
-        sys.executable, "-m", "services.target", "--model-path", str(tmp_path), "--device", "cpu",
-        "--tp-size", "2", "--port", "0", "--max-total-tokens", "512",
-    ]  # fmt: skip
+    command = _target_of_two(tmp_path)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as target:
         assert target.stderr is not None
         try:
