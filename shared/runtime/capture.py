@@ -27,8 +27,10 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     with _ONE_AT_A_TIME:
         collects = gc.isenabled()
         gc.disable()
+        # torch leaves the thread on the stream of captures when one cannot end.
+        own_stream = torch.cuda.stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with own_stream, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 yield
         finally:
             if collects:

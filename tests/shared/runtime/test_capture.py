@@ -17,9 +17,35 @@ def _no_capture(graph: object, **options: object) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _endless_capture(graph: object, **options: object) -> Iterator[None]:
+    yield
+    raise RuntimeError("the capture cannot end")
+
+
+class Streams:
+    """Attributes:
+    left: those that threads came back from.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+    @contextmanager
+    def entered(self, stream: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.left.append(stream)
+
+
 @pytest.fixture(autouse=True)
-def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    streams = Streams()
     monkeypatch.setattr(torch.cuda, "graph", _no_capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the thread's own")
+    monkeypatch.setattr(torch.cuda, "stream", streams.entered)
+    return streams
 
 
 def _graph() -> torch.cuda.CUDAGraph:
@@ -46,3 +72,12 @@ def test_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_thread_is_back_on_its_stream_when_a_capture_cannot_end(
+    monkeypatch: pytest.MonkeyPatch, streams: Streams
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", _endless_capture)
+    with pytest.raises(RuntimeError, match="cannot end"), capturing(_graph(), None):
+        pass
+    assert streams.left == ["the thread's own"]
