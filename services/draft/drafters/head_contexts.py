@@ -15,6 +15,7 @@ from torch import Tensor
 from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.drafters.feature_buffer import FeatureBuffer
 from services.draft.drafters.head_kv import HeadKv, num_window_rows
+from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
@@ -159,7 +160,7 @@ class HeadContexts:
             token_ids=sequence.token_ids[kv.window_start + start + 1 :],
             num_computed=start,
             num_before=kv.window_start,
-            sampling=sequence.sampling,
+            sampling=pass_sampling(sequence),
             pages=kv.lease.pages,
         )
 

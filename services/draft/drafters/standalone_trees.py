@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.tail import Tail
+from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.tree_grower import GrowingTrees, PassTree, TreeGrower
@@ -59,6 +60,6 @@ def _open(sequence: DraftSequence, kv: SequenceKv) -> OpenSequence:
         token_ids=sequence.token_ids[kv.window_start + start :],
         num_computed=start,
         num_before=kv.window_start - 1,
-        sampling=sequence.sampling,
+        sampling=pass_sampling(sequence),
         pages=kv.lease.pages,
     )

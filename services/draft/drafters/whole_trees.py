@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from services.draft.sequence import DraftSequence
+from shared.tokens import SamplingParams
+
+# What is cut away beyond these is drawn too often by a pass that leaves cuts out.
+_FEWEST_TOP_K = 4
+_LEAST_TOP_P = 0.5
+_MOST_MIN_P = 0.5
 
 
 def grows_whole(sequence: DraftSequence) -> bool:
     """Whether a pass can score what the request asks for: greedily, or by the coupled rule without
-    penalties and bias."""
-    sampling = sequence.sampling
+    penalties and bias, and without cuts that leave a few tokens to draw from."""
+    sampling = pass_sampling(sequence)
     is_plain = not (sampling.has_penalties or sampling.logit_bias)
-    is_scored = sampling.is_greedy or sequence.mirrors_noise
-    return is_plain and is_scored and not sequence.draws_chains
+    is_coupled = sequence.mirrors_noise and not _cuts_deep(sampling)
+    return is_plain and (sampling.is_greedy or is_coupled) and not sequence.draws_chains
+
+
+def pass_sampling(sequence: DraftSequence) -> SamplingParams:
+    """Returns what a pass scores the sequence's tokens by: the request's own sampling, or greedy
+    where that leaves the target one token, whatever the noise is."""
+    sampling = sequence.sampling
+    return replace(sampling, temperature=0.0) if sampling.top_k == 1 else sampling
+
+
+def _cuts_deep(sampling: SamplingParams) -> bool:
+    return (
+        0 < sampling.top_k < _FEWEST_TOP_K
+        or sampling.top_p < _LEAST_TOP_P
+        or sampling.min_p > _MOST_MIN_P
+    )
 
 
 def split(

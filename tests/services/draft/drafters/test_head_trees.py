@@ -104,6 +104,10 @@ def test_rows_of_any_number_and_order_come_to_the_same_trees(
         (GREEDY, False, True, 2),
         (GREEDY, False, False, 3),
         (SAMPLED, True, False, 3),
+        (replace(SAMPLED, top_k=2), True, False, 2),
+        (replace(SAMPLED, top_p=0.1), True, False, 2),
+        (replace(SAMPLED, min_p=0.9), True, False, 2),
+        (replace(GREEDY, top_p=0.1), True, False, 3),
     ],
 )
 def test_requests_of_every_kind_share_a_batch(
@@ -120,8 +124,26 @@ def test_requests_of_every_kind_share_a_batch(
     )
     twins.open(*batch)
     twins.send_all(*batch)
-    assert all(len(tree) == 8 for tree in twins.trees(TREE, *batch))
+    first, changed, last = twins.trees(TREE, *batch)
+    assert len(first) == len(last) == 8
+    assert 1 <= len(changed) <= 8
     assert twins.grower.num_sequences == num_whole
+
+
+def test_where_the_target_has_one_token_to_draw_trees_are_greedy(
+    heads: dict[str, DraftHead],
+) -> None:
+    draw, trees = random.Random(6), []
+    tokens = text(draw, 9)
+    for sampling in (GREEDY, replace(SAMPLED, top_k=1)):
+        twins, sequence = TwinDrafters.of_head(heads["eagle3"]), draft_sequence(tokens, sampling)
+        twins.open(sequence)
+        twins.send_all(sequence)
+        assert twins.whole.reserve(sequence, TREE)
+        [proposal] = twins.whole.propose([sequence], TREE)
+        assert twins.grower.num_sequences == 1
+        trees.append(proposal.tree)
+    assert trees[0] == trees[1]
 
 
 def test_drafting_ahead_goes_level_by_level(heads: dict[str, DraftHead]) -> None:
