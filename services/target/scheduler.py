@@ -53,6 +53,8 @@ class Scheduler:
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        # Who had no room, and at which of the leases' returns.
+        self._turned_away: tuple[Sequence, int] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -64,8 +66,11 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a waiting sequence might run in the next step."""
-        return bool(self._waiting) and len(self._running) < self._limits.max_running
+        """Whether a waiting sequence might run in the next step: there is a place for it, and
+        pages have come free since there was no room for it."""
+        if not self._waiting or len(self._running) >= self._limits.max_running:
+            return False
+        return self._turned_away != (self._waiting[0], self._leases.num_returns)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -183,6 +188,7 @@ class Scheduler:
         ):
             sequence = self._waiting[0]
             if not self._open_lease(sequence):
+                self._turned_away = (sequence, self._leases.num_returns)
                 return
             self._waiting.popleft()
             self._running.insert(_num_up_to(self._running, _priority(sequence)), sequence)

@@ -39,7 +39,12 @@ class KvLease:
 
 
 class KvLeases:
-    """Hands out leases over one page pool and keeps finished prefixes for reuse."""
+    """Hands out leases over one page pool and keeps finished prefixes for reuse.
+
+    Attributes:
+        num_returns: how often pages came free, or prefixes to share: until the next time, what did
+            not fit does not fit.
+    """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
         self.page_size = page_size
@@ -47,6 +52,7 @@ class KvLeases:
         self._cache = PrefixCache(page_size)
         self._caches_prefixes = prefix_cache
         self._leases: dict[int, KvLease] = {}
+        self.num_returns = 0
 
     @property
     def num_pages(self) -> int:
@@ -94,6 +100,7 @@ class KvLeases:
         """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
         prefix cache, every other own page is freed."""
         del self._leases[id(lease)]
+        self.num_returns += 1
         num_computed_pages = len(token_ids) // self.page_size if self._caches_prefixes else 0
         num_kept = max(num_computed_pages, lease.num_shared_pages)
         self._pool.release(lease.pages[num_kept:])
@@ -110,6 +117,7 @@ class KvLeases:
         num_pages = len(token_ids) // self.page_size
         if not self._caches_prefixes or num_pages <= lease.num_shared_pages:
             return
+        self.num_returns += 1
         tokens = token_ids[: num_pages * self.page_size]
         self._pool.release(self._cache.insert(tokens, lease.pages[:num_pages]))
         node, pages = self._cache.match(tokens)

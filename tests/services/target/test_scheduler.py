@@ -155,6 +155,28 @@ def test_last_sequence_standing_can_use_every_page() -> None:
     leases.check()
 
 
+def test_who_had_no_room_may_be_admitted_once_pages_come_free() -> None:
+    scheduler, leases = _scheduler(num_pages=5)
+    running, large, urgent = _sequence(1), _sequence(2, 15), _sequence(3, 15, priority=-1)
+    scheduler.submit(running)
+    scheduler.submit(large)
+    assert scheduler.may_admit
+    _plan(scheduler)
+    assert scheduler.waiting == (large,)
+    assert not scheduler.may_admit, "nothing has changed since"
+    scheduler.submit(urgent)
+    assert scheduler.may_admit, "another is the first in the queue, who may share a prefix"
+    scheduler.finish(urgent)
+    leases.publish(running.open_lease, running.token_ids)
+    assert scheduler.may_admit
+    _plan(scheduler)
+    assert not scheduler.may_admit
+    scheduler.finish(running)
+    scheduler.release(running)
+    assert scheduler.may_admit
+    assert _plan(scheduler).admitted == (large,)
+
+
 def test_admission_stops_at_the_running_bound() -> None:
     scheduler, _ = _scheduler(max_running=1)
     scheduler.submit(_sequence(1))

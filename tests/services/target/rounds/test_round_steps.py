@@ -277,6 +277,21 @@ def test_where_pages_run_out_the_general_path_goes_on(
     assert setup.draft.opened > 0
 
 
+def test_rounds_go_on_while_someone_waits_for_pages(pair: Pair) -> None:
+    long = request([each % 24 for each in range(105)], SAMPLINGS["greedy"], StopParams(4))
+    requests = [*_requests(SAMPLINGS["seeded"], StopParams(30))[:2], long]
+    setup = _setup(pair, num_pages=30)
+    num_waiting = []
+
+    def each_step(step: int) -> None:
+        if setup.engine.gauges_now().round_shape is not None:
+            num_waiting.append(setup.engine.gauges_now().num_waiting)
+
+    collector = run(setup.engine, requests, each_step=each_step)
+    assert _tokens(collector, 3) == _plain(pair, requests)
+    assert num_waiting.count(1) > 3
+
+
 def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
