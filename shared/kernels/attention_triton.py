@@ -1,4 +1,5 @@
-"""Launches paged attention on CUDA; the kernels are in `attention_jit`."""
+"""Launches paged attention on CUDA; the kernels are in `attention_jit`, `attention_whole_jit` and
+`attention_chunk_jit`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import triton
 from torch import Tensor
 
 from shared.kernels.attention_chunk_jit import attend_chunk
-from shared.kernels.attention_jit import attend_splits, attend_whole, combine
+from shared.kernels.attention_jit import attend_splits, combine
+from shared.kernels.attention_whole_jit import attend_whole
 from shared.kernels.dependent import dependent_launch
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.split_plan import (
