@@ -6,60 +6,57 @@ from collections.abc import Sequence
 
 from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.tail import Tail
-from services.draft.drafters.whole_trees import pass_sampling
+from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
-from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.tree_grower import GrowingTrees, PassTree, TreeGrower
+from shared.runtime.tree_grower import PassTree, TreeGrower
 from shared.tokens import TreeShape
 
 
 class StandaloneTrees:
     """Grows what `StandaloneDrafter` grows level by level, with one copy to the host."""
 
-    def __init__(self, grower: TreeGrower) -> None:
+    def __init__(self, grower: TreeGrower, contexts: StandaloneContexts) -> None:
         self._grower = grower
-
-    @property
-    def max_sequences(self) -> int:
-        """Of one pass."""
-        return self._grower.limits.max_sequences
-
-    def max_open_rows(self, shape: TreeShape) -> int:
-        """Returns most committed tokens of a sequence that a pass computes."""
-        return self._grower.max_open_rows(shape)
-
-    def launch(
-        self, sequences: Sequence[tuple[DraftSequence, SequenceKv]], shape: TreeShape
-    ) -> GrowingTrees:
-        """Starts to compute the tokens that are left of each sequence, and a tree behind them.
-        They count as computed from then on."""
-        return self._grower.launch([_open(*each) for each in sequences], (), shape)
+        self._contexts = contexts
 
     def capture_next(self) -> bool:
         """See `TreeGrower.capture_next`."""
         return self._grower.capture_next()
 
-    def finish(self, sequence: DraftSequence, kv: SequenceKv, grown: PassTree) -> Proposal:
-        """Takes in what a pass computed."""
-        tail = Tail(kv.num_computed, sequence.token_ids[-1])
-        above = [tail.root]
-        for token_ids, parents in grown.levels:
-            above = [
-                tail.add(above[place], token)
-                for token, place in zip(token_ids, parents, strict=True)
-            ]
-        kv.tail = tail
-        return Proposal(sequence, grown.tree)
+    def grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        """Computes the committed tokens that are left of each sequence, and a tree behind them.
+
+        Args:
+            sequences: that `grows_whole`, with room for both.
+        """
+        most = self._grower.limits.max_sequences
+        return [each for batch in batches(sequences, most) for each in self._grow(batch, shape)]
+
+    def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        contexts, num_left = self._contexts, self._grower.max_open_rows(shape)
+        contexts.compute([(each, contexts.backlog(each) - num_left) for each in sequences])
+        rows = [contexts.open_sequence(each) for each in sequences]
+        contexts.move()
+        growing = self._grower.launch(rows, (), shape)
+        # The device computes meanwhile.
+        for sequence in sequences:
+            contexts.publish(sequence)
+        grown = growing.read()
+        for sequence, each in zip(sequences, grown, strict=True):
+            _plant(contexts.kv_of(sequence), sequence.token_ids[-1], each)
+        return [
+            Proposal(sequence, each.tree) for sequence, each in zip(sequences, grown, strict=True)
+        ]
 
 
-def _open(sequence: DraftSequence, kv: SequenceKv) -> OpenSequence:
-    start = kv.num_computed
-    kv.num_computed, kv.tail = sequence.num_tokens - kv.window_start, None
-    return OpenSequence(
-        token_ids=sequence.token_ids[kv.window_start + start :],
-        num_computed=start,
-        num_before=kv.window_start - 1,
-        sampling=pass_sampling(sequence),
-        pages=kv.lease.pages,
-    )
+def _plant(kv: SequenceKv, last_token: int, grown: PassTree) -> None:
+    """Takes in what a pass computed behind the last committed token."""
+    kv.tail = Tail(kv.num_computed, last_token)
+    above = [kv.tail.root]
+    for token_ids, parents in grown.levels:
+        above = [
+            kv.tail.add(above[place], token)
+            for token, place in zip(token_ids, parents, strict=True)
+        ]
