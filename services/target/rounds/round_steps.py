@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -53,6 +54,7 @@ class RoundSteps:
         self._chooser: RoundChooser | None = None
         self._meter: RoundMeter | None = None
         self._is_plain = False
+        self._launched_s: deque[float] = deque()
         self._committed_s = 0.0
 
     def open(self, attachment: Attachment) -> None:
@@ -98,23 +100,24 @@ class RoundSteps:
 
     def _run(self, rounds: DeviceRounds) -> bool:
         """Launches a round and reads those that are due; False when it cannot be."""
-        start_s = self._clock()
-        if not self._all_end(rounds) and not self._launch(rounds, start_s):
+        if not self._all_end(rounds) and not self._launch(rounds):
             self.settle()
             return False
         while rounds.num_pending > self._max_unread:
-            self._commit(rounds, start_s)
+            self._commit(rounds)
         if self._all_end(rounds):
-            self._drain(rounds, start_s)
+            self._drain(rounds)
         return True
 
-    def _launch(self, rounds: DeviceRounds, now_s: float) -> bool:
-        meter, num_captured = self._meter, rounds.num_captured
+    def _launch(self, rounds: DeviceRounds) -> bool:
+        meter, num_captured, now_s = self._meter, rounds.num_captured, self._clock()
         if meter is not None and not rounds.is_running:
             meter.enter(now_s)
         is_launched = rounds.launch(self._scheduler.running)
         if meter is not None and rounds.num_captured != num_captured:
             meter.interrupt()
+        if is_launched:
+            self._launched_s.append(now_s)
         return is_launched
 
     def _choose(self, rounds: DeviceRounds) -> TreeShape | None:
@@ -147,7 +150,7 @@ class RoundSteps:
         path."""
         rounds = self._rounds
         if rounds is not None and rounds.is_running:
-            self._drain(rounds, self._clock())
+            self._drain(rounds)
             rounds.leave()
         if self._meter is not None:
             self._meter.interrupt()
@@ -201,18 +204,19 @@ class RoundSteps:
         running = self._scheduler.running
         return all(sequence.num_remaining <= rounds.num_pending for sequence in running)
 
-    def _drain(self, rounds: DeviceRounds, start_s: float) -> None:
+    def _drain(self, rounds: DeviceRounds) -> None:
         while rounds.num_pending:
-            self._commit(rounds, start_s)
+            self._commit(rounds)
 
-    def _commit(self, rounds: DeviceRounds, start_s: float) -> None:
+    def _commit(self, rounds: DeviceRounds) -> None:
         """Reads the oldest round and commits it."""
         num_guests, size = rounds.num_guests, rounds.awaited_size
         decided = rounds.read()
         now_s = self._clock()
         if self._meter is not None:
             self._meter.read(rounds.shape, size, now_s)
-        start_s, self._committed_s = max(start_s, self._committed_s), now_s
+        start_s = max(self._launched_s.popleft(), self._committed_s)
+        self._committed_s = now_s
         if self._chooser is not None:
             counts = [(sequence, len(each.token_ids) - 1) for sequence, each in decided]
             self._chooser.observe_round(rounds.shape, counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -71,6 +71,7 @@ def _setup(
     is_poisoned: bool = False,
     other_trees: Mapping[TreeShape, int] | None = None,
     max_sequences: int = 8,
+    clock: Callable[[], float] | None = None,
 ) -> Setup:
     """`other_trees` has the controller choose."""
     reports: list[StepReport] = []
@@ -81,6 +82,7 @@ def _setup(
         on_step=reports.append,
         poisons_free_pages=is_poisoned,
         speculation=None if other_trees is None else SpeculationController(),
+        clock=clock,
     )
     draft = SilentDraft()
     attachment = lending(
@@ -229,6 +231,25 @@ def test_places_of_those_that_have_ended_are_given_up(
     assert max(sizes) == 32
     assert sizes[-1] == 1
     assert sizes.count(1) > 10
+
+
+def test_time_between_two_results_is_that_of_a_round(pair: Pair) -> None:
+    """The device computes the next one meanwhile, whatever the host does."""
+    now_s = 0.0
+    setup = _setup(pair, clock=lambda: now_s)
+    launched_s: list[float] = []
+
+    def each_step(step: int) -> None:
+        nonlocal now_s
+        if not launched_s and setup.engine.gauges_now().round_shape is not None:
+            launched_s.append(now_s)
+            setup.reports.clear()
+        now_s += 1.0
+
+    run(setup.engine, _requests(SAMPLINGS["greedy"], StopParams(40)), each_step=each_step)
+    rounds = [report for report in setup.reports if report.round_shape is not None]
+    assert len(rounds) > 5
+    assert sum(report.duration_s for report in rounds) == now_s - launched_s[0]
 
 
 def test_cancelled_sequences_leave_their_pages(pair: Pair) -> None:
