@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from services.target.control.adaptive_config import AdaptiveConfig, Candidates
 from services.target.control.probe_budget import ProbeBudget
 from services.target.control.round_acceptance import RoundAcceptance
+from services.target.control.round_probes import NUM_PROBE_STEPS, Option, RoundProbes
 from services.target.control.round_times import RoundSize, RoundTimes
 from services.target.control.step_times import StepTimes
 from services.target.sequence import Sequence
@@ -26,7 +27,6 @@ from shared.tokens import TreeShape
 NUM_TRIAL_STEPS = 10
 """Steps after which a trial ends even if nothing could be measured."""
 
-NUM_PROBE_STEPS = 4
 MIN_STAY = 16
 """Steps between two choices for the same size of batch: to go from rounds to other ones the host
 has to read those under way, and the head to catch up."""
@@ -43,13 +43,6 @@ LARGEST_AGE = 512
 PROBE_WORTH = 0.5
 """What promises less than this share of the choice in force is not probed."""
 
-MOST_PER_PROBE = 4.0
-"""A probe is charged at most this many times what it is expected to take, so that a stall of the
-machine does not forbid the next ones for long."""
-
-Option = TreeShape | None
-"""The shape of rounds; None for plain steps."""
-
 
 @dataclass(frozen=True, slots=True)
 class RoundBatch:
@@ -65,22 +58,6 @@ class RoundBatch:
     size: RoundSize
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """A choice that is in force only to learn.
-
-    Attributes:
-        rate: tokens a second that the settled choice promised before.
-        dearest_s: most that it is charged.
-    """
-
-    option: Option
-    start_s: float
-    num_committed: int
-    rate: float
-    dearest_s: float
-
-
 class RoundChooser:
     """The choice for the rounds of one head.
 
@@ -90,34 +67,35 @@ class RoundChooser:
 
     Attributes:
         times: of rounds; told by the owner.
-        budget: of probes.
     """
 
     def __init__(self, config: AdaptiveConfig, plain_s: StepTimes) -> None:
         self.times = RoundTimes()
-        self.budget = ProbeBudget()
         self._config = config
         self._plain_s = plain_s
         self._acceptance = RoundAcceptance(1.0 - config.candidates(1).smoothing)
         self._settled: Option = None
-        self._probe: _Probe | None = None
+        self._probes = RoundProbes()
         self._is_trial = False
         self._num_left = 0
         self._situation: tuple[RoundSize, tuple[TreeShape, ...]] | None = None
         self._seen: dict[Option, int] = {}
         self._num_steps = 0
         self._num_in_a_row = 0
-        self._num_committed = 0
         self._last_s: float | None = None
 
     @property
     def choice(self) -> Option:
         """What is in force."""
-        return self._settled if self._probe is None else self._probe.option
+        return self._probes.in_force(self._settled)
 
     @property
     def is_probing(self) -> bool:
-        return self._probe is not None
+        return self._probes.is_under_way
+
+    @property
+    def budget(self) -> ProbeBudget:
+        return self._probes.budget
 
     def choose(self, batch: RoundBatch, now_s: float) -> Option:
         """Returns what the next step of all sequences is to be. Called for each step."""
@@ -129,20 +107,20 @@ class RoundChooser:
         self._num_left -= 1
         self._seen[self.choice] = self._num_steps
         if self.choice is None:
-            self._num_committed += len(batch.sequences)
+            self._probes.num_committed += len(batch.sequences)
         return self.choice
 
     def interrupt(self, now_s: float) -> None:
         """The next step cannot be a round, whatever pays."""
         if self._num_in_a_row:
             self.times.observe_run(self._num_in_a_row)
-            self._end_probe(now_s, None)
+            self._probes.end(now_s, None)
         self._num_in_a_row, self._last_s = 0, None
 
     def observe_round(self, shape: TreeShape, decided: SequenceOf[tuple[Sequence, int]]) -> None:
         """Learns from a round: each sequence and how many nodes of its tree were accepted, those
         behind the output's end included."""
-        self._num_committed += len(decided) + sum(count for _, count in decided)
+        self._probes.num_committed += len(decided) + sum(count for _, count in decided)
         self._acceptance.observe(shape, decided)
 
     def forget(self, sequence: Sequence) -> None:
@@ -163,7 +141,7 @@ class RoundChooser:
     def _decide(self, batch: RoundBatch, now_s: float) -> None:
         candidates = self._config.candidates(len(batch.sequences))
         promises = self._promises(batch, candidates)
-        self._end_probe(now_s, promises.get(self._settled))
+        self._probes.end(now_s, promises.get(self._settled))
         self._settled = self._best(promises, candidates)
         self._is_trial = not self._is_known(self._settled, batch)
         self._num_left = max(candidates.update_interval, MIN_STAY, len(batch.sequences) // 4)
@@ -226,8 +204,7 @@ class RoundChooser:
         if not telling or not self.budget.allows_probe:
             return
         option = max(telling, key=lambda each: promises[each])
-        dearest_s = MOST_PER_PROBE * NUM_PROBE_STEPS * self._step_s(option, batch)
-        self._probe = _Probe(option, now_s, self._num_committed, rate, dearest_s)
+        self._probes.start(option, now_s, rate=rate, step_s=self._step_s(option, batch))
         self._num_left = NUM_PROBE_STEPS
 
     def _can_tell(self, option: Option, batch: RoundBatch) -> bool:
@@ -243,17 +220,6 @@ class RoundChooser:
         # Then only its time may have changed.
         age = LARGEST_AGE if has_same_levels and self._is_known(option, batch) else PROBE_AGE
         return self._num_steps - self._seen.get(option, -age) >= age
-
-    def _end_probe(self, now_s: float, rate: float | None) -> None:
-        """A probe costs its time less that in which the settled choice commits as much.
-
-        Args:
-            rate: what that promises now, of which the probe may have told; None if nobody knows.
-        """
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            saved_s = (self._num_committed - probe.num_committed) / (rate or probe.rate)
-            self.budget.pay(min(now_s - probe.start_s - saved_s, probe.dearest_s))
 
 
 def _allowed(shapes: tuple[TreeShape, ...], candidates: Candidates) -> tuple[TreeShape, ...]:
