@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from services.target.drafts.attachment import AttachmentStatus
 from services.target.settings import TargetSettings
-from services.target.step_report import EngineGauges, shape_name
+from services.target.step_report import EngineGauges, Gain, shape_name
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.settings import shown_settings
 
@@ -24,6 +24,12 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
         "drafted_for_sequence_count": gauges.num_drafted_for,
         "paused_sequence_count": gauges.num_paused,
         "probe_seconds": gauges.probe_s,
+        "speculation_on": float(gauges.speculates),
+        **{
+            f"{name}_of_{size}_sequences": value
+            for size, gain in gauges.gains.items()
+            for name, value in _gain_values(gain).items()
+        },
         **{f"step_ms_of_{rows}_rows": 1e3 * each for rows, each in gauges.step_s.items()},
         "round_step_count": 0 if shape is None else shape.num_steps,
         "round_topk": 0 if shape is None else shape.topk,
@@ -39,6 +45,14 @@ def target_settings(settings: TargetSettings) -> Mapping[str, str]:
     """Returns every setting by flag name; the verification mode is the rule in force, whichever
     flag names it."""
     return {**shown_settings(settings), "verification-mode": settings.verification.value}
+
+
+def _gain_values(gain: Gain) -> Mapping[str, float]:
+    return {
+        "speculation_gain": gain.mean,
+        "speculation_gain_deviation": gain.deviation,
+        "speculation_trials": float(gain.num_trials),
+    }
 
 
 def attachment_message(status: AttachmentStatus) -> pb.Attachment:

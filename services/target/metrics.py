@@ -36,6 +36,8 @@ class TargetMetrics:
     | `outrider_target_probe_rounds` | rounds | with a tree, only to learn |
     | `outrider_target_cut_nodes` | tree nodes | drafted, but not worth a row |
     | `outrider_target_device_rounds` | rounds by `shape` of the trees | their share: over rounds |
+    | `outrider_target_speculation_trials` | trials | of speculation where it was off |
+    | `outrider_target_speculation_off_seconds` | seconds of steps | not faster beyond doubt |
     | `outrider_target_preemptions` | sequences | should be near 0 |
     | `outrider_target_foreseen_verdicts` | verdicts by position, rank | the next tree was here |
     | `outrider_target_unforeseen_verdicts` | verdicts by position | prepared for in vain |
@@ -83,6 +85,10 @@ class TargetMetrics:
         self._device_rounds = counter(
             "device_rounds", "Times a sequence had a round on the device.", "shape"
         )
+        self._trials = counter("speculation_trials", "Trials of speculation where it was off.")
+        self._off = counter(
+            "speculation_off_seconds", "Time of steps in which the controller had drafts off."
+        )
         self._seconds = Histogram(
             "outrider_target_step_seconds",
             "Duration of a step.",
@@ -124,6 +130,8 @@ class TargetMetrics:
         self._paused.inc(counts.num_paused_rounds)
         self._probes.inc(counts.num_probe_rounds)
         self._cut.inc(counts.num_cut_nodes)
+        self._trials.inc(counts.num_trials)
+        self._off.inc(counts.off_s)
 
     def _observe_outcomes(self, outcomes: OutcomeTally) -> None:
         for (position, rank), count in outcomes.hits.items():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from services.target.clock import Clock
 from services.target.committer import Committer
+from services.target.control.regime import Stance
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
@@ -109,7 +110,8 @@ class StepLoop:
             self._report(self._commits.take_reports())
             return True
         now_s = self._clock()
-        if not self._runs_ahead():  # a draft has attached since the launch
+        self.attachments.readiness.judge(self._rounds.not_taken(self._scheduler.running), now_s)
+        if not self._runs_ahead():  # a draft has attached since the launch, or speculation begins
             self._settle()
         self.attachments.readiness.prepare(self._scheduler.running, now_s)
         plan = self._scheduler.plan(
@@ -180,6 +182,8 @@ class StepLoop:
             self.attachments.assignments.num_drafted_for + standing.num_drafted_for,
             self.attachments.assignments.num_paused + standing.num_paused,
             self.attachments.controller.budget.spent_s + standing.probe_s,
+            self.attachments.controller.stance is Stance.ON,
+            self.attachments.controller.gains(),
             self.attachments.controller.step_times.measured(),
             standing.shape,
             standing.round_s,

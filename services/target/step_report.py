@@ -54,13 +54,30 @@ def shape_name(shape: TreeShape) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Gain:
+    """How much faster than plain decoding speculation was measured to be.
+
+    Attributes:
+        mean: 0.1 is 1.1 times as fast.
+        deviation: standard deviation of the mean.
+        num_trials: of speculation where it was off.
+    """
+
+    mean: float
+    deviation: float
+    num_trials: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineGauges:
     """Live figures; free + cached + held pages are all pages.
 
     Attributes:
         num_drafted_for: running sequences for which trees are wanted.
         num_paused: running sequences that have a draft, but go without trees.
-        probe_s: time that probes have cost.
+        probe_s: time that probes and trials have cost beyond plain decoding.
+        speculates: whether the controller lets speculation run now, or has no say in it.
+        gains: what it knows of the gain over plain decoding, by about how many sequences decode.
         step_s: usual time of a decode step, by its rows.
         round_shape: of the trees of rounds on the device; None while there are none.
         round_s: usual time of such a round, by shape and sequences.
@@ -75,6 +92,8 @@ class EngineGauges:
     num_drafted_for: int
     num_paused: int
     probe_s: float
+    speculates: bool
+    gains: Mapping[int, Gain]
     step_s: Mapping[int, float]
     round_shape: TreeShape | None
     round_s: Mapping[tuple[TreeShape, int], float]

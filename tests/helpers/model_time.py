@@ -43,6 +43,11 @@ class ModelClock:
         """Schedules an action."""
         heapq.heappush(self._due, (time_s, next(self._numbers), action))
 
+    @property
+    def next_due_s(self) -> float:
+        """When the next action is due; never when there is none."""
+        return self._due[0][0] if self._due else math.inf
+
     def advance(self, duration_s: float) -> None:
         """Spends time."""
         end_s = self.now_s + duration_s
@@ -54,8 +59,7 @@ class ModelClock:
 
     def idle(self) -> None:
         """Spends time until something happens, but not for long."""
-        next_s = self._due[0][0] if self._due else math.inf
-        self.advance(min(max(next_s - self.now_s, 0.0), IDLE_S))
+        self.advance(min(max(self.next_due_s - self.now_s, 0.0), IDLE_S))
 
 
 class TimedRunner(ModelRunner):

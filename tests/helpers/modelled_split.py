@@ -39,7 +39,11 @@ from tests.helpers.model_time import ModelClock
 
 PROMPT_TOKENS = 40
 CHAIN = TreeShape(3, 1, 4)
+MOST_BEHIND = 64
+"""Tokens that a paused sequence is behind before its draft takes them in."""
+
 _NUM_DRAWS = 65_521
+_INSTANT_S = 1e-9
 
 
 def answer(position: int) -> int:
@@ -63,7 +67,7 @@ class Kind:
         tree_s: seconds of a batch of trees, by depth and sequences.
         right: probability that a level is right where the one before was, by time and stream.
         hop_s: from target to draft, and back.
-        prompt_s: to read a prompt.
+        prompt_s: to read a prompt, or what was committed in a pause.
         num_cold: batches at the start that take `cold` times as long.
         shape: of its trees while no other is wanted.
         slower: how many times as long everything takes, by time.
@@ -96,7 +100,11 @@ class Split:
         num_tokens: of an answer.
         num_cold: first forwards of an octave of widths that take `cold` times as long.
         noise: standard deviation of a duration's logarithm.
-        beside: how much longer a forward takes that begins while a draft computes.
+        beside: how much longer forwards and trees take while the other side computes too, which
+            they do where target and draft share cores.
+        attended_s: how much longer a step takes for each sequence that is at a draft: its account
+            and its verdicts, which cost the host what they cost, trees or not.
+        num_prompt_tokens: of a request.
     """
 
     step_s: Callable[[int], float]
@@ -107,6 +115,8 @@ class Split:
     cold: float = 5.0
     noise: float = 0.0
     beside: float = 1.0
+    attended_s: float = 0.0
+    num_prompt_tokens: int = PROMPT_TOKENS
 
 
 class _Noise:
@@ -122,7 +132,7 @@ class KnownRunner(ModelRunner):
 
     def __init__(self, decoder: Decoder, pool: KvPool, clock: ModelClock, world: _World) -> None:
         super().__init__(decoder, pool)
-        self._clock, self._world = clock, world
+        self._world = world
         self._table = torch.stack(
             [
                 torch.nn.functional.one_hot(torch.tensor(answer(position + 1)), VOCAB_SIZE)
@@ -131,7 +141,7 @@ class KnownRunner(ModelRunner):
         ).float()
 
     def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
-        self._clock.advance(self._world.step_s(len(batch.token_ids)))
+        self._world.compute(len(batch.token_ids))
         positions = batch.positions.index_select(0, batch.logit_rows)
         # Answers repeat, because the vocabulary is small.
         logits = self._table[positions % VOCAB_SIZE]
@@ -151,15 +161,26 @@ class _World:
         self._noise = _Noise(self.seed, self.split.noise)
         self._seen: dict[int, int] = {}
 
-    def step_s(self, rows: int) -> float:
+    def compute(self, rows: int) -> None:
+        """Spends the time of a forward; target and drafts slow each other down meanwhile."""
+        beside, left_s = self.split.beside, self._step_s(rows)
+        while left_s > _INSTANT_S:
+            busy = [draft for draft in self.drafts if draft.free_s > self.clock.now_s]
+            slowdown = beside if busy else 1.0
+            until_due_s = max(self.clock.next_due_s - self.clock.now_s, _INSTANT_S)
+            slice_s = min(left_s * slowdown, until_due_s)
+            left_s -= slice_s / slowdown
+            for draft in busy:
+                draft.delay(slice_s * (1.0 - 1.0 / beside))
+            self.clock.advance(slice_s)
+
+    def _step_s(self, rows: int) -> float:
         duration_s = self.split.step_s(rows) * self._noise()
         width = rows.bit_length()
         self._seen[width] = self._seen.get(width, 0) + 1
         if self._seen[width] <= self.split.num_cold:
             duration_s *= self.split.cold
-        if any(draft.free_s > self.clock.now_s for draft in self.drafts):
-            duration_s *= self.split.beside
-        return duration_s
+        return duration_s + self.split.attended_s * sum(map(len, self.drafts))
 
 
 @dataclass
@@ -175,6 +196,8 @@ class ModelledDraft:
     shapes: list[tuple[float, TreeShape]] = field(default_factory=list)
     sequence_ids: list[int] = field(default_factory=list)
     _lengths: dict[int, int] = field(default_factory=dict)
+    _num_read: dict[int, int] = field(default_factory=dict)
+    _lag_s: float = 0.0
     budgets: list[int] = field(default_factory=list)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _pushed: dict[int, dict[Condition, Candidate]] = field(default_factory=dict)
@@ -186,6 +209,28 @@ class ModelledDraft:
     def __post_init__(self) -> None:
         source = random.Random(self.seed)
         self._draws = [source.random() for _ in range(_NUM_DRAWS)]
+
+    def __len__(self) -> int:
+        """Returns the sequences that it has."""
+        return len(self._lengths)
+
+    def delay(self, delay_s: float) -> None:
+        """What it is computing takes longer."""
+        self.free_s += delay_s
+        self._lag_s += delay_s
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Schedules an action that follows what it is computing."""
+        lag_s = self._lag_s
+
+        def act() -> None:
+            late_s = self._lag_s - lag_s
+            if late_s > _INSTANT_S:
+                self._at(time_s + late_s, action)
+            else:
+                action()
+
+        self.clock.at(time_s, act)
 
     def attach(self) -> None:
         kind = self.kind
@@ -205,21 +250,33 @@ class ModelledDraft:
             self._unread.append(opened.sequence_id)
             self._due[opened.sequence_id] = opened.round, opened.wish
             self._wishes[opened.sequence_id] = opened.wish
+            self._num_read[opened.sequence_id] = len(opened.token_ids)
         for verdict in message.verdicts:
             self._lengths[verdict.sequence_id] = verdict.committed_token_count
             self._wishes[verdict.sequence_id] = verdict.wish
+            self._fall_behind(verdict.sequence_id, is_paused=verdict.wish.is_paused)
             ready = self._pushed.pop(verdict.sequence_id, {}).get(verdict.condition)
             if ready is None:
                 self._due[verdict.sequence_id] = verdict.round + 1, verdict.wish
             else:
                 self._flying.append(replace(ready, round=verdict.round + 1))
         for sequence_id in message.closed:
-            del self._lengths[sequence_id]
+            del self._lengths[sequence_id], self._num_read[sequence_id]
             self._due.pop(sequence_id, None)
             if sequence_id in self._unread:
                 self._unread.remove(sequence_id)
         if self.clock.now_s >= self.free_s:
             self._work()
+
+    def _fall_behind(self, sequence_id: int, *, is_paused: bool) -> None:
+        """Reads what was committed in a pause once it is much; a tree reads it anyway."""
+        length = self._lengths[sequence_id]
+        if not is_paused:
+            self._num_read[sequence_id] = length
+        elif length - self._num_read[sequence_id] > MOST_BEHIND:
+            self._num_read[sequence_id] = length
+            if sequence_id not in self._unread:
+                self._unread.append(sequence_id)
 
     def _work(self) -> None:
         """Answers all that is due, or else reads a prompt."""
@@ -241,7 +298,7 @@ class ModelledDraft:
             self._unread.pop(0)
             self.free_s += self.kind.prompt_s
         if self.free_s > self.clock.now_s:
-            self.clock.at(self.free_s, self._work)
+            self._at(self.free_s, self._work)
 
     def _draft(self, shape: TreeShape, rounds: Sequence[tuple[int, int]]) -> None:
         duration_s = self.kind.tree_s(shape.num_steps, len(rounds))
@@ -264,7 +321,7 @@ class ModelledDraft:
         self.sequence_ids += [each for each, _ in rounds]
         report = DraftReport(duration_s, self.kind.shape if self.is_pinned else None)
         name = self.kind.name
-        self.clock.at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
+        self._at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
 
     def _prepare(self) -> None:
         """Prepares for the verdicts on what the target verifies now."""
@@ -284,7 +341,7 @@ class ModelledDraft:
         if batch:
             self.free_s += self.kind.ahead_s(num_outcomes)
             name, at_s = self.kind.name, self.free_s + self.kind.hop_s
-            self.clock.at(at_s, lambda: self.engine.offer(name, batch))
+            self._at(at_s, lambda: self.engine.offer(name, batch))
 
     def _foreseen(self, candidate: Candidate, length: int) -> Candidate:
         """Returns the tree for the verdict that falls, or for another if that is not foreseen."""
@@ -393,12 +450,12 @@ def serve(
             key = next(keys)
             # Of different lengths, so that requests do not begin and end together.
             num_tokens = split.num_tokens // 2 + 37 * key % split.num_tokens
-            engine.submit(_request(num_tokens), sink, key)
+            engine.submit(_request(split.num_prompt_tokens, num_tokens), sink, key)
         if not engine.step():
             clock.idle()
     return Served(sink.tokens, drafts)
 
 
-def _request(num_tokens: int) -> GenerationRequest:
-    prompt = [answer(position) for position in range(PROMPT_TOKENS)]
+def _request(num_prompt_tokens: int, num_tokens: int) -> GenerationRequest:
+    prompt = [answer(position) for position in range(num_prompt_tokens)]
     return request(prompt, SamplingParams(temperature=0.0), StopParams(num_tokens, ignore_eos=True))

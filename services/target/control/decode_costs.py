@@ -11,6 +11,7 @@ from services.target.control.course import Course
 from services.target.control.goodput import Device, Part, WaitTime, cycle
 from services.target.control.step_times import StepTimes
 from services.target.drafts.attachment import Attachment
+from services.target.step_report import StepReport
 from shared.tokens import TreeShape
 
 MIN_CYCLES = 2.0
@@ -69,6 +70,15 @@ class DecodeCosts:
             is_quiet: no draft computed meanwhile, perhaps on the same device.
         """
         self.step_times.observe(num_rows, duration_s, is_quiet=is_quiet)
+
+    def plain_s(self, num_tokens: int, num_sequences: int) -> float:
+        """Returns how long plain decoding usually takes for tokens, each its share of a plain step
+        of the batch; 0 before any step was measured."""
+        return num_tokens * self.step_times.at_usual_pace(num_sequences) / num_sequences
+
+    def is_cold(self, report: StepReport) -> bool:
+        """Whether a step with trees may be a cold start, because few of its width were seen."""
+        return report.num_drafted > 0 and not self.step_times.is_sure(report.num_rows)
 
     def observe_wait(self, course: Course, heard_s: float) -> None:
         """Takes in the arrival of a tree that was asked for."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates
+from services.target.control.choices import Group, best_choices, goodput_of
 from services.target.control.course import Course, Population
 from services.target.control.decode_costs import DecodeCosts
-from services.target.control.goodput import Group, best_choices, goodput_of
 from services.target.drafts.attachment import Attachment
 from services.target.sequence import Sequence
 

@@ -31,10 +31,19 @@ class ProbeBudget:
 
     def earn(self, elapsed_s: float) -> None:
         """Time passed."""
-        self.credit_s = min(self.credit_s + self.share * elapsed_s, LARGEST_CREDIT_S)
+        most_s = max(self.credit_s, LARGEST_CREDIT_S)
+        self.credit_s = min(self.credit_s + self.share * elapsed_s, most_s)
+
+    def grant(self, credit_s: float) -> None:
+        """Something new has to be learnt."""
+        self.credit_s += credit_s
 
     def pay(self, cost_s: float) -> None:
         """A probe's round cost this much more than a plain one would have."""
-        cost_s = max(cost_s, 0.0)
-        self.credit_s -= cost_s
+        self.settle(max(cost_s, 0.0))
+
+    def settle(self, cost_s: float) -> None:
+        """A part of a trial cost this much more than plain decoding would have, or less if it is
+        negative: its luck evens out."""
+        self.credit_s = min(self.credit_s - cost_s, max(self.credit_s, LARGEST_CREDIT_S))
         self.spent_s += cost_s

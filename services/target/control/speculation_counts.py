@@ -14,9 +14,13 @@ class SpeculationCounts:
         num_paused_rounds: rounds for which no tree was wanted.
         num_probe_rounds: rounds that were drafted for only to learn.
         num_cut_nodes: drafted nodes that were not worth their row.
+        num_trials: times that speculation was tried where it was off.
+        off_s: time of steps in which speculation was off, because it was not faster beyond doubt.
     """
 
     waiting_s: float = 0.0
     num_paused_rounds: int = 0
     num_probe_rounds: int = 0
     num_cut_nodes: int = 0
+    num_trials: int = 0
+    off_s: float = 0.0

@@ -103,16 +103,22 @@ class StepTimes:
         bucket = self._buckets.get(_bucket_of(num_rows))
         return self._num_steps - (0 if bucket is None else bucket.seen_at)
 
+    @property
+    def are_sure(self) -> bool:
+        """Whether any width was measured often enough for cold steps not to count."""
+        return any(bucket.is_sure for bucket in self._buckets.values())
+
     def is_sure(self, num_rows: int) -> bool:
-        """Whether steps of about this width were measured a few times."""
+        """Whether steps of about this width were."""
         bucket = self._buckets.get(_bucket_of(num_rows))
         return bucket is not None and bucket.is_sure
 
     def __call__(self, num_rows: int) -> float:
         """Returns the expected seconds; 0 before anything was measured."""
-        return self.pace * self._relative(num_rows)
+        return self.pace * self.at_usual_pace(num_rows)
 
-    def _relative(self, num_rows: int) -> float:
+    def at_usual_pace(self, num_rows: int) -> float:
+        """Returns the seconds that are expected if nothing else happens on the machine."""
         rows, times_s = self._fitted()
         if not rows:
             return 0.0

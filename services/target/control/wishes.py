@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from services.target.control.adaptive_config import AdaptiveConfig, Candidates, shape_of
-from services.target.control.course import Course
-from services.target.control.decode_costs import DecodeCosts
-from services.target.control.goodput import (
+from services.target.control.choices import (
     NOTHING,
     Choice,
+    Freedom,
     Group,
     best_choices,
     goodput_of,
     parts_of,
 )
+from services.target.control.course import Course
+from services.target.control.decode_costs import DecodeCosts
 from services.target.control.outlooks import Outlooks
 from services.target.control.probe_budget import ProbeBudget
 from services.target.drafts.attachment import Attachment
@@ -25,8 +26,9 @@ LARGEST_PROBE_STEPS = 3
 MIN_GAIN = 1.02
 """A choice must promise this much more than the one in force to replace it."""
 
-MIN_PAUSE_GAIN = 1.03
-"""The same where it drafts for fewer sequences: what is not tried any more is not learnt either."""
+MIN_PAUSE_GAIN = 1.1
+"""Drafting for some sequences must promise this much more than drafting for all: what the model of
+a cycle says of sequences out of step is rough, and what is not tried is not learnt."""
 
 
 class Wishes:
@@ -34,14 +36,17 @@ class Wishes:
 
     Attributes:
         sequence_ids: of the sequences that the wishes in force are for.
-        budget: of probes.
     """
 
     def __init__(
-        self, config: AdaptiveConfig | None, costs: DecodeCosts, outlooks: Outlooks
+        self,
+        config: AdaptiveConfig | None,
+        costs: DecodeCosts,
+        outlooks: Outlooks,
+        budget: ProbeBudget,
     ) -> None:
         self.sequence_ids: frozenset[int] = frozenset()
-        self.budget = ProbeBudget()
+        self._budget = budget
         self._config = config
         self._costs = costs
         self._outlooks = outlooks
@@ -62,11 +67,22 @@ class Wishes:
         num_known = course.population.num_rounds
         if not self._costs.are_known or num_known <= candidates.num_warm_up_rounds:
             return TreeWish(course.attachment.base_shape)
-        group, may_pause = self._outlooks.group([course], candidates), candidates.may_pause
-        [choice] = best_choices([group], num_others, self._costs.device, may_pause=may_pause)
-        return NO_TREE if choice.shape is None else TreeWish(group.shapes[choice.shape])
+        shape = self.shape(course.attachment)
+        if shape is not None:
+            return TreeWish(shape)
+        group = self._outlooks.group([course], candidates)
+        [choice] = best_choices([group], num_others, self._costs.device, Freedom.ALL)
+        assert choice.shape is not None
+        return TreeWish(group.shapes[choice.shape])
 
-    def revise(self, courses: SequenceOf[Course], num_plain: int, step: int, now_s: float) -> None:
+    def revise(
+        self,
+        courses: SequenceOf[Course],
+        num_plain: int,
+        step: int,
+        now_s: float,
+        freedom: Freedom,
+    ) -> None:
         """Chooses anew, if it is time."""
         assert self._config is not None
         candidates = self._config.candidates(len(courses) + num_plain)
@@ -75,8 +91,25 @@ class Wishes:
             return
         self._costs.close_window(now_s, is_whole=before == self.sequence_ids)
         by_draft, num_fixed = _by_draft(courses)
-        if by_draft and self._costs.are_known:
-            self._choose(by_draft, num_plain + num_fixed, candidates, step, now_s)
+        if not self._costs.are_known:
+            return
+        if freedom is Freedom.NONE:
+            for course in (course for each in by_draft for course in each):
+                course.wish = TreeWish(course.attachment.base_shape)
+        elif by_draft:
+            freedom = freedom if candidates.may_pause else Freedom.ALL
+            self._choose(by_draft, num_plain + num_fixed, candidates, freedom)
+            self._start_probe([course for each in by_draft for course in each], step)
+            self._open_window(by_draft, num_plain + num_fixed, candidates, now_s)
+
+    def pause(self, courses: SequenceOf[Course]) -> None:
+        """Wants no trees for a while."""
+        by_draft, _ = _by_draft(courses)
+        for each in by_draft:
+            self._shapes[each[0].attachment.identity.attachment_id] = None
+            for course in each:
+                course.wish, course.num_probe_rounds = NO_TREE, 0
+        self.reconsider()
 
     def reconsider(self) -> None:
         """A probe has ended: chooses anew with the next step."""
@@ -96,42 +129,52 @@ class Wishes:
         members: SequenceOf[SequenceOf[Course]],
         num_plain: int,
         candidates: Candidates,
-        step: int,
-        now_s: float,
+        freedom: Freedom,
     ) -> None:
         groups = [self._outlooks.group(each, candidates) for each in members]
-        chosen = self._best(groups, members, num_plain, candidates)
+        device = self._costs.device
+        # That speculation runs is the referee's decision, so pausing all is not the alternative.
+        best = best_choices(groups, num_plain, device, Freedom.ALL)
+        if freedom is Freedom.ANY:
+            some = best_choices(groups, num_plain, device, freedom)
+            needed = MIN_PAUSE_GAIN * goodput_of(groups, best, num_plain, device)
+            is_better = goodput_of(groups, some, num_plain, device) >= needed
+            best = some if is_better and any(choice.members for choice in some) else best
+        chosen = self._unless_held(best, groups, members, num_plain, freedom)
         for group, choice, each in zip(groups, chosen, members, strict=True):
             self._apply(group, choice, each, candidates)
-        self._start_probe([course for each in members for course in each], step)
-        in_force = [_current(group, each) for group, each in zip(groups, members, strict=True)]
-        held = [choice for choice in in_force if choice is not None]
-        num_drafted = sum(len(choice.members) for choice in held)
-        if num_drafted and len(held) == len(groups):
-            self._costs.open_window(parts_of(groups, held, num_plain), num_drafted, now_s)
 
-    def _best(
+    def _unless_held(
         self,
+        best: list[Choice],
         groups: SequenceOf[Group],
         members: SequenceOf[SequenceOf[Course]],
         num_plain: int,
-        candidates: Candidates,
+        freedom: Freedom,
     ) -> list[Choice]:
         """Returns the best choices, or those in force where the gain would be small."""
-        device = self._costs.device
-        best = best_choices(groups, num_plain, device, may_pause=candidates.may_pause)
-        current = [
-            _current(group, each, with_probes=False)
-            for group, each in zip(groups, members, strict=True)
-        ]
-        held = [choice for choice in current if choice is not None]
-        if len(held) < len(groups):
+        held = _held(groups, members, with_probes=False)
+        num_held = sum(len(each.members) for each in held)
+        least = sum(map(len, members)) if freedom is Freedom.ALL else 1
+        if len(held) < len(groups) or num_held < least:
             return best
+        device = self._costs.device
         rate = goodput_of(groups, held, num_plain, device)
-        pauses = sum(len(each.members) for each in best) < sum(len(each.members) for each in held)
-        needed = MIN_PAUSE_GAIN if pauses else MIN_GAIN
-        is_clear = goodput_of(groups, best, num_plain, device) >= needed * rate
+        is_clear = goodput_of(groups, best, num_plain, device) >= MIN_GAIN * rate
         return best if is_clear else held
+
+    def _open_window(
+        self,
+        members: SequenceOf[SequenceOf[Course]],
+        num_plain: int,
+        candidates: Candidates,
+        now_s: float,
+    ) -> None:
+        groups = [self._outlooks.group(each, candidates) for each in members]
+        held = _held(groups, members)
+        num_drafted = sum(len(choice.members) for choice in held)
+        if num_drafted and len(held) == len(groups):
+            self._costs.open_window(parts_of(groups, held, num_plain), num_drafted, now_s)
 
     def _apply(
         self, group: Group, choice: Choice, courses: SequenceOf[Course], candidates: Candidates
@@ -152,7 +195,7 @@ class Wishes:
 
     def _start_probe(self, courses: SequenceOf[Course], step: int) -> None:
         """Drafts for the sequence that went without for longest, for a few rounds."""
-        if not self.budget.allows_probe or any(course.is_probing for course in courses):
+        if not self._budget.allows_probe or any(course.is_probing for course in courses):
             return
         paused = [course for course in courses if course.wish.is_paused]
         if not paused:
@@ -177,9 +220,18 @@ def _by_draft(courses: SequenceOf[Course]) -> tuple[list[list[Course]], int]:
     return list(by_draft.values()), num_fixed
 
 
-def _current(
-    group: Group, courses: SequenceOf[Course], *, with_probes: bool = True
-) -> Choice | None:
+def _held(
+    groups: SequenceOf[Group], members: SequenceOf[SequenceOf[Course]], *, with_probes: bool = True
+) -> list[Choice]:
+    """Returns the choices in force; fewer than groups where one could not be made now."""
+    found = [
+        _current(group, each, with_probes=with_probes)
+        for group, each in zip(groups, members, strict=True)
+    ]
+    return [choice for choice in found if choice is not None]
+
+
+def _current(group: Group, courses: SequenceOf[Course], *, with_probes: bool) -> Choice | None:
     """Returns the choice in force; None where it is none that could be made now."""
     members = [
         index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
+from services.target.control.regime import Stance
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.attachment import Attachment, OpenedSequence
@@ -59,9 +60,23 @@ class Assignments:
         for it, and there more to faster ones."""
         if sequence.request.speculation_disabled or sequence.sequence_id in self._by_sequence_id:
             return
-        willing = [each for each in self._drafts.live if each.takes(sequence)]
+        willing = [
+            each
+            for each in self._drafts.live
+            if each.takes(sequence) and self._controller.admits(sequence, each)
+        ]
         if willing:
             self._place(sequence, self._controller.best_draft(sequence, willing), now_s)
+
+    def follow(self, running: Iterable[Sequence], now_s: float) -> None:
+        """Hands out the sequences that have no draft while speculation runs, and takes back those
+        at drafts once it is off."""
+        if self._controller.stance is not Stance.OFF:
+            for sequence in running:
+                self.assign(sequence, now_s)
+        elif self._by_sequence_id:
+            for assignment in [each for each in self if each.course.fixed_wish is None]:
+                self._close(assignment)
 
     def hand_over(self, attachment: Attachment, now_s: float) -> None:
         """A draft has left: others with room take its sequences."""
@@ -132,7 +147,7 @@ class Assignments:
     def _close(self, assignment: Assignment) -> None:
         """Takes a sequence from its draft, and says so there."""
         self._take_out(assignment)
-        assignment.attachment.outbox_closed.append(assignment.sequence.sequence_id)
+        assignment.attachment.close(assignment.sequence.sequence_id)
 
     def _take_out(self, assignment: Assignment) -> None:
         sequence_id = assignment.sequence.sequence_id

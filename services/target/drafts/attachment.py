@@ -206,6 +206,17 @@ class Attachment:
             and wanted in (None, self.identity.algorithm)
         )
 
+    def close(self, sequence_id: int) -> None:
+        """A sequence has ended or goes elsewhere. What the draft was not told of yet it never hears
+        of: closed sequences come first in a message, those opened after them."""
+        opened = [each for each in self.outbox_opened if each.sequence_id != sequence_id]
+        if len(opened) == len(self.outbox_opened):
+            self.outbox_closed.append(sequence_id)
+            return
+        self.outbox_opened = opened
+        self.outbox_verdicts = [e for e in self.outbox_verdicts if e.sequence_id != sequence_id]
+        self.outbox_features = [e for e in self.outbox_features if e.sequence_id != sequence_id]
+
     @property
     def _can_wait(self) -> bool:
         """Whether nothing but verdicts on paused sequences is to be told, and few of those: waking

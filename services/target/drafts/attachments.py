@@ -57,6 +57,7 @@ class Attachments:
     def attach(self, attachment: Attachment, sequences: Iterable[Sequence], now_s: float) -> None:
         """Adds a draft and hands it the running sequences that have none."""
         self.drafts.add(attachment)
+        self.controller.drafts_changed()
         for sequence in sequences:
             self.assignments.assign(sequence, now_s)
 
@@ -64,6 +65,7 @@ class Attachments:
         """Removes a draft; its sequences move to others that have room, or go on alone."""
         attachment = self.drafts.remove(attachment_id)
         if attachment is not None:
+            self.controller.drafts_changed()
             self.assignments.hand_over(attachment, now_s)
         return attachment
 
@@ -87,9 +89,9 @@ class Attachments:
         """
         for report in reports:
             # Of two steps in one go it is unknown which took how long.
-            is_decode = is_timed and report.num_prompt_rows == 0 and len(reports) == 1
+            is_alone = is_timed and len(reports) == 1
             duration_s = (now_s - start_s) / len(reports)
-            self.controller.end_step(report.num_rows, duration_s, is_decode=is_decode)
+            self.controller.end_step(report, duration_s, is_timed=is_alone)
         self.controller.rest(now_s)
 
     def _status(self, attachment: Attachment) -> AttachmentStatus:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from services.target.control.speculation_controller import Ready, SpeculationController
+from services.target.control.speculation_controller import SpeculationController
+from services.target.control.tree_cuts import Ready
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.draft_registry import DraftRegistry
@@ -28,12 +29,23 @@ class Readiness:
         self._controller = controller
         self._hold_until_s = -math.inf
 
-    def prepare(self, running: Iterable[Sequence], now_s: float) -> None:
-        """A step is about to be planned: revises what is wanted, and cuts the trees that came."""
+    def judge(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """A turn of the loop begins: decides whether speculation runs.
+
+        Args:
+            running: sequences that drafts may have.
+        """
         self._controller.wake(now_s)
-        decoding = [sequence for sequence in running if sequence.num_uncomputed == 1]
-        found = [self._assignments.get(sequence.sequence_id) for sequence in decoding]
-        held = [assignment for assignment in found if assignment is not None]
+        if self._drafts.live and self._controller.is_adaptive:
+            decoding = _decoding(running)
+            courses = [each.course for each in self._held(decoding)]
+            self._controller.judge(courses, len(decoding))
+            self._assignments.follow(running, now_s)
+
+    def prepare(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """A step is about to be planned: revises what is wanted, and cuts the trees that came."""
+        decoding = _decoding(running)
+        held = self._held(decoding)
         self._hold_until_s = self._gathering_until_s(decoding, held, now_s)
         if now_s < self._hold_until_s:
             return
@@ -60,6 +72,11 @@ class Readiness:
             assignment = self._assignments.get(sequence.sequence_id)
             if assignment is not None:
                 assignment.is_stepping = True
+
+    def _held(self, decoding: SequenceOf[Sequence]) -> list[Assignment]:
+        """Returns the places of those that are at drafts."""
+        found = [self._assignments.get(sequence.sequence_id) for sequence in decoding]
+        return [assignment for assignment in found if assignment is not None]
 
     def _cut(
         self, decoding: SequenceOf[Sequence], held: SequenceOf[Assignment], now_s: float
@@ -93,3 +110,8 @@ class Readiness:
         if not ready or any(now_s >= each.deadline_s for each in late):
             return -math.inf
         return self._controller.gathering_until_s(ready, [each.course for each in late], now_s)
+
+
+def _decoding(running: Iterable[Sequence]) -> list[Sequence]:
+    """Returns the sequences whose prompts are read."""
+    return [sequence for sequence in running if sequence.num_uncomputed == 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from services.target.clock import Clock
@@ -183,11 +184,14 @@ class RoundSteps:
     def assign(self, admitted: Iterable[Sequence], now_s: float) -> None:
         """Hands new sequences to drafts; while rounds are to take all that run, none, and else
         those too that took part."""
-        rounds, running = self._rounds, self._scheduler.running
-        if rounds is not None:
-            admitted = () if all(map(rounds.takes, running)) else running
-        for sequence in admitted:
+        running = self.not_taken(self._scheduler.running)
+        for sequence in admitted if self._rounds is None else running:
             self._attachments.assignments.assign(sequence, now_s)
+
+    def not_taken(self, running: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
+        """Returns the sequences that run, or none where rounds take all of them."""
+        rounds = self._rounds
+        return () if rounds is not None and all(map(rounds.takes, running)) else running
 
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended; its pages are freed after this."""

@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from services.target.control.goodput import (
+from services.target.control.choices import (
     NOTHING,
     Choice,
-    Device,
+    Freedom,
     Group,
-    Part,
     best_choices,
-    best_cut,
-    cycle,
     goodput_of,
-    path_survivals,
 )
+from services.target.control.cuts import best_cut, path_survivals
+from services.target.control.goodput import Device, Part, cycle
 from shared.tokens import TokenTree, TreeShape
 
 CHAINS = tuple(TreeShape(steps, 1, steps + 1) for steps in (1, 2, 3, 5))
@@ -85,7 +83,7 @@ def test_only_the_sequences_that_gain_are_drafted_for() -> None:
 
 def test_without_leave_to_pause_the_least_bad_shape_is_chosen_for_all() -> None:
     group = _group([0.1, 0.1], _wait(0.006))
-    [choice] = best_choices([group], 0, Device(_steep), may_pause=False)
+    [choice] = best_choices([group], 0, Device(_steep), Freedom.ALL)
     assert choice.members == (0, 1)
     assert choice.shape == 0
 

@@ -29,8 +29,16 @@ def test_request_without_speculation_is_not_assigned() -> None:
     assert not attachment.sequence_ids
 
 
+def test_a_draft_never_hears_of_what_was_closed_before_it_was_told() -> None:
+    attachments, attachment, sequence = with_one_draft()
+    attachments.assignments.close(sequence)
+    assert not attachments.drafts.take_messages()
+    assert not attachment.sequence_ids
+
+
 def test_closed_sequence_is_told_once() -> None:
     attachments, attachment, sequence = with_one_draft()
+    attachments.drafts.take_messages()
     attachments.assignments.close(sequence)
     attachments.assignments.close(sequence)
     [(_, message)] = attachments.drafts.take_messages()

@@ -1,0 +1,55 @@
+"""Rounds whose verdicts go out with a turn of the loop: what was asked for, and when. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.target.control.course import Course
+from shared.tokens import TreeWish
+
+
+class ToldRounds:
+    """Keeps the rounds of a turn until everyone was told.
+
+    Args:
+        is_adaptive: whether drafts are asked for how many verdicts to prepare.
+    """
+
+    def __init__(self, *, is_adaptive: bool) -> None:
+        self._is_adaptive = is_adaptive
+        self._told: list[Course] = []
+
+    def tell(self, course: Course, num_committed: int) -> TreeWish:
+        """Moves a sequence on to its next round; returns what is wanted for that."""
+        is_telling = not (course.asked.is_paused or course.is_catching_up)
+        course.num_decided = num_committed if is_telling else None
+        course.decided, course.asked = course.asked, self._with_fan_out(course)
+        course.num_asked = 0 if course.wish.is_paused else course.num_asked + 1
+        self._told.append(course)
+        return course.asked
+
+    def end(self, now_s: float, num_committed: int) -> None:
+        """Everyone was told.
+
+        Args:
+            num_committed: tokens of all sequences so far.
+        """
+        for course in self._told:
+            _observe_fan_out(course, now_s)
+            course.told_s, course.num_told = now_s, num_committed
+        self._told.clear()
+
+    def _with_fan_out(self, course: Course) -> TreeWish:
+        """Returns what is wanted, with the number of verdicts to prepare for."""
+        wish, fan_out = course.wish, course.attachment.fan_out
+        is_free = self._is_adaptive and not wish.is_paused and course.fixed_wish is None
+        if fan_out is None or not is_free:
+            return wish
+        return replace(wish, num_outcomes=fan_out.budget)
+
+
+def _observe_fan_out(course: Course, now_s: float) -> None:
+    fan_out = course.attachment.fan_out
+    if fan_out is None or course.num_decided is None or course.told_s is None:
+        return
+    fan_out.observe(course.decided.num_outcomes, course.num_decided, now_s - course.told_s)

@@ -1,0 +1,86 @@
+"""Tells the referee what each turn of the step loop did, and in how much time. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from services.target.control.course import Course
+from services.target.control.decode_costs import DecodeCosts
+from services.target.control.referee import Referee
+from services.target.control.regime import Stance
+from services.target.control.speed_window import SpeedWindow
+from services.target.step_report import StepReport
+
+
+class TurnAccount:
+    """Adds up turns until one has stepped.
+
+    Attributes:
+        num_decoding: sequences that decode.
+    """
+
+    def __init__(self, referee: Referee, costs: DecodeCosts) -> None:
+        self.num_decoding = 0
+        self._referee = referee
+        self._costs = costs
+        self._turn = SpeedWindow()
+        self._ended_s: float | None = None
+        self._woken_s = 0.0
+        self._has_stepped = False
+        self._is_steady = True
+
+    def wake(self, now_s: float) -> float:
+        """Returns how long sequences have waited since the turn before; 0 if there were none."""
+        self._woken_s = now_s
+        if self._ended_s is None or not self.num_decoding:
+            return 0.0
+        waiting_s = max(now_s - self._ended_s, 0.0)
+        self._turn.elapsed_s += waiting_s
+        return waiting_s
+
+    def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
+        """Has the referee decide.
+
+        Args:
+            courses: of the sequences that decode and have a draft.
+        """
+        free = [course for course in courses if course.fixed_wish is None]
+        num_there = sum(self._costs.is_known(each) and not each.is_catching_up for each in free)
+        self._referee.judge(
+            num_decoding,
+            self._costs.step_times(num_decoding),
+            is_settled=self._referee.stance is not Stance.ON or 2 * num_there > num_decoding,
+            may_end=self._is_steady,
+        )
+
+    def count(self, report: StepReport, duration_s: float, *, is_timed: bool) -> None:
+        """Counts a step; of one that may be a cold start, or holds prompts whose time is not known
+        yet, what it should take at least.
+
+        Args:
+            is_timed: whether the duration was its time alone.
+        """
+        self._is_steady = is_timed and not report.num_prompt_rows
+        self._has_stepped = True
+        if not self.num_decoding:
+            return
+        turn, costs = self._turn, self._costs
+        turn.plain_s += costs.plain_s(report.num_committed, self.num_decoding)
+        turn.num_rounds += report.num_rounds
+        is_unknown = self._referee.stance is Stance.ON and not self._referee.knows_prompts
+        if is_unknown if report.num_prompt_rows else costs.is_cold(report):
+            turn.elapsed_s -= max(duration_s - costs.step_times(report.num_rows), 0.0)
+        else:
+            turn.num_prompt_rows += report.num_prompt_rows
+
+    def end(self, now_s: float) -> None:
+        """A turn ended, with or without a step: hands over what was done, with the time that was
+        waited for it."""
+        self._ended_s = now_s
+        self._turn.elapsed_s += now_s - self._woken_s
+        if self.num_decoding and not self._has_stepped:
+            return
+        if self.num_decoding and self._costs.step_times.are_sure:
+            self._referee.window.add(self._turn)
+        self._turn.clear()
+        self._has_stepped = False
