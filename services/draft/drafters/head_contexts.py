@@ -155,7 +155,7 @@ class HeadContexts:
         """Lays out all committed rows that are left and counts them as computed."""
         context = self._contexts[sequence.key]
         kv, start = context.kv, context.kv.num_computed
-        kv.num_computed = num_window_rows(kv, sequence)
+        kv.num_computed, kv.tail = num_window_rows(kv, sequence), None
         return OpenSequence(
             token_ids=sequence.token_ids[kv.window_start + start + 1 :],
             num_computed=start,
