@@ -11,7 +11,7 @@ from services.draft.sequence import DraftSequence
 from shared.kv.upload import uploaded_numbers
 from shared.speculation.confidence import coupled_confidence, point_mass_confidence
 from shared.speculation.noise import gumbel_noise
-from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
+from shared.speculation.penalties import TokenCounts, count_committed
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.tokens import TokenTree
 
@@ -29,6 +29,8 @@ class DraftScores:
         self._sequences = sequences
         self._device = device
         self._samplings: dict[int, RowSampling] = {}
+        # By the size of the vocabulary; all levels of a tree have the same.
+        self._committed: dict[int, TokenCounts] = {}
         self._num_coupled = sum(s.mirrors_noise for s in sequences)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
@@ -159,24 +161,35 @@ class DraftScores:
             for place, (sequence, own) in enumerate(zip(self._sequences, depths, strict=True))
             for depth in own
         ]
-        distinct = list(dict.fromkeys(positions))
-        rank = {key: number for number, key in enumerate(distinct)}
-        first = uploaded_numbers([positions.index(key) for key in distinct], self._device)
-        drawn = uploaded_numbers([position for _, position in distinct], self._device)
+        first_rows = {key: row for row, key in reversed(list(enumerate(positions)))}
+        ranks = {key: rank for rank, key in enumerate(first_rows)}
+        first = uploaded_numbers(list(first_rows.values()), self._device)
+        drawn = uploaded_numbers([position for _, position in first_rows], self._device)
         noise = gumbel_noise(seeds.index_select(0, first), drawn, vocab_size)
-        ranks = uploaded_numbers([rank[key] for key in positions], self._device)
-        return noise.index_select(0, ranks)
+        chosen = uploaded_numbers([ranks[key] for key in positions], self._device)
+        return noise.index_select(0, chosen)
 
     def _counts(self, paths: Sequence[Sequence[Path]], vocab_size: int) -> TokenCounts | None:
         if not any(sequence.sampling.has_penalties for sequence in self._sequences):
             return None
-        histories = [
-            TokenHistory(
-                prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-                output_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-                row_paths=row_paths,
-                has_penalties=sequence.sampling.has_penalties,
-            )
-            for sequence, row_paths in zip(self._sequences, paths, strict=True)
+        if vocab_size not in self._committed:
+            self._committed[vocab_size] = self._count_committed(vocab_size)
+        owners = [place for place, own in enumerate(paths) for _ in own]
+        counted = [
+            path if sequence.sampling.has_penalties else ()
+            for sequence, own in zip(self._sequences, paths, strict=True)
+            for path in own
         ]
-        return count_tokens(histories, vocab_size=vocab_size, device=self._device)
+        return self._committed[vocab_size].with_paths(owners, counted)
+
+    def _count_committed(self, vocab_size: int) -> TokenCounts:
+        tokens = [
+            (each.token_ids, each.num_prompt_tokens) if each.sampling.has_penalties else ((), 0)
+            for each in self._sequences
+        ]
+        return count_committed(
+            [token_ids[:num_prompt] for token_ids, num_prompt in tokens],
+            [token_ids[num_prompt:] for token_ids, num_prompt in tokens],
+            vocab_size=vocab_size,
+            device=self._device,
+        )

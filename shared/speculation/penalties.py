@@ -16,24 +16,6 @@ from shared.speculation.upload import uploaded, uploaded_ids
 
 
 @dataclass(frozen=True, slots=True)
-class TokenHistory:
-    """What penalties of one sequence count.
-
-    Attributes:
-        prompt_ids: the prompt.
-        output_ids: every committed output token, the last one (the tree's root) included.
-        row_paths: for each of the sequence's rows the tree tokens on its path, see
-            `tree.row_paths`; one empty path for a plain row.
-        has_penalties: False leaves the sequence's counts at zero.
-    """
-
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
-    row_paths: Sequence[Sequence[int]]
-    has_penalties: bool
-
-
-@dataclass(frozen=True, slots=True)
 class TokenCounts:
     """Counts of R rows over V tokens.
 
@@ -44,6 +26,18 @@ class TokenCounts:
 
     output: Tensor
     occurs: Tensor
+
+    def with_paths(self, owners: Sequence[int], paths: Sequence[Sequence[int]]) -> TokenCounts:
+        """Returns the counts of rows of trees.
+
+        Args:
+            owners: for each of them the row of these counts that it adds to.
+            paths: the tree tokens that it adds.
+        """
+        rows = uploaded_ids(owners, self.output.device)
+        output = self.output.index_select(0, rows)
+        output += histogram(paths, self.output.shape[1], self.output.device)
+        return TokenCounts(output, self.occurs.index_select(0, rows) | (output > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +55,17 @@ class Penalties:
     presence: Tensor
 
 
-def count_tokens(
-    histories: Sequence[TokenHistory], *, vocab_size: int, device: torch.device
-) -> TokenCounts | None:
-    """Returns the counts of all rows, sequence after sequence; None when no penalty is on.
-
-    A sequence's committed tokens are counted once and copied to its rows, so the cost is one pass
-    over the histories with penalties and one over `[R, V]`.
-    """
-    if not any(history.has_penalties for history in histories):
-        return None
-    committed = [h.output_ids if h.has_penalties else () for h in histories]
-    prompts = [h.prompt_ids if h.has_penalties else () for h in histories]
-    paths = [p if h.has_penalties else () for h in histories for p in h.row_paths]
-    owners = [i for i, history in enumerate(histories) for _ in history.row_paths]
-    rows = uploaded_ids(owners, device)
-    output = histogram(committed, vocab_size, device).index_select(0, rows)
-    output += histogram(paths, vocab_size, device)
-    in_prompt = histogram(prompts, vocab_size, device).index_select(0, rows) > 0
-    return TokenCounts(output=output, occurs=in_prompt | (output > 0))
+def count_committed(
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> TokenCounts:
+    """Returns the counts of committed tokens, one row for each prompt and its output."""
+    output = histogram(outputs, vocab_size, device)
+    in_prompt = histogram(prompts, vocab_size, device) > 0
+    return TokenCounts(output, in_prompt | (output > 0))
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties, counts: TokenCounts) -> Tensor:

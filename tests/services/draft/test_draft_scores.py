@@ -65,3 +65,20 @@ def test_penalties_count_the_output_and_the_rows_own_path() -> None:
     # The output is [1, 5]; the first row's path adds 7, the second's another 5.
     assert relative[0, [1, 5, 7, 3]].tolist() == pytest.approx([-1.5, -1.5, -1.5, 0.0])
     assert relative[1, [1, 5, 7, 3]].tolist() == pytest.approx([-1.5, -3.0, 0.0, 0.0])
+
+
+def test_levels_of_a_tree_count_their_own_paths() -> None:
+    sequences = [
+        _sequence(SamplingParams(temperature=0.0, frequency_penalty=1.5)),
+        _sequence(SamplingParams(temperature=0.0)),
+    ]
+    scores = DraftScores(sequences, CPU)
+    levels = [
+        scores(torch.zeros(2, VOCAB_SIZE), [[path], [path]]) for path in ((), (7,), (7, 7), (9,))
+    ]
+    relative = torch.stack([level[:, 0] - level[:, 0, :1] for level in levels])
+    assert relative[:, 0, [1, 7, 9]].tolist() == [
+        pytest.approx(row)
+        for row in ([-1.5, 0.0, 0.0], [-1.5, -1.5, 0.0], [-1.5, -3.0, 0.0], [-1.5, 0.0, -1.5])
+    ]
+    assert not relative[:, 1].any()

@@ -19,9 +19,10 @@ from transformers import (
 )
 
 from shared.speculation.distributions import target_log_probs
-from shared.speculation.penalties import TokenCounts, TokenHistory, count_tokens
+from shared.speculation.penalties import TokenCounts
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.tokens import SamplingParams
+from tests.helpers.token_counts import TokenHistory, count_tokens
 from tests.shared.speculation.naive import naive_law
 
 CPU = torch.device("cpu")

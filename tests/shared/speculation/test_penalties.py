@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.speculation.penalties import TokenHistory, count_tokens
+from tests.helpers.token_counts import TokenHistory, count_tokens
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 6

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.speculation.distributions import target_log_probs
-from shared.speculation.penalties import TokenHistory, count_tokens
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import banned_by_min_tokens, row_paths
 from shared.tokens import SamplingParams, StopParams, TokenTree
+from tests.helpers.token_counts import TokenHistory, count_tokens
 from tests.shared.speculation.naive import naive_law, row_contexts
 
 CPU = torch.device("cpu")
