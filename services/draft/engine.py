@@ -190,7 +190,7 @@ class DraftEngine:
         return self._inbox.call(lambda: setattr(self._rounds, "fan_out", fan_out))
 
     def prepare_when_idle(self) -> Future[None]:
-        """From now on prepares for later proposals while no sequence is open."""
+        """From now on prepares for trees of `shape` while no sequence is open."""
 
         def begin() -> None:
             self._prepares = True
@@ -231,7 +231,7 @@ class DraftEngine:
         """Prepares one thing for later proposals; whether there was something left."""
         # An open sequence is due once its target has verified a tree, which takes less time.
         is_idle = not len(self._roster)
-        return self._prepares and is_idle and self._drafter.prepare_next()
+        return self._prepares and is_idle and self._drafter.prepare_next(self._rounds.shape)
 
     def _take_in(self, *, wait: bool) -> bool:
         """Applies every queued event and call. False when the engine is to stop."""

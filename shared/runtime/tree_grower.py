@@ -94,12 +94,11 @@ class TreeGrower:
         result = chosen.run(sequences, features)
         return GrowingTrees(result, len(sequences), chosen.shape, tree.max_node_count)
 
-    def capture_next(self) -> bool:
-        """Captures one graph that the shapes grown so far may want; returns whether one was left.
-
-        A launch that comes before its graph captures it.
-        """
-        return any(each.capture_next() for each in self._passes.values())
+    def capture_next(self, tree: TreeShape) -> bool:
+        """Captures one graph that further batches of a shape may want, once there was one; returns
+        whether one was left. A launch that comes before its graph captures it."""
+        grown = self._passes.get(_common_shape(tree))
+        return grown is not None and grown.capture_next()
 
     def _pass_of(self, tree: TreeShape) -> TreePass:
         key = _common_shape(tree)

@@ -94,7 +94,7 @@ class DflashDrafter:
         self._foresight.drop(sequence)
         self._contexts.close(sequence)
 
-    def prepare_next(self) -> bool:
+    def prepare_next(self, shape: TreeShape) -> bool:
         """Nothing to do: there are no graphs."""
         return False
 

@@ -134,9 +134,9 @@ class Drafter(Protocol):
     def close(self, sequence: DraftSequence) -> None:
         """Frees the sequence's state."""
 
-    def prepare_next(self) -> bool:
-        """Does one thing that a later proposal would otherwise wait for; called while there is
-        nothing else to do. Returns whether something was left to do."""
+    def prepare_next(self, shape: TreeShape) -> bool:
+        """Does one thing that a later proposal of this shape would otherwise wait for; called while
+        there is nothing else to do. Returns whether something was left to do."""
 
     def flush_prefix_cache(self) -> int:
         """Drops cached state no sequence uses; returns the pages freed."""

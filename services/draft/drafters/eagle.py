@@ -153,9 +153,10 @@ class EagleDrafter:
         self._outcomes.drop(sequence)
         self._contexts.close(sequence)
 
-    def prepare_next(self) -> bool:
+    def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        return self._trees is not None and self._trees.capture_next()
+        grown_shape = self._grown_shape(shape)
+        return self._trees is not None and self._trees.capture_next(grown_shape)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()

@@ -28,9 +28,9 @@ class HeadTrees:
         most = self._grower.limits.max_sequences
         return [each for batch in batches(sequences, most) for each in self._grow(batch, shape)]
 
-    def capture_next(self) -> bool:
+    def capture_next(self, shape: TreeShape) -> bool:
         """See `TreeGrower.capture_next`."""
-        return self._grower.capture_next()
+        return self._grower.capture_next(shape)
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts = self._contexts

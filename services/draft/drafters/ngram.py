@@ -73,7 +73,7 @@ class NgramDrafter:
         self._foresight.drop(sequence)
         del self._cursors[sequence.key]
 
-    def prepare_next(self) -> bool:
+    def prepare_next(self, shape: TreeShape) -> bool:
         """Nothing to do: there are no graphs."""
         return False
 

@@ -21,9 +21,9 @@ class StandaloneTrees:
         self._grower = grower
         self._contexts = contexts
 
-    def capture_next(self) -> bool:
+    def capture_next(self, shape: TreeShape) -> bool:
         """See `TreeGrower.capture_next`."""
-        return self._grower.capture_next()
+        return self._grower.capture_next(shape)
 
     def grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Computes the committed tokens that are left of each sequence, and a tree behind them.

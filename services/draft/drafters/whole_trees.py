@@ -17,6 +17,9 @@ _MOST_MIN_P = 0.5
 def grows_whole(sequence: DraftSequence) -> bool:
     """Whether a pass can score what the request asks for: greedily, or by the coupled rule without
     penalties and bias, and without cuts that leave a few tokens to draw from."""
+    if sequence.shape is not None:
+        # One tree of a shape that somebody has made up is not worth a graph.
+        return False
     sampling = pass_sampling(sequence)
     is_plain = not (sampling.has_penalties or sampling.logit_bias)
     is_coupled = sequence.mirrors_noise and not _cuts_deep(sampling)

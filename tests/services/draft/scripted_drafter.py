@@ -104,7 +104,7 @@ class ScriptedDrafter:
         del self.num_seen[sequence.key]
         self.reserved.discard(sequence.key)
 
-    def prepare_next(self) -> bool:
+    def prepare_next(self, shape: TreeShape) -> bool:
         if not self.num_left:
             self.has_prepared.set()
             return False

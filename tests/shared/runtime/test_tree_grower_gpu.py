@@ -142,7 +142,7 @@ def test_graphs_captured_ahead_are_those_that_batches_need(
     twins.send_all(*batch)
     for sequence in batch[:2]:
         twins.rounds(SHAPES[2], 1, draw, sequence)
-    while twins.grower.capture_next():
+    while twins.grower.capture_next(SHAPES[2]):
         pass
     monkeypatch.setattr(tree_pass, "capturing", fail)
     with caplog.at_level(logging.WARNING):

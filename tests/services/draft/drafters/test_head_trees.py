@@ -146,6 +146,15 @@ def test_where_the_target_has_one_token_to_draw_trees_are_greedy(
     assert trees[0] == trees[1]
 
 
+def test_a_tree_of_a_probes_own_shape_grows_level_by_level(heads: dict[str, DraftHead]) -> None:
+    twins = TwinDrafters.of_head(heads["eagle3"])
+    probe = replace(draft_sequence(text(random.Random(4), 9)), shape=TREE, is_probe=True)
+    twins.open(probe)
+    twins.send_all(probe)
+    assert all(twins.trees(TREE, probe))
+    assert twins.grower.num_sequences == 0
+
+
 def test_drafting_ahead_goes_level_by_level(heads: dict[str, DraftHead]) -> None:
     twins, sequence = (
         TwinDrafters.of_head(heads["eagle3"]),
