@@ -6,6 +6,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.settings import DraftSettings
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
 from services.target.verification_problems import rejection_flag
 from shared.errors import SettingsError
@@ -18,10 +19,26 @@ _WITHOUT_LAWS = {
 
 def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
     """Raises:
-    SettingsError: names every setting of the draft that the target's rule cannot do with.
+    SettingsError: names every setting of the draft that the target's rule, or rounds on the device
+        that it asks for, cannot do with.
     """
+    problems = [*_round_problems(settings, draft), *_law_problems(settings, draft)]
+    if problems:
+        raise SettingsError(tuple(problems))
+
+
+def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
+    if settings.device_rounds is not DeviceRoundsChoice.ON or draft.algorithm.lends_head:
+        return []
+    return [
+        "--device-rounds on needs an EAGLE, EAGLE3 or MTP head; --speculative-algorithm is "
+        f"{draft.algorithm.value}"
+    ]
+
+
+def _law_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
     if not settings.verification.draws_chains:
-        return
+        return []
     flag, algorithm = rejection_flag(settings), draft.algorithm
     problems = []
     if algorithm in _WITHOUT_LAWS:
@@ -38,8 +55,7 @@ def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
             f"--speculative-outcome-budget is {draft.speculative_outcome_budget}; {flag} needs 0, "
             f"because chains prepared for chosen verdicts are not drawn from a law"
         )
-    if problems:
-        raise SettingsError(tuple(problems))
+    return problems
 
 
 def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:

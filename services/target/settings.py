@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.target.fallback import Fallback
 from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
+from services.target.rounds.round_problems import round_problems
 from services.target.verification_problems import verification_problems
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
@@ -80,7 +81,8 @@ class TargetSettings(ServiceSettings):
     )
     device_rounds: DeviceRoundsChoice = setting(
         DeviceRoundsChoice.AUTO,
-        "run the rounds of an embedded EAGLE or EAGLE3 head on the device; auto: on a GPU",
+        "run the rounds of an embedded EAGLE, EAGLE3 or one-layer MTP head on the device; auto: on "
+        "a GPU",
     )
     verification_mode: VerificationChoice = setting(
         VerificationChoice.COUPLED,
@@ -139,7 +141,7 @@ class TargetSettings(ServiceSettings):
     )
 
     def __post_init__(self) -> None:
-        problems = verification_problems(self)
+        problems = [*verification_problems(self), *round_problems(self)]
         if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
             problems.append(
                 "--speculative-adaptive-config has no effect without --speculative-adaptive"

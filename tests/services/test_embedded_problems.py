@@ -9,6 +9,7 @@ import pytest
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
@@ -67,6 +68,25 @@ def test_what_would_not_be_exact_is_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=message.format(flag=flag)):
         read_settings([*flags, flag], {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--device-rounds on needs --draft embedded"),
+        ((*EMBEDDED, "--tp-size", "2"), "the model on one device; --tp-size is 2"),
+        ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
+        ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
+        ((*EMBEDDED, "--speculative-algorithm", "DFLASH"), "--speculative-algorithm is DFLASH"),
+    ],
+)
+def test_rounds_that_cannot_be_are_refused_where_they_are_asked_for(
+    flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        read_settings([*flags, "--device-rounds", "on"], {})
+    settings, _ = read_settings([*flags, "--device-rounds", "auto"], {})
+    assert settings.device_rounds is DeviceRoundsChoice.AUTO
 
 
 def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+"""What is wrong with asking for rounds on the device, taken together with other settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement
+from services.target.verifier import VerificationMode
+
+if TYPE_CHECKING:
+    from services.target.settings import TargetSettings
+
+_FLAG = "--device-rounds on"
+
+
+def round_problems(settings: TargetSettings) -> list[str]:
+    """Returns a line for each thing that rounds cannot be with, none when all is well. `auto` asks
+    for nothing."""
+    if settings.device_rounds is not DeviceRoundsChoice.ON:
+        return []
+    problems = []
+    if settings.draft is not DraftPlacement.EMBEDDED:
+        problems.append(f"{_FLAG} needs --draft embedded: rounds take the head of such a draft")
+    if settings.tp_size > 1:
+        problems.append(f"{_FLAG} needs the model on one device; --tp-size is {settings.tp_size}")
+    if settings.verification is VerificationMode.POINT_MASS:
+        problems.append(f"{_FLAG} needs the coupled rule; --verification-mode is point-mass")
+    return problems
