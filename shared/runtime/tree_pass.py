@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.capture import capturing
+from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenInputs, OpenSequence, open_inputs
 from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_draft import ScoredRows
@@ -89,8 +90,8 @@ class TreePass:
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
-            features: of the open rows, end to end, in any pieces `[any, width]`; none for a model
-                that reads none.
+            features: of the open rows, end to end, in any pieces `[any, width]` on any devices;
+                none for a model that reads none.
 
         Returns:
             See `packed`; it holds until the next pass.
@@ -141,10 +142,8 @@ class TreePass:
     def _take_features(self, pieces: Sequence[Tensor]) -> None:
         if not pieces:
             return
-        rows = torch.cat(tuple(pieces))
+        rows = joined_rows(pieces, self._features.device)
         assert len(rows) <= len(self._features), f"{len(rows)} open rows"
-        if self._features.is_cuda and not rows.is_cuda:
-            rows = rows.pin_memory().to(self._features.device, non_blocking=True)
         self._features[: len(rows)].copy_(rows)
 
     def _draft(self, shape: RoundShape) -> TreeDraft:

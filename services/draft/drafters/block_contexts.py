@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from services.draft.drafters.context_pages import ContextPages
@@ -15,6 +14,7 @@ from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pages import OutOfPages, PagePool
 from shared.runtime.block_runner import BlockRunner
+from shared.runtime.joined_rows import joined_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class BlockContexts:
             context.pages.end = new.stop
             context.features.drop_before(new.stop)
         if pieces:
-            self._runner.write_context(torch.cat(pieces), positions, slots)
+            self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
 
     def run(self, rows: Sequence[SequenceRows]) -> Tensor:
         """Returns the logits `[L, V]` of the rows that ask for them."""

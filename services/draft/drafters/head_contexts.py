@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from services.draft.drafters.draft_kv import SequenceKv
@@ -21,6 +20,7 @@ from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases, OutOfPages
 from shared.runtime.head_runner import HeadOutput, HeadRunner
+from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenSequence
 
 
@@ -140,7 +140,7 @@ class HeadContexts:
 
     def hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
         """Returns the fused features of the next rows of each sequence, end to end."""
-        return self._runner.fuse(torch.cat(self.features(counts)))
+        return self._runner.fuse(joined_rows(self.features(counts), self._runner.device))
 
     def features(self, counts: Sequence[tuple[DraftSequence, int]]) -> list[Tensor]:
         """Returns the features `[any, W]` of the next rows of each sequence, piece by piece."""
