@@ -29,7 +29,8 @@ class Candidates:
     """Choices for one range of batch sizes.
 
     Attributes:
-        steps: depths of trees, ascending; None takes those around the draft's own shape.
+        steps: depths of trees, ascending; None takes those around the draft's own shape, none at
+            all leaves only plain steps.
         may_pause: sequences may go without trees.
         smoothing: weight of a sequence's newest round among its rounds, in (0, 1].
         update_interval: steps between two choices.
@@ -42,13 +43,18 @@ class Candidates:
     update_interval: int = 4
     num_warm_up_rounds: int = 0
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether there are trees to choose from."""
+        return self.steps is None or bool(self.steps)
+
     def shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
         """Returns the trees a draft with this shape may be asked for.
 
         A shape keeps the breadth of the draft's own and its number of nodes in proportion to the
         depth; a draft that grows trees may be asked for chains as well.
         """
-        steps = self.steps or _steps_around(base)
+        steps = _steps_around(base) if self.steps is None else self.steps
         shapes = {shape_of(base, depth) for depth in steps}
         if base.topk > 1:
             shapes |= {chain(depth) for depth in steps}
@@ -59,7 +65,7 @@ class Candidates:
         else the draft's own and chains that are as deep, half as deep and of one step. Each takes
         graphs of its own, so they are few."""
         if self.steps is not None:
-            return self.shapes(base) if self.steps else ()
+            return self.shapes(base)
         deepest = min(base.num_steps, base.max_node_count)
         depths = sorted({1, -(-deepest // 2), deepest}, reverse=True)
         chains = [chain(depth) for depth in depths if base.topk > 1 or depth < deepest]

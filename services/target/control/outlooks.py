@@ -52,7 +52,7 @@ class Outlooks:
         """Returns the choice there is for sequences of one draft."""
         attachment = courses[0].attachment
         shapes = candidates.shapes(attachment.base_shape)
-        tokens = [course.tokens(shapes) for course in courses]
+        tokens = [course.tokens(shapes) if shapes else [] for course in courses]
         return Group(shapes, tokens, self._costs.wait_time(attachment))
 
     def best_draft(

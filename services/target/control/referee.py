@@ -129,6 +129,11 @@ class Referee:
         self._window.clear()
         self._take(Stance.ON)
 
+    def forbid(self) -> None:
+        """Speculation is not to be switched on."""
+        self._window.clear()
+        self._take(Stance.OFF)
+
     def _follow_size(self, num_sequences: int) -> None:
         if self._octave is None:
             self._size = float(num_sequences)

@@ -152,7 +152,10 @@ class SpeculationController:
         """
         if self._config is None or not num_decoding:
             return
-        if self._config.candidates(num_decoding).may_pause:
+        candidates = self._config.candidates(num_decoding)
+        if not candidates.may_draft:
+            self.referee.forbid()
+        elif candidates.may_pause:
             was_off = self.stance is Stance.OFF
             self._turns.judge(courses, num_decoding)
             self._counts.num_trials += was_off and self.stance is Stance.ON

@@ -65,6 +65,8 @@ class Wishes:
         num_others = len(self.sequence_ids)
         candidates = self._config.candidates(num_others + 1)
         num_known = course.population.num_rounds
+        if not candidates.may_draft:
+            return NO_TREE
         if not self._costs.are_known or num_known <= candidates.num_warm_up_rounds:
             return TreeWish(course.attachment.base_shape)
         shape = self.shape(course.attachment)
@@ -88,6 +90,9 @@ class Wishes:
         candidates = self._config.candidates(len(courses) + num_plain)
         before = self.sequence_ids
         if not self._is_due(courses, candidates, step):
+            return
+        if not candidates.may_draft:
+            self.pause(courses)
             return
         self._costs.close_window(now_s, is_whole=before == self.sequence_ids)
         by_draft, num_fixed = _by_draft(courses)

@@ -91,6 +91,14 @@ def test_a_tree_keeps_its_breadth_and_density_and_may_become_a_chain() -> None:
     assert chain(5) in Candidates().shapes(base)
 
 
+def test_a_step_count_of_0_alone_leaves_plain_steps(tmp_path: Path) -> None:
+    found = read_adaptive_config(_write(tmp_path, {"candidate_steps": [0]})).candidates(1)
+    assert found.may_pause
+    assert not found.may_draft
+    assert found.shapes(TreeShape(5, 4, 16)) == ()
+    assert Candidates().may_draft
+
+
 def test_a_drafter_made_for_one_step_is_not_asked_for_many() -> None:
     assert max(s.num_steps for s in Candidates().shapes(TreeShape(1, 1, 2))) == 3
 

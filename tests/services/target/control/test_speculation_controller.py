@@ -326,3 +326,25 @@ def test_drafts_of_one_kind_share_the_sequences(four: _Bench) -> None:
     _, drafts = _timed(four, _fast_draft, pool)
     held = [len(set(draft.sequence_ids)) for draft in drafts]
     assert held == [2, 2]
+
+
+def test_where_no_depth_may_be_chosen_nothing_is_drafted(four: _Bench) -> None:
+    controller = SpeculationController(AdaptiveConfig({1: Candidates(steps=())}))
+    result, draft = four.drafted(controller, _fast_step, _fast_draft, lambda tokens: 0.9)
+    assert draft.num_batches == 0
+    assert result.duration_s == pytest.approx(four.plain_s(_fast_step))
+
+
+def test_batches_without_a_depth_come_and_go(decoder: Decoder) -> None:
+    lengths = (60, 150, 40, 90)
+    requests = [
+        replace(each, stop=StopParams(length, ignore_eos=True))
+        for each, length in zip(_requests(4), lengths, strict=True)
+    ]
+    config = AdaptiveConfig(
+        {1: Candidates(steps=(2, 3), may_pause=False), 2: Candidates(steps=()), 4: Candidates()}
+    )
+    controller, bench = SpeculationController(config), _Bench.of(decoder, requests)
+    result, draft = bench.drafted(controller, _fast_step, _fast_draft, lambda tokens: 0.9)
+    assert draft.num_batches > 0, "for the last one that is left"
+    assert result.duration_s < bench.plain_s(_fast_step)
