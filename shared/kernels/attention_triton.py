@@ -14,6 +14,7 @@ from shared.kernels.attention_chunk_jit import attend_chunk
 from shared.kernels.attention_jit import attend_splits, combine
 from shared.kernels.attention_whole_jit import attend_whole
 from shared.kernels.dependent import dependent_launch
+from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.split_plan import (
     FIRST_SPLIT_KEYS,
@@ -26,7 +27,8 @@ from shared.kernels.split_plan import (
 _TARGET_PROGRAMS = 1024
 _MIN_SPLIT_PROGRAMS = 8
 # Measured on an H200: fewer blocks leave the device idle when one program takes all of a block.
-FEWEST_WHOLE = 160
+# Triton's interpreter runs one program after the other; to it fewer programs are less work.
+FEWEST_WHOLE = 0 if IS_INTERPRETING else 160
 CHAIN_KEYS = 4096
 _LONG_PROGRAMS = 4
 _MOST_STAGES = 5
