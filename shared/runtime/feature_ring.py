@@ -62,7 +62,7 @@ class FeatureRingWriter:
         self._rows.index_copy_(0, places, rows.to(self._rows.device, self._rows.dtype))
         if self._rows.device.type == "cuda":
             # Bytes would be copied to the host here, which waits as well.
-            _recorded().synchronize()
+            _recorded(self._rows.device).synchronize()
         return start
 
 
@@ -128,8 +128,8 @@ class FeatureRingReader:
             raise ValueError(f"{count} rows from {start}; the ring has {self.num_rows}")
         places = _places(start, start + count, self._rows)
         rows = self._rows.index_select(0, places)
-        is_cuda = self._rows.device.type == "cuda"
-        self._copied.append((start + count, _recorded() if is_cuda else None))
+        device = self._rows.device
+        self._copied.append((start + count, _recorded(device) if device.type == "cuda" else None))
         return rows
 
     def freed(self) -> int | None:
@@ -148,10 +148,11 @@ def _places(start: int, end: int, ring: Tensor) -> Tensor:
     return torch.arange(start, end, device=ring.device) % len(ring)
 
 
-def _recorded() -> torch.cuda.Event:
-    """Returns an event behind all that the device was given so far."""
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    """Returns an event behind all that the device was given so far; the thread's own device may be
+    another one."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -147,7 +147,10 @@ def _open_cuda(address: RingAddress, size_bytes: int) -> RingMemory:
     handle.reserved = address.cuda_ipc_handle
     flags = runtime.cudaIpcMemLazyEnablePeerAccess
     (pointer,) = _checked(runtime.cudaIpcOpenMemHandle(handle, flags))
-    elements = torch.as_tensor(_CudaBytes(pointer, size_bytes), device="cuda")
+    # It may lie on another device than this thread's, to which torch would copy it.
+    (attributes,) = _checked(runtime.cudaPointerGetAttributes(pointer))
+    device = torch.device("cuda", attributes.device)
+    elements = torch.as_tensor(_CudaBytes(pointer, size_bytes), device=device)
     memory = RingMemory(address, elements)
     weakref.finalize(memory, runtime.cudaIpcCloseMemHandle, pointer)
     return memory

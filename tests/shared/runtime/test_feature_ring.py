@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shared.runtime import feature_ring, ring_memory
 from shared.runtime.feature_ring import FeatureRingReader, FeatureRings, FeatureRingWriter
 from shared.runtime.ring_memory import RingAddress, RingUnavailable, host_id, open_memory
 from tests.helpers.ring_reader import DTYPE, NUM_ROWS, WIDTH, read_elsewhere, ring_rows
@@ -105,3 +107,34 @@ def test_memory_that_is_too_small_is_not_opened() -> None:
 
 def test_a_host_has_one_name() -> None:
     assert host_id() == host_id() != ""
+
+
+def test_a_ring_is_opened_on_the_device_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This thread's own device is the first GPU; the target's is the second."""
+    asked: list[object] = []
+    runtime = SimpleNamespace(
+        cudaIpcMemHandle_t=SimpleNamespace,
+        cudaIpcMemLazyEnablePeerAccess=1,
+        cudaIpcOpenMemHandle=lambda handle, flags: (0, 4096),
+        cudaPointerGetAttributes=lambda pointer: (0, SimpleNamespace(device=pointer // 4096)),
+        cudaIpcCloseMemHandle=lambda pointer: None,
+    )
+
+    def as_tensor(data: object, device: object) -> torch.Tensor:
+        asked.append(device)
+        return torch.zeros(16, dtype=torch.uint8)
+
+    monkeypatch.setattr(ring_memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    open_memory(RingAddress(cuda_ipc_handle=b"handle"), 16)
+    assert asked == [torch.device("cuda", 1)]
+
+
+def test_copies_are_over_when_the_rings_own_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[object] = []
+    event = SimpleNamespace(record=recorded.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    assert feature_ring._recorded(torch.device("cuda", 1)) is event
+    assert recorded == [("stream of", torch.device("cuda", 1))]
