@@ -63,17 +63,18 @@ class Referee:
     Attributes:
         regimes: by the octave of how many sequences decode.
         num_changes: of the stance.
+        is_settling: the stance has changed, and what is measured belongs to neither side.
     """
 
     budget: ProbeBudget
     stance: Stance = Stance.OFF
     regimes: dict[int, Regime] = field(default_factory=dict)
     num_changes: int = 0
+    is_settling: bool = False
     _octave: int | None = None
     _size: float = 0.0
     _window: SpeedWindow = field(default_factory=SpeedWindow)
     _num_windows: int = 0
-    _is_settling: bool = False
     _prompt_row_s: Typical = field(default_factory=Typical)
 
     @property
@@ -119,7 +120,7 @@ class Referee:
         self._follow_size(num_sequences)
         if not may_end:
             return
-        if self._is_settling:
+        if self.is_settling:
             self._settle(num_sequences, is_settled=is_settled)
         elif self._window.num_rounds >= WINDOW_ROUNDS * num_sequences:
             self._end_window(step_s)
@@ -169,7 +170,7 @@ class Referee:
             regime = self.regime
             assert regime is not None
             self._pay(regime)
-            self._is_settling = False
+            self.is_settling = False
             self._window.clear()
 
     def _end_window(self, step_s: float) -> None:
@@ -197,7 +198,7 @@ class Referee:
     def _pay(self, regime: Regime) -> None:
         """A trial costs the time beyond that in which plain decoding does the same; until drafts
         are warm for the first time it does not, because that comes once."""
-        is_cold = self._is_settling and regime.num_trials == 1
+        is_cold = self.is_settling and regime.num_trials == 1
         if self.stance is Stance.ON and not (regime.pays or is_cold):
             plain_s = self._window.plain_s
             plain_s += self._prompt_row_s.value * self._window.num_prompt_rows
@@ -241,5 +242,5 @@ class Referee:
     def _take(self, stance: Stance) -> None:
         if stance is self.stance:
             return
-        self.stance, self._is_settling, self._num_windows = stance, True, 0
+        self.stance, self.is_settling, self._num_windows = stance, True, 0
         self.num_changes += 1

@@ -159,3 +159,13 @@ def test_a_pinned_draft_is_left_to_itself(decoder: Decoder) -> None:
     served = serve(decoder, on_cpu(0.0), 2.0, SpeculationController(), pinned=TreeShape(2, 1, 3))
     assert {shape.num_steps for _, shape in served.drafts[0].shapes} == {2}
     assert len(served.drafts[0].shapes) > 40
+
+
+def test_what_a_pinned_draft_does_is_not_taken_for_plain_decoding(decoder: Decoder) -> None:
+    controller = SpeculationController()
+    pinned = TreeShape(3, 1, 4)
+    served = serve(decoder, on_cpu(0.0, 4), 8.0, controller, pinned=pinned)
+    plain = serve(decoder, on_cpu(0.0, 4), 8.0, SpeculationController(None), is_plain=True)
+    assert _gain(plain, served, 4.0, 8.0) < 0.7, "it costs that much"
+    for regime in controller.referee.regimes.values():
+        assert regime.estimate.level == pytest.approx(1.0, abs=0.1)
