@@ -151,10 +151,7 @@ class Referee:
         estimate = self.regimes[octave].estimate
         self._window.clear()
         self._num_windows = 0
-        if estimate.lowest > MIN_GAIN:
-            self._take(Stance.ON)
-        elif estimate.highest < 0.0:
-            self._take(Stance.OFF)
+        self._take(Stance.ON if estimate.lowest > MIN_GAIN else Stance.OFF)
 
     def _expected(self, octave: int) -> GainEstimate:
         if not self.regimes:
