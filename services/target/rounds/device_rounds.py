@@ -20,7 +20,7 @@ from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
 from services.target.sequence import Sequence as TargetSequence
-from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.leases import KvLeases
 from shared.kv.pages import PagePool
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
@@ -122,12 +122,17 @@ class DeviceRounds:
             and sequence.sequence_id not in self._refused
         )
 
+    def takes_all(self, sequences: Sequence[TargetSequence]) -> bool:
+        """Whether rounds can do all that these ask for, and are not too narrow for them."""
+        return len(sequences) <= self._runners.max_sequences and all(map(self.takes, sequences))
+
     def suits(self, sequences: Sequence[TargetSequence]) -> bool:
         """Whether the next step of all running sequences can be a round, once the host has read
         those before it."""
-        return 0 < len(sequences) <= self._runners.max_sequences and all(
-            self.takes(each) and each.num_uncomputed == 1 and each.num_computed > 0
-            for each in sequences
+        return (
+            bool(sequences)
+            and self.takes_all(sequences)
+            and all(each.num_uncomputed == 1 and each.num_computed > 0 for each in sequences)
         )
 
     def launch(self, sequences: Sequence[TargetSequence]) -> bool:
@@ -208,11 +213,12 @@ class DeviceRounds:
         sequence_id = sequence.sequence_id
         guest = self._guests.setdefault(sequence_id, Guest(sequence))
         if self._runner.holds(sequence_id):
-            needed = self._runner.num_kv_tokens(sequence_id)
+            has_features, needed = True, self._runner.num_kv_tokens(sequence_id)
         else:
             num_tokens, shape = len(sequence.token_ids), self._runner.shape
             needed = shape.num_kv_tokens(num_tokens), shape.num_head_kv_tokens(num_tokens)
-        if self._has_features(guest) and self._grow(guest, *needed):
+            has_features = guest.has_features(self.store, self._leases.page_size)
+        if has_features and guest.grow(*needed, self._leases, self._head_pages):
             return True
         self._refused.add(sequence_id)
         return False
@@ -229,24 +235,3 @@ class DeviceRounds:
                 new.append(guest.newcomer)
         if new:
             self._runner.place(new)
-
-    def _has_features(self, guest: Guest) -> bool:
-        """Whether the features are there that the head has not read."""
-        sequence = guest.sequence
-        if self._runner.holds(sequence.sequence_id):
-            return True
-        end = len(sequence.token_ids) - 1
-        start = min(guest.num_head_rows, end - 1)
-        slots = sequence.open_lease.slots(start, end, self._leases.page_size)
-        return self.store.first_known(slots) == 0
-
-    def _grow(self, guest: Guest, num_tokens: int, num_head_rows: int) -> bool:
-        """Makes the pages cover target and head; nobody is preempted for it."""
-        num_missing = -(-num_head_rows // self._leases.page_size) - len(guest.head_pages)
-        try:
-            self._leases.grow(guest.sequence.open_lease, num_tokens)
-            if num_missing > 0:
-                guest.head_pages += self._head_pages.allocate(num_missing)
-        except OutOfPages:
-            return False
-        return True

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from services.target.drafts.feature_store import FeatureStore
 from services.target.sequence import Sequence
+from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.pages import PagePool
 from shared.runtime.round_sequences import Newcomer
 
 
@@ -33,3 +36,23 @@ class Guest:
             head_pages=self.head_pages,
             num_head_rows=min(self.num_head_rows, len(sequence.token_ids) - 2),
         )
+
+    def has_features(self, store: FeatureStore, page_size: int) -> bool:
+        """Whether the features are there that the head has not read; the sequence takes no part."""
+        end = len(self.sequence.token_ids) - 1
+        start = min(self.num_head_rows, end - 1)
+        return store.first_known(self.sequence.open_lease.slots(start, end, page_size)) == 0
+
+    def grow(
+        self, num_tokens: int, num_head_rows: int, leases: KvLeases, head_pages: PagePool
+    ) -> bool:
+        """Makes the pages cover target and head; nobody is preempted for it. False where there are
+        not enough."""
+        num_missing = -(-num_head_rows // leases.page_size) - len(self.head_pages)
+        try:
+            leases.grow(self.sequence.open_lease, num_tokens)
+            if num_missing > 0:
+                self.head_pages += head_pages.allocate(num_missing)
+        except OutOfPages:
+            return False
+        return True

@@ -191,7 +191,7 @@ class RoundSteps:
     def not_taken(self, running: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
         """Returns the sequences that run, or none where rounds take all of them."""
         rounds = self._rounds
-        return () if rounds is not None and all(map(rounds.takes, running)) else running
+        return () if rounds is not None and rounds.takes_all(running) else running
 
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended; its pages are freed after this."""

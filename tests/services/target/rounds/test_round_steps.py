@@ -71,9 +71,10 @@ def _setup(
     is_poisoned: bool = False,
     other_trees: Mapping[TreeShape, int] | None = None,
     max_sequences: int = 8,
+    most_in_rounds: int | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Setup:
-    """`other_trees` has the controller choose."""
+    """`other_trees` has the controller choose; rounds take all sequences unless told otherwise."""
     reports: list[StepReport] = []
     engine = build_engine(
         pair.decoder,
@@ -92,7 +93,7 @@ def _setup(
         other_trees or {},
         num_pages=num_head_pages,
         max_context_tokens=CONTEXT,
-        max_sequences=max_sequences,
+        max_sequences=most_in_rounds or max_sequences,
     )
     engine.attach(attachment)
     return Setup(engine, draft, attachment, reports)
@@ -296,6 +297,26 @@ def test_where_pages_run_out_the_general_path_goes_on(
     collector = run(setup.engine, requests)
     assert _tokens(collector, len(requests)) == _plain(pair, requests)
     assert setup.draft.opened > 0
+
+
+def test_more_sequences_than_rounds_take_are_drafted_for_by_the_draft(pair: Pair) -> None:
+    lengths = (30, 12, 50, 20)
+    requests = [
+        request(prompt, SAMPLINGS["seeded"], StopParams(length))
+        for prompt, length in zip(PROMPTS, lengths, strict=True)
+    ]
+    setup = _setup(pair, max_sequences=8, most_in_rounds=2)
+    num_running = []
+
+    def each_step(step: int) -> None:
+        gauges = setup.engine.gauges_now()
+        if gauges.round_shape is not None:
+            num_running.append(gauges.num_running)
+
+    collector = run(setup.engine, requests, each_step=each_step)
+    assert _tokens(collector, 4) == _plain(pair, requests)
+    assert set(num_running) == {1, 2}
+    assert setup.draft.opened == setup.draft.closed == 4
 
 
 def test_rounds_go_on_while_someone_waits_for_pages(pair: Pair) -> None:
