@@ -174,7 +174,12 @@ class RoundRunner:
 
     @torch.inference_mode()
     def place(self, newcomers: Sequence[Newcomer]) -> None:
-        """Takes sequences into the next round; their heads catch up first, together."""
+        """Takes sequences into the next round; their heads catch up first, together.
+
+        Raises:
+            torch.OutOfMemoryError: to catch up does not fit the device's memory; the sequences have
+                to be removed.
+        """
         used = {placed.slot for placed in self._placed.values()}
         free = (slot for slot in range(self.limits.max_sequences) if slot not in used)
         slots = dict(zip(free, newcomers, strict=False))

@@ -144,11 +144,12 @@ class DeviceRounds:
         """
         if not all(map(self._has_room, sequences)):
             return False
-        self._place(sequences)
         try:
+            self._place(sequences)
             self._runner.launch()
         except torch.OutOfMemoryError:
-            # Graphs of this size do not fit beside weights and cache; smaller ones may.
+            # What the head has to catch up with, or graphs of this size, do not fit beside weights
+            # and cache; fewer sequences may.
             self._give_up()
             return False
         return True

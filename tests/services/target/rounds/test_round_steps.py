@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +16,7 @@ from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
+from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
@@ -356,6 +357,32 @@ def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
     collector = run(setup.engine, alone)
     assert _tokens(collector, 1) == _plain(pair, alone)
     assert setup.reports[-1].num_drafted > 0
+
+
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["one shape", "chosen"])
+def test_where_the_head_has_no_memory_to_catch_up_the_general_path_goes_on(
+    pair: Pair, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all, asked = HeadCatchUp.run, []
+
+    def run_few(catch_up: HeadCatchUp, backlogs: Iterable[HeadBacklog]) -> None:
+        found = list(backlogs)
+        asked.append(len(found))
+        if asked[-1] > 1:
+            raise torch.OutOfMemoryError("no room")
+        run_all(catch_up, found)
+
+    monkeypatch.setattr(HeadCatchUp, "run", run_few)
+    monkeypatch.setattr(RoundChooser, "choose", lambda chooser, batch, now_s: batch.shapes[0])
+    requests = _requests(SAMPLINGS["greedy"])
+    setup = _setup(pair, other_trees=OTHER_TREES if is_chosen else None)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert max(asked) > 1
+    alone = [request([9, 9, 2], SAMPLINGS["greedy"])]
+    assert _tokens(run(setup.engine, alone), 1) == _plain(pair, alone)
+    assert asked[-1] == 1
+    assert setup.num_drafted > 0
 
 
 def _random_request(source: random.Random) -> GenerationRequest:
