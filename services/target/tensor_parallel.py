@@ -86,7 +86,12 @@ class Followers:
         self._is_stopping = threading.Event()
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         launch_on(devices[0])
-        self.group = open_group(store, rank=0, size=size, device=devices[0])
+        try:
+            self.group = open_group(store, rank=0, size=size, device=devices[0])
+        except Exception:  # whatever it is, they would wait for this process
+            self._is_stopping.set()
+            end_processes(self._processes, 0.0)
+            raise
         self.leader = Leader(self.group, self._pipes)
 
     def stop(self) -> None:

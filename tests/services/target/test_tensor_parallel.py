@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.target import tensor_parallel
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
@@ -170,6 +171,19 @@ def test_processes_that_do_not_end_are_killed(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage() for record in caplog.records] == [
         "target-2 does not end; it is killed"
     ]
+
+
+def test_followers_do_not_outlive_a_group_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: object, **place: object) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(tensor_parallel, "open_group", refuse)
+    folder, others = write_checkpoint(tmp_path, "llama", SHAPE), multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="no network"):
+        Followers(_settings(folder, tp_size=2))
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 def test_a_follower_that_fails_ends_with_an_error() -> None:
