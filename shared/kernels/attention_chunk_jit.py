@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shared.kernels.attention_walk_jit import absorb, lowest_keys
+from shared.kernels.attention_walk_jit import absorb_common, lanes_of, loaded_queries, lowest_keys
 
 
 @triton.jit(do_not_specialize=["page_stride", "window"])  # type: ignore[untyped-decorator]
@@ -27,18 +27,15 @@ def attend_chunk(  # type: ignore[no-untyped-def]
         return
     kv_head = tl.program_id(1)
     sequence = tl.load(block_sequences + block)
-    lanes = tl.arange(0, TILE_ROWS)
-    is_lane = lanes // NUM_GROUPS < count
-    heads = kv_head * NUM_GROUPS + lanes % NUM_GROUPS
-    rows = tl.load(block_first_rows + block) + lanes // NUM_GROUPS
+    first_row = tl.load(block_first_rows + block)
+    lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
+    is_lane = lane_rows < count
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     is_stored = is_lane[:, None] & is_dim[None, :]
-    tile_queries = tl.load(
-        queries + rows[:, None].to(tl.int64) * query_stride
-        + heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_stored, other=0.0,
-    )  # fmt: skip
+    tile_queries = loaded_queries(
+        queries, rows, heads, is_stored, query_stride, HEAD_DIM, BLOCK_DIM
+    )
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
     lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
     longest = tl.max(lengths, 0)
@@ -46,23 +43,16 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
     pages = page_table + sequence * page_stride
-    head_keys = keys + kv_head * HEAD_DIM + dims
-    head_values = values + kv_head * HEAD_DIM + dims
+    head_keys = keys + kv_head * HEAD_DIM
+    head_values = values + kv_head * HEAD_DIM
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
     total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
     for tile in range(lowest // TILE_KEYS * TILE_KEYS, longest, TILE_KEYS):
-        indices = tile + tl.arange(0, TILE_KEYS)
-        is_key = indices < longest
-        page = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
-        offsets = (page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-        is_loaded = is_key[:, None] & is_dim[None, :]
-        raw_keys = tl.load(head_keys[None, :] + offsets[:, None], mask=is_loaded, other=0)
-        raw_values = tl.load(head_values[None, :] + offsets[:, None], mask=is_loaded, other=0)
-        is_seen = (indices[None, :] < lengths[:, None]) & (indices[None, :] >= lows[:, None])
-        best, mass, total = absorb(
-            tile_queries, raw_keys, raw_values, is_seen, scale_log2, best, mass, total, IS_E4M3
-        )
+        best, mass, total = absorb_common(
+            tile, tile_queries, lengths, lows, longest, head_keys, head_values, pages, scale_log2,
+            best, mass, total, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+        )  # fmt: skip
     if IS_E4M3:
         total *= tl.load(value_scales + kv_head)
     attended = total / tl.where(mass == 0.0, 1.0, mass)[:, None]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.attention_parts_jit import bounds_of_split, power_of_two, split_of
-from shared.kernels.attention_walk_jit import lowest_keys, walk
+from shared.kernels.attention_walk_jit import lanes_of, loaded_queries, lowest_keys, walk
 from shared.kernels.dependent_jit import begin
 
 # Behind every key.
@@ -54,11 +54,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(0)
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
-    lanes = tl.arange(0, TILE_ROWS)
-    lane_rows = lanes // NUM_GROUPS
+    lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
     is_lane = lane_rows < count
-    heads = kv_head * NUM_GROUPS + lanes % NUM_GROUPS
-    rows = first_row + lane_rows
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
     longest = tl.max(lengths, 0)
     common = tl.load(shared_lengths + sequence)
@@ -82,11 +79,9 @@ def attend_splits(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     is_stored = is_lane[:, None] & is_dim[None, :]
-    tile_queries = tl.load(
-        queries + rows[:, None].to(tl.int64) * query_stride
-        + heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_stored, other=0.0,
-    )  # fmt: skip
+    tile_queries = loaded_queries(
+        queries, rows, heads, is_stored, query_stride, HEAD_DIM, BLOCK_DIM
+    )
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
     pages = page_table + sequence * page_stride

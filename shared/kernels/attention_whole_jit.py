@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.attention_parts_jit import bounds_of_split, merged
-from shared.kernels.attention_walk_jit import lowest_keys, walk, walk_all
+from shared.kernels.attention_walk_jit import lanes_of, loaded_queries, lowest_keys, walk, walk_all
 
 
 @triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "window"])  # type: ignore[untyped-decorator]
@@ -40,11 +40,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(0)
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
-    lanes = tl.arange(0, TILE_ROWS)
-    lane_rows = lanes // NUM_GROUPS
+    lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
     is_lane = lane_rows < count
-    heads = kv_head * NUM_GROUPS + lanes % NUM_GROUPS
-    rows = first_row + lane_rows
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
     longest = tl.max(lengths, 0)
     is_chained = longest <= CHAIN_KEYS
@@ -55,11 +52,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     is_stored = is_lane[:, None] & is_dim[None, :]
-    tile_queries = tl.load(
-        queries + rows[:, None].to(tl.int64) * query_stride
-        + heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_stored, other=0.0,
-    )  # fmt: skip
+    tile_queries = loaded_queries(
+        queries, rows, heads, is_stored, query_stride, HEAD_DIM, BLOCK_DIM
+    )
     value_scale = 1.0
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
