@@ -96,6 +96,14 @@ class KvLeases:
         lease.pages.extend(self._pool.allocate(num_missing))
         lease.version += 1
 
+    def try_grow(self, lease: KvLease, num_tokens: int) -> bool:
+        """Does what `grow` does; False, with the lease as it was, where it raises."""
+        try:
+            self.grow(lease, num_tokens)
+        except OutOfPages:
+            return False
+        return True
+
     def close(self, lease: KvLease, token_ids: Sequence[int]) -> None:
         """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
         prefix cache, every other own page is freed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.draft.drafters.tail import Tail
 from services.draft.sequence import DraftSequence
-from shared.kv.leases import KvLease, KvLeases, OutOfPages
+from shared.kv.leases import KvLease, KvLeases
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +66,10 @@ class DraftKv:
         self.close(kv, sequence)
         return self.open(sequence)
 
-    def reserve(self, kv: SequenceKv, sequence: DraftSequence, num_tail_rows: int) -> None:
-        """Raises:
-        OutOfPages: the window and a tree of that many rows do not fit; nothing changed.
-        """
-        self.leases.grow(kv.lease, sequence.num_tokens - kv.window_start + num_tail_rows)
+    def reserve(self, kv: SequenceKv, sequence: DraftSequence, num_tail_rows: int) -> bool:
+        """Whether the window and a tree of that many rows fit; nothing changed if not."""
+        num_rows = sequence.num_tokens - kv.window_start + num_tail_rows
+        return self.leases.try_grow(kv.lease, num_rows)
 
     def publish(self, kv: SequenceKv, sequence: DraftSequence) -> None:
         """Shares the computed tokens with other sequences, once."""
@@ -84,11 +83,7 @@ class DraftKv:
     def reserve_tail(self, kv: SequenceKv, num_rows: int) -> bool:
         """Makes room for that many rows behind the tail's; False when there is none."""
         assert kv.tail is not None
-        try:
-            self.leases.grow(kv.lease, kv.tail.base + kv.tail.num_rows + num_rows)
-        except OutOfPages:
-            return False
-        return True
+        return self.leases.try_grow(kv.lease, kv.tail.base + kv.tail.num_rows + num_rows)
 
     def take_moves(self) -> list[tuple[int, int]]:
         """Returns the (source, target) slots to copy before the next forward, as if all were read

@@ -18,7 +18,7 @@ from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.leases import KvLeases
 from shared.runtime.head_runner import HeadOutput, HeadRunner
 from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenSequence
@@ -113,11 +113,7 @@ class HeadContexts:
     def reserve(self, sequence: DraftSequence, num_tail_rows: int) -> bool:
         """Makes room for the committed rows and a tree; False, with nothing changed, if there is
         none."""
-        try:
-            self._kv.reserve(self.kv_of(sequence), sequence, num_tail_rows)
-        except OutOfPages:
-            return False
-        return True
+        return self._kv.reserve(self.kv_of(sequence), sequence, num_tail_rows)
 
     def publish(self, sequence: DraftSequence) -> None:
         """Shares the computed rows with other sequences, once."""

@@ -53,11 +53,9 @@ class HeadKv:
     def is_outgrown(self, kv: SequenceKv, sequence: DraftSequence) -> bool:
         return num_window_rows(kv, sequence) > self._max_window_rows
 
-    def reserve(self, kv: SequenceKv, sequence: DraftSequence, num_tail_rows: int) -> None:
-        """Raises:
-        OutOfPages: the window and a tree of that many rows do not fit; nothing changed.
-        """
-        self.leases.grow(kv.lease, num_window_rows(kv, sequence) + num_tail_rows)
+    def reserve(self, kv: SequenceKv, sequence: DraftSequence, num_tail_rows: int) -> bool:
+        """Whether the window and a tree of that many rows fit; nothing changed if not."""
+        return self.leases.try_grow(kv.lease, num_window_rows(kv, sequence) + num_tail_rows)
 
     def publish(self, kv: SequenceKv, sequence: DraftSequence) -> None:
         """Shares the computed rows with other sequences, once."""

@@ -18,7 +18,6 @@ from services.draft.drafters.outcome_drafter import TailWork, learn_rows
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail
 from services.draft.sequence import DraftSequence
-from shared.kv.leases import OutOfPages
 from shared.runtime.head_runner import HeadOutput
 
 
@@ -92,11 +91,7 @@ class HeadTails:
     def _has_room(self, work: TailWork) -> bool:
         kv = self._contexts.kv_of(work.sequence)
         num_rows = num_window_rows(kv, work.sequence) + work.tail.num_rows + len(work.nodes)
-        try:
-            self._contexts.leases.grow(kv.lease, num_rows)
-        except OutOfPages:
-            return False
-        return True
+        return self._contexts.leases.try_grow(kv.lease, num_rows)
 
 
 def reroot(kv: SequenceKv, token_ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.leases import KvLeases
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.runner import ModelRunner
@@ -68,11 +68,7 @@ class StandaloneContexts:
     def reserve(self, sequence: DraftSequence, num_tail_rows: int) -> bool:
         """Makes room for the committed tokens and a tree; False, with nothing changed, if there is
         none."""
-        try:
-            self._kv.reserve(self.kv_of(sequence), sequence, num_tail_rows)
-        except OutOfPages:
-            return False
-        return True
+        return self._kv.reserve(self.kv_of(sequence), sequence, num_tail_rows)
 
     def reserve_tail(self, sequence: DraftSequence, num_rows: int) -> bool:
         """Makes room for that many rows behind the tail's; False when there is none."""

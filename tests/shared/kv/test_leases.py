@@ -89,6 +89,15 @@ def test_running_out_changes_nothing() -> None:
     leases.check()
 
 
+def test_trying_to_grow_says_whether_it_did() -> None:
+    leases = _leases(4)
+    lease = leases.open([])
+    assert leases.try_grow(lease, 7)
+    assert len(lease.pages) == 2
+    assert not leases.try_grow(lease, 100)
+    assert len(lease.pages) == 2
+
+
 def test_published_prompt_is_shared_while_its_owner_runs() -> None:
     leases = _leases()
     tokens = list(range(9))
