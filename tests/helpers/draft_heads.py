@@ -41,6 +41,17 @@ class TinyHead:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
+HEADS = {
+    "eagle": TinyHead(),
+    "mapped": TinyHead(),
+    "eagle3": TinyHead(kind="EAGLE3", draft_vocab_size=20, has_embedding=False),
+    "eagle3.1": TinyHead(
+        kind="EAGLE3", draft_vocab_size=20, has_fc_norms=True, config={"norm_output": True}
+    ),
+}
+"""EAGLE with and without a token map, EAGLE-3 and EAGLE-3.1."""
+
+
 def write_head(folder: Path, head: TinyHead, *, seed: int = 7, suffix: str = "safetensors") -> Path:
     """Writes `config.json` and `model.safetensors` or, for `bin`, `pytorch_model.bin`."""
     folder.mkdir(parents=True, exist_ok=True)

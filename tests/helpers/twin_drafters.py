@@ -29,7 +29,7 @@ from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.draft_heads import HEADS, write_head
 from tests.helpers.drafting import GREEDY, VOCAB_SIZE, committed, propose
 from tests.helpers.head_oracle import path_values
 
@@ -38,14 +38,6 @@ NUM_PAGES = 240
 CONTEXT = 96
 MAX_SEQUENCES = 3
 """Of one pass."""
-HEADS = {
-    "eagle": TinyHead(),
-    "mapped": TinyHead(),
-    "eagle3": TinyHead(kind="EAGLE3", draft_vocab_size=20, has_embedding=False),
-    "eagle3.1": TinyHead(
-        kind="EAGLE3", draft_vocab_size=20, has_fc_norms=True, config={"norm_output": True}
-    ),
-}
 SHAPES = [
     TreeShape(1, 1, 2),
     TreeShape(4, 1, 5),

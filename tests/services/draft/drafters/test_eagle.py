@@ -24,7 +24,7 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
-from tests.helpers.draft_heads import TinyHead, head_tensors, write_head
+from tests.helpers.draft_heads import HEADS, head_tensors, write_head
 from tests.helpers.drafting import (
     GREEDY,
     SAMPLED,
@@ -39,14 +39,6 @@ from tests.helpers.head_oracle import HeadOracle, Values, best_paths, path_value
 PAGE_SIZE = 4
 TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
 TOKEN_MAP = sorted(random.Random(5).sample(range(VOCAB_SIZE), 12))
-HEADS = {
-    "eagle": TinyHead(),
-    "mapped": TinyHead(),
-    "eagle3": TinyHead(kind="EAGLE3", draft_vocab_size=20, has_embedding=False),
-    "eagle3.1": TinyHead(
-        kind="EAGLE3", draft_vocab_size=20, has_fc_norms=True, config={"norm_output": True}
-    ),
-}
 SHAPES = [
     TreeShape(1, 1, 2),
     TreeShape(4, 1, 5),

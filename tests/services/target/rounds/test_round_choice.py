@@ -24,7 +24,7 @@ from tests.helpers.engines import (
     run,
     settle,
 )
-from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
+from tests.helpers.lent_rounds import SilentDraft, lending
 from tests.helpers.model_time import ModelClock, TimedRun, TimedRunner, run_timed
 
 CPU = torch.device("cpu")
@@ -46,11 +46,6 @@ CHEAP = Costs(lambda shape, size: 1.05 * PLAIN_S)
 DEAR = Costs(lambda shape, size: 4.0 * PLAIN_S)
 CHEAP_NARROW = Costs(lambda shape, size: (4.0 if shape.topk == TREE.topk else 1.05) * PLAIN_S)
 CHEAP_ALONE = Costs(lambda shape, size: (1.05 if size < 3 else 4.0) * PLAIN_S)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CPU)
 
 
 @dataclass

@@ -15,15 +15,9 @@ from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import PAGE_SIZE
-from tests.helpers.lent_rounds import write_pair
 
 CPU = torch.device("cpu")
 TREE, CHAIN, SHORT = TreeShape(3, 3, 9), TreeShape(3, 1, 4), TreeShape(1, 1, 2)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CPU)
 
 
 OTHERS = {CHAIN: 12, SHORT: 32}

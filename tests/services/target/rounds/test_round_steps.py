@@ -30,7 +30,7 @@ from tests.helpers.engines import (
     run,
     settle,
 )
-from tests.helpers.lent_rounds import SilentDraft, any_choice, lending, write_pair
+from tests.helpers.lent_rounds import SilentDraft, any_choice, lending
 
 CPU = torch.device("cpu")
 TREE = TreeShape(3, 3, 9)
@@ -43,11 +43,6 @@ SAMPLINGS = {
     "truncated": SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05, seed=1),
 }
 PENALISED = SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CPU)
 
 
 @dataclass
