@@ -14,6 +14,7 @@ from services.draft.drafters.placement import (
     allocate_kv,
     context_for,
     device_for,
+    is_cut_short,
     log_quantisation,
 )
 from services.draft.settings import DraftSettings
@@ -48,13 +49,7 @@ def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDraft
     device = device_for(settings)
     dtype = dtype_named(settings.dtype, config.dtype, device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
-    is_shorter = context < target_config.max_position_embeddings
-    if is_shorter:
-        log.warning(
-            "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
-            "their last tokens",
-            *(context, target_config.max_position_embeddings),
-        )
+    is_shorter = is_cut_short(context, target_config.max_position_embeddings)
     head = load_head(
         folder,
         kind,

@@ -13,6 +13,7 @@ from services.draft.drafters.placement import (
     allocate_kv,
     context_for,
     device_for,
+    is_cut_short,
     log_quantisation,
 )
 from services.draft.settings import DraftSettings
@@ -42,13 +43,7 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
     dtype = dtype_named(settings.dtype, config.dtype, device)
     tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
-    is_shorter = context < tensors.config.max_position_embeddings
-    if is_shorter:
-        log.warning(
-            "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
-            "their last tokens",
-            *(context, tensors.config.max_position_embeddings),
-        )
+    is_shorter = is_cut_short(context, tensors.config.max_position_embeddings)
     head = load_mtp(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
     log_quantisation(settings, head)
     num_layers = len(head.layers)

@@ -71,6 +71,22 @@ def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) ->
     return context
 
 
+def is_cut_short(context: int, target_tokens: int) -> bool:
+    """Whether a head looks back on less than its target's longest sequence, which it then says.
+
+    Args:
+        target_tokens: what the target was trained on.
+    """
+    if context >= target_tokens:
+        return False
+    log.warning(
+        "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
+        "their last tokens",
+        *(context, target_tokens),
+    )
+    return True
+
+
 def allocate_kv(
     settings: DraftSettings,
     layout: KvLayout,
