@@ -207,8 +207,8 @@ class Engine:
         self._loop.check_idle()
 
     def _run(self) -> None:
-        launch_on(self._device)
         try:
+            launch_on(self._device)
             while not self._stop.is_set():
                 # The command that a stop sends to wake the thread may be among those of the step.
                 if not self.step() and not self._stop.is_set():
