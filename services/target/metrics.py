@@ -15,6 +15,7 @@ from shared.telemetry.vllm_metrics import EngineFigures
 
 _GAUGES_TIMEOUT_S = 1.0
 _MOST_LABELS = 8
+_GAP_SECONDS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.005, 0.01)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -46,6 +47,7 @@ class TargetMetrics:
     | `outrider_target_wire_bytes`, `…_wire_messages` | to and from drafts, by `direction` | |
     | `outrider_target_discarded_sequences` | computed after their end | a step for each request |
     | `outrider_target_host_gap_seconds` | seconds the device waits for the host | near 0 |
+    | `outrider_target_hit_gap_seconds` | those behind a foreseen verdict | mean: sum over count |
     """
 
     def __init__(self, registry: CollectorRegistry, log: RoundLog | None = None) -> None:
@@ -55,6 +57,7 @@ class TargetMetrics:
             return Counter(f"outrider_target_{name}", meaning, labels, registry=registry)
 
         self.num_preempted = 0
+        self._follows_hits = False
         self._log = log
         self._steps = counter("steps", "Engine steps that ran a forward.")
         self._rows = counter("rows", "Rows computed: prompt, plain and tree.")
@@ -95,6 +98,13 @@ class TargetMetrics:
             buckets=_STEP_SECONDS,
             registry=registry,
         )
+        self._hit_gaps = Histogram(
+            "outrider_target_hit_gap_seconds",
+            "Time the device waited for the host from verdicts that were all foreseen to the next "
+            "step.",
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
 
     def observe_step(self, report: StepReport) -> None:
         """Counts one step; called on the engine thread."""
@@ -112,7 +122,7 @@ class TargetMetrics:
         self._observe_speculation(report.speculation)
         self._busy.inc(report.duration_s)
         self._discarded.inc(report.num_discarded)
-        self._host_gap.inc(report.host_gap_s)
+        self._observe_gap(report)
         self._seconds.observe(report.duration_s)
         if self._log is not None:
             self._log.span(
@@ -124,6 +134,14 @@ class TargetMetrics:
                 late=report.outcomes.num_late_hits,
                 misses=report.outcomes.num_misses + report.outcomes.num_unprepared,
             )
+
+    def _observe_gap(self, report: StepReport) -> None:
+        """A gap follows the verdicts of the step before. There is none where that step was not the
+        last to be read, or where something else was awaited in between."""
+        self._host_gap.inc(report.host_gap_s)
+        if self._follows_hits and report.host_gap_s > 0.0:
+            self._hit_gaps.observe(report.host_gap_s)
+        self._follows_hits = report.outcomes.is_all_hits
 
     def _observe_speculation(self, counts: SpeculationCounts) -> None:
         self._waiting.inc(counts.waiting_s)

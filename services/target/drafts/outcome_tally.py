@@ -47,6 +47,11 @@ class OutcomeTally:
     def num_misses(self) -> int:
         return self.misses.total()
 
+    @property
+    def is_all_hits(self) -> bool:
+        """Whether there were verdicts, and the next tree of each was here."""
+        return bool(self.hits) and not self.misses and not self.num_unprepared
+
     def count(self, position: int, foreseen: Foreseen | None, *, was_prepared: bool) -> None:
         """Counts one verdict on a drafted tree."""
         if foreseen is not None:

@@ -39,6 +39,8 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
     recorder.proposed([Proposal(sequence, TREE), Proposal(sequence, TREE)], 0.003)
     recorder.decided(KEY, _verdict(Outcome.VERIFIED, 0, 1))
     recorder.decided(KEY, _verdict(Outcome.MISSED))
+    recorder.drafted_ahead(2, 0.5)
+    recorder.drafted_ahead(0, 0.25)
     recorder.caught_up(5)
     recorder.released()
     recorder.closed(sequence)
@@ -47,6 +49,8 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
     for line in (
         "outrider_draft_trees_total 2.0",
         "outrider_draft_tree_tokens_total 6.0",
+        "outrider_draft_pushed_trees_total 2.0",
+        "outrider_draft_ahead_seconds_total 0.75",
         "outrider_draft_caught_up_tokens_total 5.0",
         "outrider_draft_accepted_tokens_total 2.0",
         "outrider_draft_opened_sequences_total 1.0",

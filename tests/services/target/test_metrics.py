@@ -1,0 +1,47 @@
+"""The target's metrics: what a scrape says after a few steps."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.target.control.speculation_counts import SpeculationCounts
+from services.target.drafts.outcome_tally import Foreseen, OutcomeTally
+from services.target.metrics import TargetMetrics
+from services.target.step_report import StepReport
+
+
+def _report(host_gap_s: float, *verdicts: bool) -> StepReport:
+    outcomes = OutcomeTally()
+    for is_hit in verdicts:
+        outcomes.count(1, Foreseen(1, 0) if is_hit else None, was_prepared=True)
+    return StepReport(
+        duration_s=0.01,
+        host_gap_s=host_gap_s,
+        num_rows=4,
+        num_prompt_rows=0,
+        num_rounds=1,
+        num_committed=2,
+        num_drafted=3,
+        num_accepted=1,
+        num_preempted=0,
+        outcomes=outcomes,
+        num_discarded=0,
+        speculation=SpeculationCounts(),
+    )
+
+
+def test_gaps_behind_foreseen_verdicts_are_counted_apart() -> None:
+    registry = CollectorRegistry()
+    metrics = TargetMetrics(registry)
+    for report in (
+        _report(1.0, True),  # behind nothing
+        _report(0.25, True, True),  # behind a hit
+        _report(0.5, True, False),  # behind hits
+        _report(2.0, True),  # behind a hit and a miss
+        _report(0.0),  # behind a hit, but something was awaited
+        _report(4.0),  # behind no verdict
+    ):
+        metrics.observe_step(report)
+    assert registry.get_sample_value("outrider_target_hit_gap_seconds_sum") == 0.75
+    assert registry.get_sample_value("outrider_target_hit_gap_seconds_count") == 2.0
+    assert registry.get_sample_value("outrider_target_host_gap_seconds_total") == 7.75
