@@ -18,8 +18,9 @@ _ONE_AT_A_TIME = threading.Lock()
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Captures into `graph` what its body queues.
 
-    Another thread of the process may use the device meanwhile, and waits to capture. No garbage is
-    collected: a graph among it would be destroyed, which breaks the capture under way.
+    Another thread of the process may use the device meanwhile, and waits to capture. It must not
+    wait for the whole device, which breaks the capture under way; this waits for it before it
+    begins. No garbage is collected: a graph among it would be destroyed, which breaks it, too.
 
     Args:
         pool: of `torch.cuda.graph_pool_handle`.

@@ -190,7 +190,6 @@ class ForwardGraphs:
         self._inputs.fill(bucket, nobody)
         # Loads kernels and makes the workspaces of products outside of the graph.
         self._forward(bucket, key.capture_layers)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         if self._decoder.group is not None:
             self._decoder.group.graphs.append(graph)

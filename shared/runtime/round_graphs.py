@@ -92,7 +92,6 @@ class RoundGraphs:
         # Loads kernels and makes the workspaces of products outside of the graphs, for nobody.
         nobody = state.emptied()
         self._verification.decide(nobody, self._draft.grow(nobody, sampling), sampling)
-        torch.cuda.synchronize()
         draft, verification = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with capturing(draft, self._memory):
             tree = self._draft.grow(state, sampling)

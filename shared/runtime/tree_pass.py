@@ -173,7 +173,6 @@ class TreePass:
         # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
         nobody = OpenInputs(inputs.state.emptied(), torch.zeros_like(inputs.feature_slots))
         self._grown(draft, nobody, sampling)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._memory):
             result = self._grown(draft, inputs, sampling)

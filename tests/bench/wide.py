@@ -60,6 +60,7 @@ class Plan:
 
     Attributes:
         num_checked: tokens of each prompt that the wide model must write as the small one does.
+        has_levels: whether trees that the host leads level by level are measured, too.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -69,6 +70,7 @@ class Plan:
     shapes: PairShapes = PAIR_8B
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = CUDA
+    has_levels: bool = False
 
 
 def runner_over(decoder: Decoder, plan: Plan, kv_dtype: torch.dtype | None = None) -> ModelRunner:
@@ -143,23 +145,23 @@ class WideBench:
             run = serve(runner, self.prompts[:batch], plan.output_tokens)
             self._plain[batch] = run
             yield self._row("plain", batch, run, self._floor_ms(runner, batch, None))
-        small = runner_over(self.pair.draft.decoder(dtype=plan.dtype), plan)
-        level_by_level = self._standalone(small, grows_whole=False)
-        yield from self._drafted(runner, "STANDALONE 1B, levels on the host", level_by_level)
-        yield from self._drafted(runner, "STANDALONE 1B", self._standalone(small))
-        del small, level_by_level
         head = self.pair.eagle3(self._scratch, plan.dtype)
-        level_by_level = self.eagle3(head, CHAIN, grows_whole=False)
-        yield from self._drafted(runner, "EAGLE3, levels on the host", level_by_level)
-        for shape in (CHAIN, TREE):
-            drafting = self.eagle3(head, shape)
-            yield from self._drafted(runner, "EAGLE3, trees on the host", drafting)
         for shape in (CHAIN, TREE):
             drafting = replace(self.eagle3(head, shape), is_on_device=True)
             yield from self._drafted(runner, "EAGLE3, rounds on the device", drafting)
         drafting = replace(self.eagle3(head, TREE), is_on_device=True, is_chosen=True)
         yield from self._drafted(runner, "EAGLE3, rounds or plain steps as chosen", drafting)
-        del runner
+        for shape in (CHAIN, TREE):
+            drafting = self.eagle3(head, shape)
+            yield from self._drafted(runner, "EAGLE3, trees on the host", drafting)
+        small = runner_over(self.pair.draft.decoder(dtype=plan.dtype), plan)
+        yield from self._drafted(runner, "STANDALONE 1B", self._standalone(small))
+        if plan.has_levels:
+            drafting = self.eagle3(head, CHAIN, grows_whole=False)
+            yield from self._drafted(runner, "EAGLE3, levels on the host", drafting)
+            drafting = self._standalone(small, grows_whole=False)
+            yield from self._drafted(runner, "STANDALONE 1B, levels on the host", drafting)
+        del small, runner, drafting
         gc.collect()
         yield from self._narrow()
 
@@ -274,8 +276,11 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(Plan().batches))
     parser.add_argument("--output-tokens", type=int, default=Plan().output_tokens)
     parser.add_argument("--skip-check", action="store_true", help="trust the widening")
+    parser.add_argument("--levels", action="store_true", help="trees led by the host, too")
     flags = parser.parse_args()
-    plan = Plan(batches=tuple(flags.batches), output_tokens=flags.output_tokens)
+    plan = Plan(
+        batches=tuple(flags.batches), output_tokens=flags.output_tokens, has_levels=flags.levels
+    )
     with tempfile.TemporaryDirectory() as scratch:
         bench = WideBench(plan, Path(scratch))
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

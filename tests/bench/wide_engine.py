@@ -90,6 +90,10 @@ def serve(
 def warm_up(runner: ModelRunner, prompts: Sequence[Sequence[int]], drafting: Drafting) -> None:
     """Compiles kernels and captures graphs: a target does not wait that long for a draft."""
     _served(runner, prompts, _WARM_UP_TOKENS, drafting)
+    # All drafters of a mode share their graphs. Without a thread nothing is captured when idle.
+    drafter = drafting.build()
+    while drafter.prepare_next(drafting.shape) or runner.prepare_next():
+        pass
 
 
 def _served(
