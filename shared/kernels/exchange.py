@@ -1,7 +1,8 @@
 """Sums over the processes of a group, which must not depend on the rows beside a row.
 
 Parts are added in the order of ranks, in float32, and rounded once: by one kernel that reads the
-memory of the other GPUs, or in plain torch once the parts have been gathered.
+memory of the other GPUs, by one that writes to it and computes the norm as well, or in plain torch
+once the parts have been gathered.
 """
 
 from __future__ import annotations
@@ -26,6 +27,46 @@ class PeerAddresses:
     buffers: Tensor
     flags: Tensor
     max_programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSlots:
+    """Where the GPUs of a group send each other rows; see `exchange_norm_jit`.
+
+    Attributes:
+        rank: of this process.
+        places: `[size]` int64 on this GPU, where it finds each rank's slots, `[2, size, max_rows,
+            slot_bytes]` bytes that were all ones before any rank sent a row; 16-byte aligned.
+        turns: `[max_rows]` int32 on this GPU, zeros at first; which no other kernel writes.
+        slot_bytes: of the longest row, a multiple of 16.
+    """
+
+    rank: int
+    places: Tensor
+    turns: Tensor
+    slot_bytes: int
+
+    def fits(self, part: Tensor) -> bool:
+        """Whether `exchanged_norm` takes such parts `[T, D]`; the same answer on every rank."""
+        rows, columns = part.shape
+        return 0 < rows <= len(self.turns) and columns * part.itemsize <= self.slot_bytes
+
+
+def exchanged_norm(
+    part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
+) -> tuple[Tensor, Tensor]:
+    """Returns `hidden` plus the sum of every rank's `part`, and its norm, `[T, D]` each.
+
+    The bits are those of `exchanged_sum` and, after it, `add_rms_norm`.
+
+    Args:
+        part: `[T, D]`, of one shape and dtype, which all ranks queue alike.
+        hidden: `[T, D]`; None is nothing to add.
+        weight: `[D]` of the norm.
+    """
+    from shared.kernels.exchange_norm_triton import launch
+
+    return launch(part.contiguous(), hidden, weight, eps, slots)
 
 
 def exchanged_sum(part: Tensor, peers: PeerAddresses) -> Tensor:

@@ -11,6 +11,15 @@ import triton.language as tl
 from shared.kernels.dependent_jit import begin
 
 
+@triton.jit
+def normed_row(values, weights, num_columns, eps):  # type: ignore[no-untyped-def]
+    """Returns the norm of a row, padded with zeros; see `shared.kernels.norm.rms_norm`."""
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / num_columns + eps)
+    result = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
+    return result.to(values.dtype)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def add_norm(  # type: ignore[no-untyped-def]
     hidden, update, weight, sums, normed, rows, num_columns, hidden_stride, eps,
@@ -31,11 +40,9 @@ def add_norm(  # type: ignore[no-untyped-def]
         more = tl.load(update + source * num_columns + columns, mask=is_column, other=0.0)
         values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
         tl.store(sums + row * num_columns + columns, values, mask=is_column)
-    wide = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / num_columns + eps)
     weights = tl.load(weight + columns, mask=is_column, other=0.0)
-    result = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
-    tl.store(normed + row * num_columns + columns, result.to(values.dtype), mask=is_column)
+    result = normed_row(values, weights, num_columns, eps)
+    tl.store(normed + row * num_columns + columns, result, mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -140,15 +147,12 @@ def join_inputs(  # type: ignore[no-untyped-def]
         values = tl.load(embedding + token * num_columns + columns, mask=is_column, other=0.0)
     result = values
     if HAS_NORMS:
-        wide = values.to(tl.float32)
-        eps = tl.where(is_hidden, hidden_eps, embedding_eps)
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / num_columns + eps)
         if is_hidden:
             weights = tl.load(hidden_weight + columns, mask=is_column, other=0.0)
         else:
             weights = tl.load(embedding_weight + columns, mask=is_column, other=0.0)
-        result = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
-        result = result.to(values.dtype)
+        eps = tl.where(is_hidden, hidden_eps, embedding_eps)
+        result = normed_row(values, weights, num_columns, eps)
     half = tl.where(is_hidden, num_columns, 0)
     tl.store(inputs + row * 2 * num_columns + half + columns, result, mask=is_column)
     if is_hidden:

@@ -17,7 +17,13 @@ from shared.kernels.fused_jit import (
 from shared.kernels.narrow_cache import CacheScales
 
 _BLOCK_HEADS = 8
+_WIDE_BLOCK = 2048
 _SILU_BLOCK = 1024
+
+
+def norm_warps(block: int) -> int:
+    """Returns the warps that compute a norm over a row of `block`; its last bits depend on it."""
+    return 8 if block >= _WIDE_BLOCK else 4
 
 
 def fused_add_norm(
@@ -40,7 +46,7 @@ def fused_add_norm(
             sources, added, weight, sums, normed, sources if rows is None else rows,
             num_columns, sources.stride(0), eps,
             HAS_UPDATE=has_update, HAS_ROWS=rows is not None, BLOCK=block,
-            num_warps=8 if block >= 2048 else 4, **dependent_launch(hidden.device, num_rows),
+            num_warps=norm_warps(block), **dependent_launch(hidden.device, num_rows),
         )  # fmt: skip
     return sums, normed
 
@@ -67,7 +73,7 @@ def fused_join_inputs(
             token_ids, embedding, hidden, token_ids if rows is None else rows,
             first[0], second[0], inputs, residual, num_columns, first[1], second[1],
             HAS_ROWS=rows is not None, HAS_NORMS=norms is not None,
-            NORMED_RESIDUAL=normed_residual, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+            NORMED_RESIDUAL=normed_residual, BLOCK=block, num_warps=norm_warps(block),
         )  # fmt: skip
     return inputs, residual
 

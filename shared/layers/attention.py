@@ -15,6 +15,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
+from shared.layers.tensor_group import Part
 from shared.model_options import AttentionBackend
 
 
@@ -71,6 +72,14 @@ class Attention:
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
+        return self.output(self._attended(hidden, context))
+
+    def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Part:
+        """Returns the result, or this process's part of it; see `Linear.part`."""
+        return self.output.part(self._attended(hidden, context))
+
+    def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Returns `[T, num_heads * head_dim]`."""
         shape, pool = self.shape, context.pool
         norm = self.qk_norm
         queries = rotate_into_cache(
@@ -90,7 +99,7 @@ class Attention:
             scale=shape.head_dim**-0.5,
             cache_scales=pool.scales(self.layer),
         )
-        return self.output(attended.view(len(hidden), -1))
+        return attended.view(len(hidden), -1)
 
 
 def plan_for(

@@ -9,6 +9,7 @@ from torch import Tensor
 from shared.layers.attention import Attention, ForwardContext
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
+from shared.layers.tensor_group import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +33,20 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""
-        hidden, update = self.advance(hidden, None, context)
-        return hidden + update
+        hidden, normed = self.attention_norm.add(hidden, None)
+        hidden, normed = self.mlp_norm.add(hidden, self.attention(normed, context))
+        return hidden + self.mlp(normed)
 
     def advance(
-        self, hidden: Tensor, update: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """Computes the layer on the residual stream `hidden + update`.
+        self, hidden: Tensor | Part, update: Tensor | Part | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor | Part]:
+        """Computes the layer on the residual stream `hidden + update`, either of which may be a
+        part of a sum over a group.
 
         Returns:
-            The stream between the two blocks, and what the second one adds to it. The sum is left
-            to the next norm, which reads the stream anyway.
+            The stream that enters, the stream between the two blocks, and what the second one adds
+            to it. Sums are left to the next norm, which reads the stream anyway.
         """
-        hidden, normed = self.attention_norm.add(hidden, update)
-        hidden, normed = self.mlp_norm.add(hidden, self.attention(normed, context))
-        return hidden, self.mlp(normed)
+        entered, normed = self.attention_norm.add_parts(hidden, update)
+        between, normed = self.mlp_norm.add_parts(entered, self.attention.part(normed, context))
+        return entered, between, self.mlp.part(normed)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.kernels.linear import LinearWeight, linear
 from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
-from shared.layers.tensor_group import TensorGroup
+from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
 
 _STORED = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
@@ -64,6 +64,13 @@ class Linear:
             return self._product(inputs, self.bias)
         total = self.group.sum(self._product(inputs, None))
         return total if self.bias is None else total + self.bias
+
+    def part(self, inputs: Tensor) -> Tensor | Part:
+        """Returns the product, or this process's part of it where the sum can be left to others:
+        a bias comes after the sum."""
+        if self.group is None or self.bias is not None:
+            return self(inputs)
+        return Part(self._product(inputs, None), self.group)
 
     def _product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.weight, QuantisedWeight):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shared.kernels.activation import silu_mul
 from shared.layers.linear import Linear
+from shared.layers.tensor_group import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +26,7 @@ class Mlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
         return self.down(silu_mul(self.gate_up(hidden)))
+
+    def part(self, hidden: Tensor) -> Tensor | Part:
+        """Returns the result, or this process's part of it; see `Linear.part`."""
+        return self.down.part(silu_mul(self.gate_up(hidden)))

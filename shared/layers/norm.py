@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shared.kernels.norm import add_rms_norm, rms_norm
+from shared.layers.tensor_group import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +29,14 @@ class RmsNorm:
             rows: `[T]` int64, the rows that are wanted; None takes all.
         """
         return add_rms_norm(hidden, update, self.weight, self.eps, rows)
+
+    def add_parts(
+        self, hidden: Tensor | Part, update: Tensor | Part | None
+    ) -> tuple[Tensor, Tensor]:
+        """Does what `add` does; either may be a part of a sum over a group, but not both."""
+        if isinstance(hidden, Part):
+            assert update is None
+            return hidden.group.add_norm(hidden.values, None, self.weight, self.eps)
+        if isinstance(update, Part):
+            return update.group.add_norm(update.values, hidden, self.weight, self.eps)
+        return self.add(hidden, update)

@@ -1,7 +1,9 @@
-"""Sums of small messages through memory that all GPUs of a group can read.
+"""Sums of small messages through memory that all GPUs of a group can read and write.
 
-Each GPU writes its part into its own memory, and one kernel waits for the others, reads their parts
-over NVLink and adds. A layer of a decode step needs two such sums of a few kilobytes.
+A layer of a decode step needs two sums of a few kilobytes, each with a norm after it: for few rows
+one kernel sends a GPU's part to the others, takes in theirs, adds and computes the norm. For other
+messages each GPU writes its part into its own memory, and a kernel waits for the others, reads
+their parts over NVLink and adds.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.exchange import PeerAddresses, exchanged_sum
+from shared.kernels.exchange import PeerAddresses, PeerSlots, exchanged_norm, exchanged_sum
 
 MAX_BYTES = 4 * 2**20
 """Largest message: 512 rows of 4,096 bfloat16. Prompts send more, and NCCL moves it faster."""
+MAX_NORM_ROWS = 64
+"""Most rows of a sum and norm in one kernel; with 0 there is none, and each has its own."""
+_SLOT_BYTES = 16 * 2**10
+_ALL_ONES = 255
 _FLAG_BYTES = 4
 
 
@@ -26,10 +32,12 @@ class PeerMemory:
         buffer: `[MAX_BYTES]` uint8, for one message at a time: all processes queue the same sums in
             the same order, on one stream each.
         addresses: of every process's buffer.
+        slots: for rows of sums with a norm after them.
     """
 
     buffer: Tensor
     addresses: PeerAddresses
+    slots: PeerSlots
 
     def fits(self, part: Tensor) -> bool:
         """Whether `sum` can add such parts; the same answer on every rank."""
@@ -38,6 +46,13 @@ class PeerMemory:
     def sum(self, part: Tensor) -> Tensor:
         """Returns the sum of every process's `part`; see `exchanged_sum`."""
         return exchanged_sum(part, self.addresses)
+
+    def add_norm(
+        self, part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `hidden` plus the sum, and its norm, of parts that fit the slots; see
+        `exchanged_norm`."""
+        return exchanged_norm(part, hidden, weight, eps, self.slots)
 
 
 def problem_with(device: torch.device, device_indices: list[int]) -> str | None:
@@ -56,7 +71,8 @@ def problem_with(device: torch.device, device_indices: list[int]) -> str | None:
 
 
 def open_peer_memory(device: torch.device, rank: int, size: int, group_name: str) -> PeerMemory:
-    """Allocates the buffer and exchanges it; all processes of the group call this together.
+    """Allocates the memory and exchanges it; all processes of the group call this together, and
+    meet once more before they add.
 
     A process can do so for one group in its life, because torch numbers what its processes
     exchange from their start on.
@@ -69,15 +85,26 @@ def open_peer_memory(device: torch.device, rank: int, size: int, group_name: str
     except ImportError as error:
         raise RuntimeError(f"torch {torch.__version__} has no symmetric memory") from error
     with torch.cuda.device(device):
-        buffer = symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(buffer, group_name)  # type: ignore[arg-type]
-        buffers = [
-            handle.get_buffer(other, buffer.shape, torch.uint8).data_ptr() for other in range(size)
-        ]
+        size_bytes = MAX_BYTES + 2 * size * MAX_NORM_ROWS * _SLOT_BYTES
+        memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
+        memory[MAX_BYTES:].fill_(_ALL_ONES)
+        handle = symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
+        buffers = torch.tensor(
+            [
+                handle.get_buffer(other, memory.shape, torch.uint8).data_ptr()
+                for other in range(size)
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
         addresses = PeerAddresses(
             rank,
-            torch.tensor(buffers, dtype=torch.int64, device=device),
+            buffers,
             torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
             max_programs=handle.signal_pad_size // (size * _FLAG_BYTES),
         )
-    return PeerMemory(buffer, addresses)
+        turns = torch.zeros(MAX_NORM_ROWS, dtype=torch.int32, device=device)
+        slots = PeerSlots(rank, buffers + MAX_BYTES, turns, _SLOT_BYTES)
+        # Before another process is told that it may send.
+        torch.cuda.synchronize()
+    return PeerMemory(memory[:MAX_BYTES], addresses, slots)

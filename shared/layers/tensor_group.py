@@ -17,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from shared.kernels.exchange import plain_sum
+from shared.kernels.norm import add_rms_norm
 from shared.layers.peer_memory import PeerMemory, open_peer_memory, problem_with
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,18 @@ class TensorGroup:
             return self.peers.sum(part)
         return plain_sum(self._gathered(part))
 
+    def add_norm(
+        self, part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `hidden` plus the `sum` of parts, and its norm, `[T, D]` each; no `hidden` adds
+        nothing. Both have the bits of `sum` and `add_rms_norm`, whether one kernel or two."""
+        if self.peers is not None and self.peers.slots.fits(part):
+            return self.peers.add_norm(part, hidden, weight, eps)
+        total = self.sum(part)
+        if hidden is None:
+            return add_rms_norm(total, None, weight, eps)
+        return add_rms_norm(hidden, total, weight, eps)
+
     def maximum(self, part: Tensor) -> Tensor:
         """Returns the largest of every process's elements, element by element."""
         return self._gathered(part).amax(0)
@@ -87,6 +100,14 @@ class TensorGroup:
         if part.numel():
             self.gather(gathered.view(-1), part.contiguous().view(-1))
         return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This process's part `[T, D]` of a sum over a group that is left to the norm after it."""
+
+    values: Tensor
+    group: TensorGroup
 
 
 def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> TensorGroup:

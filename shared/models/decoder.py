@@ -16,7 +16,7 @@ from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
-from shared.layers.tensor_group import TensorGroup
+from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
 from shared.models.shard import WHOLE, Shard
@@ -93,12 +93,13 @@ class Decoder:
         """
         context = self._context(batch, pool)
         captured: dict[int, Tensor] = {}
-        hidden, update = self._embedded(batch.token_ids), None
+        hidden: Tensor | Part = self._embedded(batch.token_ids)
+        update: Tensor | Part | None = None
         for index, layer in enumerate(self.layers):
+            entered, hidden, update = layer.advance(hidden, update, context)
             if index in capture_layers:
-                captured[index] = hidden if update is None else hidden + update
-            hidden, update = layer.advance(hidden, update, context)
-        captured[len(self.layers)], normed = self.norm.add(hidden, update)
+                captured[index] = entered
+        captured[len(self.layers)], normed = self.norm.add_parts(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
@@ -107,14 +108,14 @@ class Decoder:
         logits = self.lm_head(hidden_rows)
         return (logits if self.group is None else self.group.joined(logits)).float()
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def _embedded(self, token_ids: Tensor) -> Tensor | Part:
         """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""
         if self.group is None:
             return F.embedding(token_ids, self.embedding)
         own_ids = token_ids - self.group.rank * len(self.embedding)
         is_own = (own_ids >= 0) & (own_ids < len(self.embedding))
         rows = F.embedding(own_ids.masked_fill(~is_own, 0), self.embedding)
-        return self.group.sum(rows.masked_fill(~is_own.unsqueeze(1), 0.0))
+        return Part(rows.masked_fill(~is_own.unsqueeze(1), 0.0), self.group)
 
     def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)

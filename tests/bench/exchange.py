@@ -4,30 +4,30 @@ Two processes, one a GPU, add bfloat16 rows of 4,096 through each way that a `Te
 NCCL, which takes any size, and the memory that GPUs share. Every sum must equal the float32 sum
 rounded once, for each number of rows, so that no row's bits depend on the rows beside it; inside
 replayed CUDA graphs too, where a chain of sums shows a part that was read too early. Times are
-microseconds of one sum inside a graph of 64. At the end the processes leave as a target and its
-follower do.
+microseconds of one sum inside a graph of 64.
 
-Needs two GPUs that can read each other's memory. Ends with 1 if a sum is wrong, and after 60 s.
+Then the sum with the residual and norm after it, in one kernel and in two: their bits must agree
+for each number of rows, in replayed graphs, and over 10,000 sums. Times are those of sum, residual
+and norm. At the end the processes leave as a target and its follower do.
+
+Needs two GPUs that can read each other's memory. Ends with 1 if a sum is wrong, and after 80 s.
 """
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from services.target.tensor_parallel import end_processes
-from shared.layers.tensor_group import TensorGroup, open_group
-from shared.runtime.capture import capturing
+from shared.layers.tensor_group import TensorGroup
 from tests.bench.device_clock import device_ms
+from tests.helpers.gpu_ranks import run_ranks
+from tests.helpers.norm_sums import NormSums, Way, captured, wrong_norms
+from tests.helpers.norm_sums import chained as chained_norms
 
 NCCL = "NCCL"
 SIZE = 2
@@ -36,8 +36,8 @@ ROWS = (*range(1, 65), 300)
 TIMED_ROWS = (1, 8, 64, 300, 2048)
 LARGEST_SHARED = 300
 CHAIN = 64
-_LIMIT_S = 60.0
-_HOST = "127.0.0.1"
+NORM_ROWS = (1, 8, 32, 64)
+_LIMIT_S = 80.0
 
 
 def parts(seed: int, device: torch.device) -> list[Tensor]:
@@ -64,17 +64,6 @@ def chained(way: TensorGroup, rows: Tensor) -> Tensor:
     for _ in range(CHAIN):
         rows = way.sum(rows)
     return rows
-
-
-def captured(work: Callable[[], Tensor], way: TensorGroup) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Returns a graph of `work`, which is noted in `way`, and where its result lies."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    way.graphs.append(graph)
-    with capturing(graph, torch.cuda.graph_pool_handle()):
-        result = work()
-    return graph, result
 
 
 def wrong_sums(way: TensorGroup, device: torch.device) -> Iterator[str]:
@@ -111,62 +100,51 @@ def time_us(way: TensorGroup, count: int, device: torch.device) -> float:
 def report(name: str, way: TensorGroup, device: torch.device) -> bool:
     """Checks and times one way; rank 0 prints. Returns whether all sums are right."""
     counts = [count for count in TIMED_ROWS if count <= LARGEST_SHARED or name == NCCL]
-    with torch.inference_mode():
-        wrong = list(wrong_sums(way, device))
-        times = [f"{count} rows {time_us(way, count, device):.1f}" for count in counts]
+    wrong = list(wrong_sums(way, device))
+    times = [f"{count} rows {time_us(way, count, device):.1f}" for count in counts]
     verdict = f"{len(wrong)} WRONG: {'; '.join(wrong[:8])}" if wrong else "all sums right"
     if way.rank == 0 or wrong:
         print(f"{name}, rank {way.rank}: {verdict}; us a sum: {', '.join(times)}", flush=True)
     return not wrong
 
 
-def run_rank(rank: int, port: int) -> None:
-    """One rank's process, which must not wait for the other when it fails."""
-    logging.basicConfig(level=logging.INFO)
-    try:
-        is_right = check_rank(rank, port)
-    except Exception:
-        logging.exception("rank %s", rank)
-        os._exit(1)
-    sys.exit(0 if is_right else 1)
+def norms_are_right(group: TensorGroup, device: torch.device) -> bool:
+    """Checks and times sums with a norm after them; rank 0 prints. Returns whether all agree."""
+    wrong = list(wrong_norms(group, device))
+    verdict = f"{len(wrong)} DIFFER: {'; '.join(wrong[:8])}" if wrong else "all bits agree"
+    sums = NormSums(group, device)
+    if group.rank == 0 or wrong:
+        print(f"sum, residual and norm, rank {group.rank}: {verdict}", flush=True)
+    for name, way in zip(("one kernel", "two kernels"), sums.ways(), strict=True):
+        times = [f"{count} rows {norm_time_us(sums, way, count):.2f}" for count in NORM_ROWS]
+        if group.rank == 0:
+            print(f"{name}: us a sum and norm: {', '.join(times)}", flush=True)
+    return not wrong
 
 
-def check_rank(rank: int, port: int) -> bool:
+def norm_time_us(sums: NormSums, way: Way, count: int) -> float:
+    """Returns the time of one sum, residual and norm of `count` rows inside a graph."""
+    part, hidden = sums.part(1, count), sums.drawn(1, count)
+    graph, _ = captured(lambda: chained_norms(way, part, hidden, CHAIN), sums.group)
+    return device_ms(graph.replay) * 1e3 / CHAIN
+
+
+def check(group: TensorGroup, device: torch.device) -> bool:
     """Returns whether all sums of this rank are right."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    store = TCPStore(_HOST, port, SIZE, is_master=False)
-    group = open_group(store, rank=rank, size=SIZE, device=device)
     is_right = report(NCCL, replace(group, peers=None), device)
-    is_right = group.peers is not None and report("shared memory", group, device) and is_right
-    torch.cuda.synchronize()
-    if rank:
-        os._exit(0 if is_right else 1)  # as a follower ends
-    start_s = time.monotonic()
-    group.close()
-    print(f"closing took {time.monotonic() - start_s:.2f} s", flush=True)
-    return is_right
+    if group.peers is None:
+        return False
+    is_right = report("shared memory", group, device) and is_right
+    return norms_are_right(group, device) and is_right
 
 
 def main() -> int:
     if torch.cuda.device_count() < SIZE:
         sys.exit(f"needs {SIZE} GPUs; this host has {torch.cuda.device_count()}")
-    # Nothing here uses NVLink multicast, and on some hosts it must not even be set up.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    context = multiprocessing.get_context("spawn")
-    store = TCPStore(_HOST, 0, SIZE, is_master=True, wait_for_workers=False)
     start_s = time.monotonic()
-    processes = [
-        context.Process(target=run_rank, args=(rank, store.port), name=f"rank-{rank}")
-        for rank in range(SIZE)
-    ]
-    for process in processes:
-        process.start()
-    end_processes(processes, _LIMIT_S)
-    codes = [process.exitcode for process in processes]
+    codes = run_ranks(check, size=SIZE, limit_s=_LIMIT_S)
     print(f"exit codes {codes} after {time.monotonic() - start_s:.1f} s")
-    return int(any(codes))
+    return int(any(code != 0 for code in codes))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.exchange import PeerAddresses, plain_sum
+from shared.kernels.exchange import PeerAddresses, PeerSlots, plain_sum
+from shared.kernels.norm import add_rms_norm
 from shared.layers import peer_memory
+from shared.layers.linear import Linear
+from shared.layers.norm import RmsNorm
 from shared.layers.peer_memory import MAX_BYTES, PeerMemory, problem_with
-from shared.layers.tensor_group import TensorGroup, ends_within
+from shared.layers.tensor_group import Part, TensorGroup, ends_within
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,9 +54,14 @@ def test_a_sum_is_that_of_float32_rounded_once_for_every_number_of_rows(
         assert torch.equal(total, exact.to(dtype)[:rows])
 
 
-def _addresses(size: int) -> PeerAddresses:
+def _peers(size: int, num_bytes: int, num_rows: int = 0) -> PeerMemory:
+    """Returns the memory of `size` processes that has room for so much."""
     nowhere = torch.zeros(size, dtype=torch.int64)
-    return PeerAddresses(0, nowhere, nowhere, max_programs=1)
+    return PeerMemory(
+        torch.empty(num_bytes, dtype=torch.uint8),
+        PeerAddresses(0, nowhere, nowhere, max_programs=1),
+        PeerSlots(0, nowhere, torch.zeros(num_rows, dtype=torch.int32), slot_bytes=1024),
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -72,28 +80,81 @@ def _addresses(size: int) -> PeerAddresses:
 def test_what_fits_follows_from_the_shape(
     size: int, shape: tuple[int, int], dtype: torch.dtype, fits: bool
 ) -> None:
-    peers = PeerMemory(torch.empty(MAX_BYTES, dtype=torch.uint8), _addresses(size))
-    assert peers.fits(torch.empty(shape, dtype=dtype)) is fits
+    assert _peers(size, MAX_BYTES).fits(torch.empty(shape, dtype=dtype)) is fits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_adds_in_shared_memory_what_fits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, addresses, shared = _parts(3, dtype), _addresses(3), []
+    parts, peers, shared = _parts(3, dtype), _peers(3, 8 * 64 * dtype.itemsize), []
 
-    def kernel(part: Tensor, peers: PeerAddresses) -> Tensor:
-        assert peers is addresses
+    def kernel(part: Tensor, addresses: PeerAddresses) -> Tensor:
+        assert addresses is peers.addresses
         shared.append(len(part))
         return plain_sum(parts[:, : len(part)])
 
     monkeypatch.setattr(peer_memory, "exchanged_sum", kernel)
-    buffer = torch.empty(8 * 64 * dtype.itemsize, dtype=torch.uint8)
-    group = replace(_group(parts), peers=PeerMemory(buffer, addresses))
+    group = replace(_group(parts), peers=peers)
     exact = _group(parts).sum(parts[0])
     assert torch.equal(group.sum(parts[0, :8]), exact[:8])
     assert torch.equal(group.sum(parts[0]), exact)
     assert shared == [8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_takes_the_sum_of_parts(dtype: torch.dtype) -> None:
+    parts = _parts(3, dtype)
+    hidden, weight = parts[1], parts[2, 0]
+    group, norm = _group(parts), RmsNorm(weight, 1e-5)
+    total = plain_sum(parts)
+    part = Part(parts[0], group)
+    for found, expected in (
+        (norm.add_parts(hidden, part), norm.add(hidden, total)),
+        (norm.add_parts(part, None), norm.add(total, None)),
+        (norm.add_parts(hidden, total), norm.add(hidden, total)),
+    ):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("has_hidden", [True, False])
+def test_a_group_adds_and_normalises_few_rows_in_one_kernel(
+    has_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, peers, fused = _parts(2, torch.float32), _peers(2, 0, num_rows=8), []
+    weight, hidden = parts[1, 0], parts[1] if has_hidden else None
+
+    def kernel(
+        part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
+    ) -> tuple[Tensor, Tensor]:
+        assert slots is peers.slots
+        fused.append(len(part))
+        total = plain_sum(parts[:, : len(part)])
+        pair = (total, None) if hidden is None else (hidden, total)
+        return add_rms_norm(*pair, weight, eps)
+
+    monkeypatch.setattr(peer_memory, "exchanged_norm", kernel)
+    group = replace(_group(parts), peers=peers)
+    exact = _group(parts).add_norm(parts[0], hidden, weight, 1e-5)
+    for rows in (8, 33):
+        few = None if hidden is None else hidden[:rows]
+        found = group.add_norm(parts[0, :rows], few, weight, 1e-5)
+        assert torch.equal(found[0], exact[0][:rows])
+        assert torch.equal(found[1], exact[1][:rows])
+    assert fused == [8]
+
+
+def test_only_a_product_without_a_bias_leaves_its_sum_to_the_norm() -> None:
+    parts = _parts(2, torch.float32)
+    weight, inputs, group = torch.eye(64), parts[0], _group(parts)
+    part = Linear.of(weight, group=group).part(inputs)
+    assert isinstance(part, Part)
+    assert torch.equal(part.values, inputs)
+    biased = Linear.of(weight, torch.ones(64), group=group)
+    assert torch.equal(biased.part(inputs), plain_sum(parts) + 1.0)
+    whole = Linear.of(weight)
+    assert torch.equal(whole.part(inputs), inputs)
 
 
 def test_devices_that_cannot_share_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
