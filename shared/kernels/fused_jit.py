@@ -163,6 +163,21 @@ def join_inputs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def embed_own(  # type: ignore[no-untyped-def]
+    token_ids, embedding, rows, first_token, num_tokens, num_columns, BLOCK: tl.constexpr
+):
+    """Writes the embedding of a row's token if it is one of ours, else zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    token = tl.load(token_ids + row) - first_token
+    is_own = (token >= 0) & (token < num_tokens)
+    source = embedding + token * num_columns + columns
+    values = tl.load(source, mask=is_column & is_own, other=0.0)
+    tl.store(rows + row * num_columns + columns, values, mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def fill_tables(  # type: ignore[no-untyped-def]
     positions, frequencies, cos, signed_sin, frequency_stride, factor,
     HALF: tl.constexpr, BLOCK: tl.constexpr,

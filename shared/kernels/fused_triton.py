@@ -9,6 +9,7 @@ from torch import Tensor
 from shared.kernels.dependent import dependent_launch
 from shared.kernels.fused_jit import (
     add_norm,
+    embed_own,
     fill_tables,
     join_inputs,
     rotate_store,
@@ -76,6 +77,20 @@ def fused_join_inputs(
             NORMED_RESIDUAL=normed_residual, BLOCK=block, num_warps=norm_warps(block),
         )  # fmt: skip
     return inputs, residual
+
+
+def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
+    """Does what `own_embeddings` of `shared.kernels.embedding` does, in one pass."""
+    num_rows, (num_tokens, num_columns) = len(token_ids), embedding.shape
+    assert embedding.is_contiguous()
+    assert token_ids.is_contiguous()
+    rows = embedding.new_empty((num_rows, num_columns))
+    if num_rows:
+        embed_own[(num_rows,)](
+            token_ids, embedding, rows, first_token, num_tokens, num_columns,
+            BLOCK=triton.next_power_of_2(num_columns), num_warps=4,
+        )  # fmt: skip
+    return rows
 
 
 def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

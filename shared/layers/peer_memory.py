@@ -17,7 +17,7 @@ from shared.kernels.exchange import PeerAddresses, PeerSlots, exchanged_norm, ex
 
 MAX_BYTES = 4 * 2**20
 """Largest message: 512 rows of 4,096 bfloat16. Prompts send more, and NCCL moves it faster."""
-MAX_NORM_ROWS = 64
+MAX_NORM_ROWS = 128
 """Most rows of a sum and norm in one kernel; with 0 there is none, and each has its own."""
 _SLOT_BYTES = 16 * 2**10
 _ALL_ONES = 255
@@ -70,12 +70,17 @@ def problem_with(device: torch.device, device_indices: list[int]) -> str | None:
     return None
 
 
-def open_peer_memory(device: torch.device, rank: int, size: int, group_name: str) -> PeerMemory:
+def open_peer_memory(
+    device: torch.device, rank: int, device_indices: list[int], group_name: str
+) -> PeerMemory:
     """Allocates the memory and exchanges it; all processes of the group call this together, and
     meet once more before they add.
 
     A process can do so for one group in its life, because torch numbers what its processes
     exchange from their start on.
+
+    Args:
+        device_indices: of all processes, by rank.
 
     Raises:
         RuntimeError: the driver or this torch cannot share memory.
@@ -84,8 +89,12 @@ def open_peer_memory(device: torch.device, rank: int, size: int, group_name: str
         from torch.distributed import _symmetric_memory as symmetric_memory
     except ImportError as error:
         raise RuntimeError(f"torch {torch.__version__} has no symmetric memory") from error
+    size = len(device_indices)
+    # A program a row, all of which a GPU must hold at the same time.
+    processors = map(_num_processors, device_indices)
+    num_rows = min(MAX_NORM_ROWS, *processors)
     with torch.cuda.device(device):
-        size_bytes = MAX_BYTES + 2 * size * MAX_NORM_ROWS * _SLOT_BYTES
+        size_bytes = MAX_BYTES + 2 * size * num_rows * _SLOT_BYTES
         memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
         memory[MAX_BYTES:].fill_(_ALL_ONES)
         handle = symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
@@ -103,8 +112,12 @@ def open_peer_memory(device: torch.device, rank: int, size: int, group_name: str
             torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
             max_programs=handle.signal_pad_size // (size * _FLAG_BYTES),
         )
-        turns = torch.zeros(MAX_NORM_ROWS, dtype=torch.int32, device=device)
+        turns = torch.zeros(num_rows, dtype=torch.int32, device=device)
         slots = PeerSlots(rank, buffers + MAX_BYTES, turns, _SLOT_BYTES)
         # Before another process is told that it may send.
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return PeerMemory(memory[:MAX_BYTES], addresses, slots)
+
+
+def _num_processors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

@@ -133,13 +133,14 @@ def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> T
 def _peers(group: TensorGroup, device: torch.device) -> PeerMemory | None:
     """Returns the group's peer memory, or None on every rank when one cannot have it."""
     index = torch.tensor([[device.index]], device=device)
-    problem = problem_with(device, group.joined(index).flatten().tolist())
+    indices = group.joined(index).flatten().tolist()
+    problem = problem_with(device, indices)
     peers = None
     if _agree(group, problem is None, device):
         try:
             # Its name; the group itself is what newer versions want.
             name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-            peers = open_peer_memory(device, group.rank, group.size, name)
+            peers = open_peer_memory(device, group.rank, indices, name)
         except RuntimeError as error:
             problem = str(error)
         if _agree(group, problem is None, device):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.embedding import own_embeddings
 from shared.kv.batch import ForwardBatch
 from shared.kv.layout import KvLayout
 from shared.kv.pool import KvPool
@@ -112,10 +113,8 @@ class Decoder:
         """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""
         if self.group is None:
             return F.embedding(token_ids, self.embedding)
-        own_ids = token_ids - self.group.rank * len(self.embedding)
-        is_own = (own_ids >= 0) & (own_ids < len(self.embedding))
-        rows = F.embedding(own_ids.masked_fill(~is_own, 0), self.embedding)
-        return Part(rows.masked_fill(~is_own.unsqueeze(1), 0.0), self.group)
+        first_token = self.group.rank * len(self.embedding)
+        return Part(own_embeddings(token_ids, self.embedding, first_token), self.group)
 
     def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)

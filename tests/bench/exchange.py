@@ -36,7 +36,7 @@ ROWS = (*range(1, 65), 300)
 TIMED_ROWS = (1, 8, 64, 300, 2048)
 LARGEST_SHARED = 300
 CHAIN = 64
-NORM_ROWS = (1, 8, 32, 64)
+NORM_ROWS = (1, 8, 32, 64, 128)
 _LIMIT_S = 80.0
 
 

@@ -18,9 +18,9 @@ from shared.runtime.capture import capturing
 EPS = 1e-5
 WIDTHS = ((torch.bfloat16, 4096), (torch.float16, 768), (torch.float32, 100))
 NUM_SUMS = 10_000
-_FEW_ROWS = (1, 2, 7, 64)
+_FEW_ROWS, _MANY_ROWS = (1, 2, 7, 64), (*range(1, 65), 100, 128)
 # Odd and even numbers of sums, so that graphs leave their rows at either slot.
-_CHAINS = ((1, 3), (5, 1), (64, 5), (33, 2), (2, 4))
+_CHAINS = ((1, 3), (5, 1), (64, 5), (33, 2), (128, 3), (2, 4))
 _NUM_REPLAYS = 60
 Way = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Result = TypeVar("Result")
@@ -140,7 +140,7 @@ def wrong_norms(group: TensorGroup, device: torch.device) -> Iterator[str]:
     """Yields everything that differs between one kernel and two."""
     for dtype, columns in WIDTHS:
         sums = NormSums(group, device, dtype, columns)
-        counts = range(1, 65) if columns == WIDTHS[0][1] else _FEW_ROWS
+        counts = _MANY_ROWS if columns == WIDTHS[0][1] else _FEW_ROWS
         yield from sums.wrong_rows(counts)
     rows = NormSums(group, device)
     yield from itertools.chain(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.activation import plain_silu_mul, silu_mul
+from shared.kernels.embedding import own_embeddings, plain_own_embeddings
 from shared.kernels.head_inputs import join_inputs, plain_join_inputs
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.narrow_cache import CacheScales
@@ -62,6 +63,16 @@ def test_sum_and_norm_of_named_rows() -> None:
     whole = add_rms_norm(hidden, update, weight, 1e-6)
     named = add_rms_norm(hidden, update, weight, 1e-6, rows)
     assert all(torch.equal(a[rows], b) for a, b in zip(whole, named, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 9])
+def test_embeddings_of_a_part_of_the_tokens(num_rows: int, dtype: torch.dtype) -> None:
+    embedding = torch.randn(20, 96, device=CUDA).to(dtype)
+    token_ids = torch.tensor([0, 19, 20, 39, 40, 59, 21, 20, 7], device=CUDA)[:num_rows]
+    for first_token in (0, 20, 40):
+        found = own_embeddings(token_ids, embedding, first_token)
+        assert torch.equal(found, plain_own_embeddings(token_ids, embedding, first_token))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def have_equal_bits(group: TensorGroup, device: torch.device) -> bool:
-    """One rank: for 1 to 64 rows, in graphs replayed in any order, and for 10,000 sums."""
+    """One rank: for 1 to 128 rows, in graphs replayed in any order, and for 10,000 sums."""
     if group.peers is None:
         return False
     wrong = list(wrong_norms(group, device))
