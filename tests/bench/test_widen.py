@@ -85,6 +85,12 @@ def test_logits_are_those_of_the_small_model(
         torch.testing.assert_close(wide_state, state.repeat(1, 3), atol=1e-4, rtol=1e-5)
 
 
+def test_query_heads_may_have_unequal_copies(small: Path) -> None:
+    expected, _ = _run(_load(small))
+    found, _ = _run(_wide(small, replace(WIDE, num_heads=12)).decoder(dtype=torch.float32))
+    _is_wider(found, expected)
+
+
 def test_sizes_are_the_wide_ones_and_further_layers_are_at_work(small: Path) -> None:
     decoder = _wide(small).decoder(dtype=torch.float32)
     assert decoder.config.num_layers == len(decoder.layers) == 5
@@ -125,7 +131,10 @@ def test_shares_are_powers_of_two_that_add_up_to_one(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("few", "many"),
-    [((4, 1), (32, 8)), ((4, 2), (32, 8)), ((8, 2), (16, 8)), ((4, 4), (16, 4)), ((4, 2), (8, 4))],
+    [
+        *(((4, 1), (32, 8)), ((4, 2), (32, 8)), ((8, 2), (16, 8)), ((4, 4), (16, 4))),
+        *(((4, 2), (8, 4)), ((4, 1), (40, 8))),
+    ],
 )
 def test_query_heads_keep_their_key_head(few: tuple[int, int], many: tuple[int, int]) -> None:
     queries, keys = head_copies(few, many)
@@ -134,8 +143,17 @@ def test_query_heads_keep_their_key_head(few: tuple[int, int], many: tuple[int, 
     group, wide_group = few[0] // few[1], many[0] // many[1]
     for place, query in enumerate(queries.index.tolist()):
         assert query // group == int(keys.index[place // wide_group])
-    counts = queries.index.bincount(minlength=few[0])
-    assert counts.tolist() == [many[0] // few[0]] * few[0]
+    counts = queries.index.bincount(minlength=few[0]).tolist()
+    assert sum(counts) == many[0]
+    if wide_group % group == 0 or group % wide_group == 0:
+        assert set(counts) == {many[0] // few[0]}
+    else:
+        assert counts == [16, 8, 8, 8]
+
+
+def test_a_group_that_is_cut_must_be_cut_evenly() -> None:
+    with pytest.raises(CannotWiden, match="groups of 6 query heads do not fit into groups of 4"):
+        head_copies((6, 1), (8, 2))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +161,6 @@ def test_query_heads_keep_their_key_head(few: tuple[int, int], many: tuple[int, 
     [
         ({"hidden_size": 80}, "hidden_size is 32; 80 is not a multiple"),
         ({"num_layers": 2}, "num_hidden_layers is 3; 2 is no widening"),
-        ({"num_heads": 12}, "groups of 2 query heads do not fit into groups of 3"),
         ({"intermediate_size": 40}, "intermediate_size is 48; 40 is no widening"),
         ({"vocab_size": 60}, "vocab_size is 64; 60 is no widening"),
         ({"tie_word_embeddings": True}, "lm_head of its own"),

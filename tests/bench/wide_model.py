@@ -32,6 +32,8 @@ from tests.bench.widening import (
 
 EMBEDDING_KEY = "model.embed_tokens.weight"
 NORM_KEY = "model.norm.weight"
+# A reserved token of the demo's vocabulary.
+SPARE_TOKEN = 3
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -49,7 +51,9 @@ class WideShape:
     tie_word_embeddings: bool = False
 
 
-# Of Llama 3.1 8B and Llama 3.2 1B; their heads are 128 and 64 wide.
+# Of Llama 3.1 8B and Llama 3.2 1B, whose heads are 128 and 64 wide, and of Qwen2.5 32B, with the
+# vocabulary of the other two.
+SHAPE_32B = WideShape(5120, 64, 40, 8, 27648, 128_256)
 SHAPE_8B = WideShape(4096, 32, 32, 8, 14336, 128_256)
 SHAPE_1B = WideShape(2048, 16, 32, 8, 8192, 128_256, tie_word_embeddings=True)
 
@@ -196,10 +200,14 @@ class WideModel:
 
     def write(self, folder: Path, *, dtype: torch.dtype, shard_size_bytes: int) -> None:
         """Writes a checkpoint in shards of about that size; no more than one is in memory."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_config(self.folder, folder, _config_keys(self.shape, dtype))
+        self.write_without_weights(folder, dtype=dtype)
         keys = [part.key for part in decoder_parts(self.config)]
         write_shards(folder, ((key, self.read(key).to(dtype)) for key in keys), shard_size_bytes)
+
+    def write_without_weights(self, folder: Path, *, dtype: torch.dtype) -> None:
+        """Writes the files of a checkpoint that say what it is."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(self.folder, folder, _config_keys(self.shape, dtype))
         for name in _TOKENIZER_FILES:
             if (self.folder / name).is_file():
                 (folder / name).write_bytes((self.folder / name).read_bytes())

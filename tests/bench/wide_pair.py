@@ -9,20 +9,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from tests.bench.wide_head import WideHead, WideHeadShape
-from tests.bench.wide_model import SHAPE_1B, SHAPE_8B, WideModel, WideShape
+from tests.bench.wide_model import SHAPE_1B, SHAPE_8B, SPARE_TOKEN, WideModel, WideShape
+from tests.bench.wide_tensors import WideTensors
 from tests.load.prompts import PROMPTS
 
 DEMO = Path(__file__).parents[2] / "shared" / "demo"
 TARGET, DRAFT, EAGLE3 = DEMO / "target", DEMO / "draft", DEMO / "heads" / "eagle3"
-# A reserved token of the demo's vocabulary.
-SPARE_TOKEN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +50,6 @@ class WidePair:
         folder = head.write(scratch / "eagle3", dtype=dtype)
         tensors = WideTensors(self.target, dtype)
         return load_head(folder, HeadKind.EAGLE3, tensors, dtype=dtype, device=self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class WideTensors:
-    """What a head borrows from the wide target."""
-
-    model: WideModel
-    dtype: torch.dtype
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
-    def embedding(self) -> Tensor:
-        return self.model.read("model.embed_tokens.weight").to(self.dtype)
-
-    def lm_head(self) -> Tensor:
-        return self.model.read("lm_head.weight").to(self.dtype)
 
 
 def chat_prompts(count: int, num_tokens: int) -> list[list[int]]:

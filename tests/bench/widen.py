@@ -1,6 +1,6 @@
 """Writes a wide copy of a model, and of heads for it, that computes what the small ones do.
 
-    python -m tests.bench.widen --out DIR [--model DIR] [--shape 8b|1b] [--head EAGLE3=DIR …]
+    python -m tests.bench.widen --out DIR [--model DIR] [--shape 32b|8b|1b] [--head EAGLE3=DIR …]
 
 See `widening` for how. Heads go to `DIR/heads/NAME`; `tests.bench.engine` needs no files.
 """
@@ -17,13 +17,11 @@ from services.target.settings import DEMO_MODEL
 from shared.errors import CheckpointError
 from shared.runtime.device import device_named
 from tests.bench.wide_head import WideHead, WideHeadShape
-from tests.bench.wide_model import SHAPE_1B, SHAPE_8B, WideModel
+from tests.bench.wide_model import SHAPE_1B, SHAPE_8B, SHAPE_32B, SPARE_TOKEN, WideModel
 from tests.bench.widening import CannotWiden
 
-SHAPES = {"8b": SHAPE_8B, "1b": SHAPE_1B}
+SHAPES = {"32b": SHAPE_32B, "8b": SHAPE_8B, "1b": SHAPE_1B}
 DRAFT_VOCABULARY = 32_000
-# A reserved token of the demo's vocabulary.
-SPARE_TOKEN = 3
 
 
 def _head(text: str) -> tuple[str, Path]:

@@ -104,16 +104,17 @@ def whole_copies(small: int, wide: int, what: str) -> Axis:
 def head_copies(small: tuple[int, int], wide: tuple[int, int]) -> tuple[Axis, Axis]:
     """Returns the axes of query heads and of key heads; both arguments are their numbers.
 
-    Every query head meets copies of its own key head, and all query heads have equally many copies.
+    Every query head meets copies of its own key head. Where groups do not divide, the first query
+    heads of a group have a copy more than the others.
 
     Raises:
         CannotWiden: that cannot be.
     """
     (heads, kv_heads), (wide_heads, wide_kv_heads) = small, wide
     group, wide_group = heads // kv_heads, wide_heads // wide_kv_heads
-    # A wide group holds each query head of a small one several times, or only a part of them.
+    # A wide group holds all query heads of a small one, some several times, or a part of them.
     parts = max(1, group // wide_group)
-    if (parts > 1 and group % wide_group) or (parts == 1 and wide_group % group):
+    if wide_group < group and group % wide_group:
         raise CannotWiden(f"groups of {group} query heads do not fit into groups of {wide_group}")
     size = group // parts
     keys = whole_copies(kv_heads * parts, wide_kv_heads, "num_key_value_heads in parts").index

@@ -1,0 +1,96 @@
+"""Wide models made while they are loaded, on the device, from a folder that holds no weights.
+
+A 32B in bfloat16 is a file of 65 GB, which takes minutes to write and to read. Its tensors are
+copies of a small model's parts, so the folder says which model and which sizes, and the loaders of
+target and draft, replaced for the life of the process, widen what they read. Everything else is
+what it is with a checkpoint of that size: config, pool, graphs, forwards.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from services.draft.drafters import standalone_factory
+from services.target import runner_factory
+from shared.layers.tensor_group import TensorGroup
+from shared.model_options import ModelOptions
+from shared.models.decoder import Decoder
+from shared.models.heads import target_tensors
+from shared.models.heads.target_tensors import TargetFolder, TargetTensors
+from shared.models.loader import load_decoder
+from shared.telemetry.start_up import start_phase
+from tests.bench.wide_model import SPARE_TOKEN, WideModel, WideShape
+from tests.bench.wide_tensors import WideTensors
+
+WIDENING_FILE = "widening.json"
+
+
+def describe(folder: Path, source: Path, shape: WideShape) -> WideModel:
+    """Makes `folder` one that is loaded as a wide copy of the model in `source`.
+
+    Raises:
+        CannotWiden: the sizes do not fit.
+        CheckpointError: `source` cannot be read.
+    """
+    model = WideModel(source, shape, spare_token=SPARE_TOKEN, device=torch.device("cpu"))
+    model.write_without_weights(folder, dtype=torch.bfloat16)
+    description = {"source": str(source.resolve()), "shape": asdict(shape)}
+    (folder / WIDENING_FILE).write_text(json.dumps(description, indent=2))
+    return model
+
+
+def described(folder: Path, device: torch.device) -> WideModel | None:
+    """Returns the model that a folder describes; None for any other folder."""
+    path = folder / WIDENING_FILE
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text())
+    shape = WideShape(**content["shape"])
+    return WideModel(Path(content["source"]), shape, spare_token=SPARE_TOKEN, device=device)
+
+
+def load_wide_decoder(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+    show_progress: bool = False,
+    group: TensorGroup | None = None,
+) -> Decoder:
+    """Does what `load_decoder` does, also for a folder that describes a wide model."""
+    model = described(folder, device)
+    if model is None:
+        return load_decoder(
+            folder,
+            dtype=dtype,
+            device=device,
+            options=options,
+            show_progress=show_progress,
+            group=group,
+        )
+    assert group is None, "a wide model is made in one process"
+    with start_phase("weights"):
+        decoder = model.decoder(dtype=dtype, options=options)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return decoder
+
+
+def open_wide_target(folder: Path, *, dtype: torch.dtype, device: torch.device) -> TargetTensors:
+    """Does what `TargetFolder` does, also for a folder that describes a wide model."""
+    model = described(folder, device)
+    if model is None:
+        return TargetFolder(folder, dtype=dtype, device=device)
+    return WideTensors(model, dtype)
+
+
+def load_wide_models() -> None:
+    """Replaces the loaders of target and drafts in this process."""
+    for factory in (runner_factory, standalone_factory):
+        factory.load_decoder = load_wide_decoder  # type: ignore[attr-defined]
+    target_tensors.TargetFolder = open_wide_target  # type: ignore[assignment,misc]
