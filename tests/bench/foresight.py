@@ -29,7 +29,7 @@ from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.generation import write_answers
 from shared.settings import load_settings
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
-from tests.bench.pair import chat_prompts
+from tests.bench.chat_prompts import chat_prompts
 from tests.load.figures import table
 from tests.load.prompts import PROMPTS
 

@@ -1,13 +1,11 @@
-"""A target and a draft as two processes on one host, driven over gRPC: no gateway in between."""
+"""A target and a draft as processes on one host, driven over gRPC: no gateway in between."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,6 @@ from pathlib import Path
 import httpx
 from grpc import aio
 
-from gateway.text.model_text import ModelText
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -24,6 +21,8 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.trees import shape_message
 from shared.tokens import TreeShape
+from tests.bench.child import Child
+from tests.bench.scrape import add_counters
 
 START_TIMEOUT_S = 240.0
 _POLL_S = 0.1
@@ -40,7 +39,7 @@ class PairSettings:
     Attributes:
         target_flags, draft_flags: beside ports and addresses.
         folder: takes logs.
-        logs_rounds: each process writes its round log there.
+        logs_rounds: each process has a round log there, which is off until `Pair.log_rounds`.
     """
 
     model: Path
@@ -55,28 +54,99 @@ class PairSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tokens of one answer, and the target's steps for it."""
+    """One answer.
+
+    Attributes:
+        num_rounds: the target's steps for it.
+        arrivals: when tokens came, and how many.
+    """
 
     token_ids: tuple[int, ...]
     num_rounds: int
+    arrivals: tuple[tuple[float, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where the two listen."""
+
+    target: int
+    target_admin: int
+    target_metrics: int
+    draft: int
+    draft_admin: int
+    draft_metrics: int
 
 
 class Pair:
-    """Clients of the two, and what their counters say."""
+    """The two processes and clients of them. The draft may be replaced."""
 
-    def __init__(self, target: aio.Channel, admin: aio.Channel, draft: aio.Channel) -> None:
-        self._target = pb_grpc.TargetServiceStub(target)
-        self._admin = admin_service_pb2_grpc.AdminServiceStub(admin)
-        self._draft = draft_service_pb2_grpc.DraftServiceStub(draft)
-        self.metrics_url = ""
+    def __init__(self, settings: PairSettings, ports: Ports, stack: AsyncExitStack) -> None:
+        self._settings = settings
+        self._ports = ports
+        self._stack = stack
+        self._target: Child | None = None
+        self.draft: Child | None = None
+        self._num_drafts = 0
+        self._generate = pb_grpc.TargetServiceStub(self._channel(ports.target))
+        self._admin = admin_service_pb2_grpc.AdminServiceStub(self._channel(ports.target_admin))
 
-    async def set_mode(self, shape: TreeShape, budget: int) -> None:
-        """Pins the draft's tree shape and says for how many verdicts it prepares."""
+    @property
+    def _worker_id(self) -> str:
+        return f"draft-{self._num_drafts}"
+
+    @property
+    def target_address(self) -> str:
+        return f"127.0.0.1:{self._ports.target}"
+
+    async def start_target(self) -> None:
+        """Starts it, without waiting for it."""
+        ports, settings = self._ports, self._settings
+        self._target = await self._start(
+            "target",
+            *("--model-path", str(settings.model), "--port", str(ports.target)),
+            *("--maintenance-port", str(ports.target_admin)),
+            *("--metrics-port", str(ports.target_metrics)),
+            *settings.target_flags,
+        )
+
+    async def start_draft(self, address: str | None = None) -> None:
+        """Starts a draft, in place of the one before, and waits until it is attached.
+
+        Args:
+            address: what it dials in place of the target's own.
+
+        Raises:
+            PairFailed: see there.
+        """
+        if self.draft is not None:
+            await self.draft.stop()
+        ports = self._ports
+        self._num_drafts += 1
+        self.draft = await self._start(
+            "draft",
+            *("--worker-id", self._worker_id),
+            *("--target", address or self.target_address, "--port", str(ports.draft)),
+            *("--maintenance-port", str(ports.draft_admin)),
+            *("--metrics-port", str(ports.draft_metrics)),
+            *self._settings.draft_flags,
+        )
+        await self._until_up()
+
+    async def set_mode(self, shape: TreeShape, budget: int, *, pinned: bool = True) -> None:
+        """Sets the draft's tree shape, and for how many verdicts it prepares.
+
+        Args:
+            pinned: whether the target may ask for other shapes.
+        """
         config = draft_service_pb2.DraftConfig(
-            shape=shape_message(shape), pinned=True, outcome_budget=budget
+            shape=shape_message(shape), pinned=pinned, outcome_budget=budget
         )
         request = draft_service_pb2.UpdateDraftConfigRequest(config=config)
-        await self._draft.UpdateDraftConfig(request, timeout=10.0)
+        # A channel of its own: the draft may be another process than last time.
+        async with open_channel(f"127.0.0.1:{self._ports.draft}") as channel:
+            stub = draft_service_pb2_grpc.DraftServiceStub(channel)
+            await stub.UpdateDraftConfig(request, timeout=10.0)
 
     async def answer(
         self,
@@ -86,36 +156,93 @@ class Pair:
         temperature: float,
         seed: int,
         is_plain: bool = False,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> Answer:
-        """Generates exactly `num_tokens` tokens."""
+        """Generates exactly `num_tokens` tokens; `on_tokens` hears how many come each time."""
         request = pb.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=seed),
             stop_params=sampling_pb2.StopParams(max_output_token_count=num_tokens, ignore_eos=True),
             speculation_params=pb.SpeculationParams(disabled=is_plain),
         )
-        responses = [each async for each in self._target.Generate(request)]
+        responses: list[pb.GenerateResponse] = []
+        arrivals: list[tuple[float, int]] = []
+        async for response in self._generate.Generate(request):
+            responses.append(response)
+            count = len(response.delta.token_ids)
+            if count:
+                arrivals.append((time.perf_counter(), count))
+                if on_tokens is not None:
+                    on_tokens(count)
         tokens = tuple(token for each in responses for token in each.delta.token_ids)
-        return Answer(tokens, responses[-1].finished.speculation.round_count)
-
-    async def until_attached(self) -> None:
-        """Waits until the draft is attached to the target."""
-        request = admin_service_pb2.ListAttachmentsRequest()
-        while not (await self._admin.ListAttachments(request)).attachments:
-            await asyncio.sleep(_POLL_S)
+        num_rounds = responses[-1].finished.speculation.round_count
+        return Answer(tokens, num_rounds, tuple(arrivals))
 
     async def counters(self) -> dict[str, float]:
-        """Returns the target's counters, by name with and without their labels; the one without
-        is the sum over them."""
-        async with httpx.AsyncClient() as http:
-            text = (await http.get(self.metrics_url)).text
+        """Returns the counters of both, by name with and without their labels; the one without is
+        the sum over them. Those of a draft that does not answer are left out."""
         totals: dict[str, float] = {}
-        for line in text.splitlines():
-            if line.startswith("outrider_target_") and not line.startswith("#"):
-                full_name, value = line.rsplit(" ", 1)
-                for name in {full_name, full_name.partition("{")[0]}:
-                    totals[name] = totals.get(name, 0.0) + float(value)
+        async with httpx.AsyncClient(timeout=2.0) as http:
+            for port in (self._ports.target_metrics, self._ports.draft_metrics):
+                try:
+                    text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+                except httpx.HTTPError:
+                    continue
+                add_counters(totals, text)
         return totals
+
+    async def round_trip_s(self, num_calls: int = 50) -> float:
+        """Returns the median time of an empty call to the target."""
+        request, times = admin_service_pb2.ListAttachmentsRequest(), []
+        for _ in range(num_calls):
+            start_s = time.perf_counter()
+            await self._admin.ListAttachments(request)
+            times.append(time.perf_counter() - start_s)
+        return sorted(times)[num_calls // 2]
+
+    async def log_rounds(self, *, is_on: bool) -> None:
+        """Switches the round logs of both."""
+        for child in (self._target, self.draft):
+            assert child is not None
+            await child.tell(f"log {'on' if is_on else 'off'}")
+
+    async def stop(self) -> None:
+        """Stops both."""
+        for child in (self.draft, self._target):
+            if child is not None:
+                await child.stop()
+
+    def _channel(self, port: int) -> aio.Channel:
+        channel = open_channel(f"127.0.0.1:{port}")
+        self._stack.push_async_callback(channel.close)
+        return channel
+
+    async def _start(self, name: str, *arguments: str) -> Child:
+        settings = self._settings
+        logs = ["--round-log", str(settings.round_log(name))] if settings.logs_rounds else []
+        log = settings.folder / f"{name}.log"
+        return await Child.start("tests.bench.service", [name, *arguments, *logs], log)
+
+    async def _until_up(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if any(child is None or child.has_ended for child in (self._target, self.draft)):
+                break
+            if await self._is_attached():
+                return
+            await asyncio.sleep(_POLL_S)
+        folder = self._settings.folder
+        raise PairFailed(f"target and draft did not come up; see the logs in {folder}")
+
+    async def _is_attached(self) -> bool:
+        """Whether the draft that runs now is attached, and no other is any more."""
+        request = admin_service_pb2.ListAttachmentsRequest()
+        try:
+            async with asyncio.timeout(5.0):
+                attachments = (await self._admin.ListAttachments(request)).attachments
+        except (TimeoutError, aio.AioRpcError):
+            return False
+        return [each.worker_id for each in attachments] == [self._worker_id]
 
 
 @asynccontextmanager
@@ -125,63 +252,12 @@ async def running_pair(settings: PairSettings) -> AsyncIterator[Pair]:
     Raises:
         PairFailed: see there.
     """
-    ports = _free_ports(5)
-    target_port, admin_port, metrics_port, draft_port, draft_admin_port = ports
-    target_arguments = [
-        *("--model-path", str(settings.model), "--port", str(target_port)),
-        *("--maintenance-port", str(admin_port), "--metrics-port", str(metrics_port)),
-        *settings.target_flags,
-    ]
-    draft_arguments = [
-        *("--target", f"127.0.0.1:{target_port}", "--port", str(draft_port)),
-        *("--maintenance-port", str(draft_admin_port)),
-        *settings.draft_flags,
-    ]
     async with AsyncExitStack() as stack:
-        running = [
-            await stack.enter_async_context(_process(settings, name, arguments))
-            for name, arguments in (("target", target_arguments), ("draft", draft_arguments))
-        ]
-        channels = [
-            await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
-            for port in (target_port, admin_port, draft_port)
-        ]
-        pair = Pair(*channels)
-        pair.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
-        await _until_up(pair, running, settings)
+        pair = Pair(settings, Ports(*_free_ports(6)), stack)
+        stack.push_async_callback(pair.stop)
+        await pair.start_target()
+        await pair.start_draft()
         yield pair
-
-
-async def _until_up(
-    pair: Pair, running: Sequence[asyncio.subprocess.Process], settings: PairSettings
-) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if any(each.returncode is not None for each in running):
-            break
-        try:
-            async with asyncio.timeout(5.0):
-                return await pair.until_attached()
-        except (TimeoutError, aio.AioRpcError):
-            await asyncio.sleep(_POLL_S)
-    raise PairFailed(f"target and draft did not come up; see the logs in {settings.folder}")
-
-
-@asynccontextmanager
-async def _process(
-    settings: PairSettings, name: str, arguments: Sequence[str]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    logs = ["--round-log", str(settings.round_log(name))] if settings.logs_rounds else []
-    with (settings.folder / f"{name}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"services.{name}", *arguments, *logs), stdout=log, stderr=log
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await process.wait()
 
 
 def _free_ports(count: int) -> list[int]:
@@ -193,17 +269,3 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-async def chat_prompts(folder: Path, texts: Sequence[str]) -> list[list[int]]:
-    """Returns each text as a user's message, through the model's own chat template.
-
-    Raises:
-        CheckpointError: the folder has no tokenizer.
-    """
-    text = ModelText.read(folder)
-    rendered = list(texts)
-    if text.template is not None:
-        rendered = [text.template.render([{"role": "user", "content": each}]) for each in texts]
-    is_bare = text.template is None
-    return [await text.tokenizer.encode(each, add_special_tokens=is_bare) for each in rendered]

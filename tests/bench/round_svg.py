@@ -98,6 +98,33 @@ def read_rounds(target_log: Path, draft_log: Path) -> Rounds:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing and what it shows, in words."""
+
+    svg: str
+    title: str
+
+
+def picture(rounds: Rounds, num_steps: int, first_step: int | None = None) -> Picture:
+    """Draws some steps, by default about three quarters through the log.
+
+    Raises:
+        ValueError: the log has no such steps.
+    """
+    if first_step is None:
+        first_step = max(len(rounds.steps) * 3 // 4 - num_steps // 2, 0)
+    shown = rounds.window(first_step, num_steps)
+    if not shown.steps:
+        raise ValueError(f"the log has {len(rounds.steps)} steps; none from {first_step} on")
+    num_hits = sum(step.kind == "hit" for step in shown.steps)
+    title = (
+        f"{len(shown.steps)} steps, {num_hits} verdicts prepared for in time; "
+        f"the target idles {shown.idle_share:.0%} of the time"
+    )
+    return Picture(draw_rounds(shown, title), title)
+
+
 def draw_rounds(rounds: Rounds, title: str) -> str:
     """Returns an SVG document."""
     start_s, end_s = rounds.steps[0].start_s, rounds.steps[-1].end_s

@@ -17,17 +17,23 @@ from pathlib import Path
 
 from services.target.settings import DEMO_MODEL
 from shared.errors import OutriderError
-from tests.bench.pair import PairFailed, PairSettings, chat_prompts, running_pair
-from tests.bench.round_svg import Rounds, draw_rounds, read_rounds
+from tests.bench.chat_prompts import chat_prompts
+from tests.bench.pair import PairFailed, PairSettings, running_pair
+from tests.bench.recording import record
+from tests.bench.round_svg import Rounds, picture, read_rounds
 from tests.load.prompts import PROMPTS
 
 
-async def record(settings: PairSettings, *, num_tokens: int, temperature: float) -> None:
+async def _answered(settings: PairSettings, *, num_tokens: int, temperature: float) -> Rounds:
     """Answers a prompt twice: the first time warms everything up."""
     [prompt] = await chat_prompts(settings.model, PROMPTS[2:3])
     async with running_pair(settings) as pair:
-        for seed in range(2):
-            await pair.answer(prompt, num_tokens=num_tokens, temperature=temperature, seed=seed)
+
+        async def answer() -> None:
+            await pair.answer(prompt, num_tokens=num_tokens, temperature=temperature, seed=0)
+
+        await answer()
+        return await record(pair, settings, answer)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -60,43 +66,30 @@ def _settings(flags: argparse.Namespace, folder: Path) -> PairSettings:
     )
 
 
-def _recorded(flags: argparse.Namespace) -> Rounds:
+def _rounds(flags: argparse.Namespace) -> Rounds:
     if flags.logs:
         return read_rounds(*flags.logs)
     with tempfile.TemporaryDirectory(prefix="outrider-timeline-") as name:
         settings = _settings(flags, Path(name))
         try:
-            asyncio.run(
-                record(settings, num_tokens=flags.num_tokens, temperature=flags.temperature)
+            return asyncio.run(
+                _answered(settings, num_tokens=flags.num_tokens, temperature=flags.temperature)
             )
         except PairFailed:
             for service in ("target", "draft"):
                 print((settings.folder / f"{service}.log").read_text()[-2000:], file=sys.stderr)
             raise
-        return read_rounds(settings.round_log("target"), settings.round_log("draft"))
 
 
 def main() -> int:
     flags = _parse(sys.argv[1:])
     try:
-        rounds = _recorded(flags)
-    except (OutriderError, PairFailed, OSError) as error:
+        drawn = picture(_rounds(flags), flags.num_steps, flags.first_step)
+    except (OutriderError, PairFailed, OSError, ValueError) as error:
         print(f"timeline: {error}", file=sys.stderr)
         return 1
-    first = flags.first_step
-    if first is None:
-        first = max(len(rounds.steps) * 3 // 4 - flags.num_steps // 2, 0)
-    shown = rounds.window(first, flags.num_steps)
-    if not shown.steps:
-        print(f"timeline: the log has {len(rounds.steps)} steps", file=sys.stderr)
-        return 1
-    num_hits = sum(step.kind == "hit" for step in shown.steps)
-    title = (
-        f"{len(shown.steps)} steps, {num_hits} verdicts prepared for in time; "
-        f"the target idles {shown.idle_share:.0%} of the time"
-    )
-    flags.out.write_text(draw_rounds(shown, title), encoding="utf-8")
-    print(f"{flags.out}: {title}")
+    flags.out.write_text(drawn.svg, encoding="utf-8")
+    print(f"{flags.out}: {drawn.title}")
     return 0
 
 

@@ -1,0 +1,163 @@
+"""Tables of what was measured of a pair."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.bench.passes import Case, Mode, Pass
+from tests.bench.scrape import Foresight
+from tests.load.figures import table
+
+_VERDICTS = "outrider_target_{}_verdicts"
+_BATCHES, _AHEAD = "outrider_draft_batch_seconds_sum", "outrider_draft_ahead_seconds_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """All modes in one case.
+
+    Attributes:
+        modes: plain decoding first.
+        repeats: passes in the order of the modes.
+    """
+
+    case: Case
+    modes: Sequence[Mode]
+    repeats: Sequence[Sequence[Pass]]
+
+    def passes(self, mode: Mode) -> list[Pass]:
+        place = self.modes.index(mode)
+        return [repeat[place] for repeat in self.repeats]
+
+    def speed(self, mode: Mode) -> float:
+        """Median tokens a second."""
+        return statistics.median(each.tokens_per_s for each in self.passes(mode))
+
+    def middle(self, mode: Mode) -> Pass:
+        """Returns the pass whose speed is the median, the lower of two."""
+        passes = sorted(self.passes(mode), key=lambda each: each.tokens_per_s)
+        return passes[(len(passes) - 1) // 2]
+
+    @property
+    def plain(self) -> Pass:
+        return self.middle(self.modes[0])
+
+    @property
+    def best_synchronous(self) -> Mode:
+        return max((each for each in self.modes if each.shape and not each.budget), key=self.speed)
+
+    @property
+    def best_ahead(self) -> Mode:
+        return max((each for each in self.modes if each.budget), key=self.speed)
+
+
+def speeds(compared: Compared) -> str:
+    """Returns the table of a case and the two ratios that matter."""
+    header = (
+        *("mode", "tok/s", "vs plain", "lowest", "highest", "tokens a round"),
+        *("in time", "late", "missed", "gap us", "down", "up", "same answers"),
+    )
+    plain, synchronous, ahead = (
+        compared.speed(mode)
+        for mode in (compared.modes[0], compared.best_synchronous, compared.best_ahead)
+    )
+    return "\n".join(
+        [
+            compared.case.name,
+            table(header, [_speed_row(compared, mode) for mode in compared.modes]),
+            f"best synchronous split: {synchronous / plain:.2f} times plain; best ahead: "
+            f"{ahead / plain:.2f} times plain, {ahead / synchronous:.2f} times that split",
+        ]
+    )
+
+
+SPEED_NOTES = (
+    "lowest, highest: tokens/s of the passes, of which tok/s is the median; in time, late, missed: "
+    "share of a round's verdicts whose next tree was there, on its way, or not prepared for; gap: "
+    "mean time in which the target's device waits for its host behind a verdict that was in time; "
+    "down, up: bytes a round, from the target and to it"
+)
+
+
+def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
+    passes, middle = compared.passes(mode), compared.middle(mode)
+    found = sorted(each.tokens_per_s for each in passes)
+    num_same = min(each.num_same(compared.plain) for each in passes)
+    return (
+        mode.name,
+        f"{compared.speed(mode):.1f}",
+        f"{compared.speed(mode) / compared.speed(compared.modes[0]):.2f}",
+        f"{found[0]:.1f}",
+        f"{found[-1]:.1f}",
+        f"{middle.round_tokens:.2f}",
+        *(f"{share:.0%}" if mode.budget else "-" for share in hit_shares(middle)),
+        _gap(middle),
+        *(f"{_bytes(middle, way):.0f}" if mode.shape else "-" for way in ("sent", "received")),
+        f"{num_same}/{len(middle.answers)}",
+    )
+
+
+def hit_shares(one: Pass) -> tuple[float, float, float]:
+    """Returns which share of the rounds had the next tree in time, late, and not at all."""
+    foreseen, late, unforeseen, unprepared = (
+        one.per_round(_VERDICTS.format(name))
+        for name in ("foreseen", "late_foreseen", "unforeseen", "unprepared")
+    )
+    return foreseen, late, max(unforeseen + unprepared - late, 0.0)
+
+
+def _gap(one: Pass) -> str:
+    count = one.counters.get("outrider_target_hit_gap_seconds_count", 0.0)
+    total_s = one.counters.get("outrider_target_hit_gap_seconds_sum", 0.0)
+    return f"{1e6 * total_s / count:.0f}" if count else "-"
+
+
+def _bytes(one: Pass, direction: str) -> float:
+    name = f'outrider_target_wire_bytes_total{{direction="{direction}"}}'
+    return one.counters.get(name, 0.0) / max(one.num_rounds, 1)
+
+
+def account(compared: Compared) -> str:
+    """Returns what target and draft did in a step, by mode."""
+    header = (
+        *("ms a step", "all", "target busy", "awaits draft", "device awaits host"),
+        *("draft after verdict", "draft ahead", "draft busy"),
+    )
+    return table(header, [_account_row(mode, compared.middle(mode)) for mode in compared.modes])
+
+
+def _account_row(mode: Mode, one: Pass) -> tuple[str, ...]:
+    whole_ms = 1e3 * one.duration_s / one.num_steps
+    draft_ms = one.ms_a_step(_BATCHES, _AHEAD)
+    return (
+        mode.name,
+        f"{whole_ms:.2f}",
+        f"{one.ms_a_step('outrider_target_busy_seconds_total'):.2f}",
+        f"{one.ms_a_step('outrider_target_waiting_seconds_total'):.2f}",
+        f"{one.ms_a_step('outrider_target_host_gap_seconds_total'):.2f}",
+        f"{one.ms_a_step(_BATCHES):.2f}",
+        f"{one.ms_a_step(_AHEAD):.2f}",
+        f"{draft_ms / whole_ms:.0%}",
+    )
+
+
+def foreseen(compared: Compared, mode: Mode) -> str:
+    """Returns, by accepted nodes, how often a mode had prepared for the verdict, and at which rank
+    among the candidates for the same node."""
+    counters = [each.counters for each in compared.passes(mode)]
+    sums = {name: sum(each.get(name, 0.0) for each in counters) for name in counters[0]}
+    found = Foresight.of(sums)
+    total = sum(found.hits.values()) + sum(found.misses.values())
+    if not total:
+        return f"{mode.name}: nothing was prepared for in time"
+    header = ("nodes accepted", "verdicts", *(f"rank {rank}" for rank in found.ranks), "missed")
+    rows = []
+    for position in found.positions:
+        hits = [found.hits.get((position, rank), 0) for rank in found.ranks]
+        missed = found.misses.get(position, 0)
+        count = sum(hits) + missed
+        shares = (f"{each / count:.1%}" for each in (*hits, missed))
+        rows.append((position, f"{count / total:.1%}", *shares))
+    return f"{mode.name}, by position and rank, in time\n{table(header, rows)}"

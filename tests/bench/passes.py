@@ -1,0 +1,170 @@
+"""Modes of decoding, and passes over all prompts in one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shared.tokens import TreeShape
+from tests.bench.pair import Answer, Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How tokens are made; no shape is plain decoding, budget 0 drafts after each verdict."""
+
+    shape: TreeShape | None = None
+    budget: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.shape is None:
+            return "plain"
+        shape = self.shape
+        tree = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+        return f"{tree}, {self.budget} ahead" if self.budget else f"{tree}, synchronous"
+
+
+PLAIN = Mode()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What all modes are compared at."""
+
+    temperature: float
+    concurrency: int
+
+    @property
+    def name(self) -> str:
+        return f"temperature {self.temperature:g}, {self.concurrency} at a time"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked for.
+
+    Attributes:
+        prompts: enough for every case.
+        num_prompts: of a pass, unless more are asked at a time.
+        num_tokens: of an answer.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    num_prompts: int
+    num_tokens: int
+
+    def of(self, case: Case) -> Sequence[Sequence[int]]:
+        """Returns the prompts of a pass."""
+        return self.prompts[: max(self.num_prompts, case.concurrency)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All prompts answered once in one mode.
+
+    Attributes:
+        counters: what was counted meanwhile, by metric.
+    """
+
+    answers: tuple[Answer, ...]
+    duration_s: float
+    counters: Mapping[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.duration_s
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(answer.num_rounds for answer in self.answers)
+
+    @property
+    def round_tokens(self) -> float:
+        """Tokens a round, bonus included."""
+        return self.num_tokens / self.num_rounds
+
+    @property
+    def num_steps(self) -> float:
+        """Forwards of the target; sequences that decode at once share them."""
+        return max(self.counters.get("outrider_target_steps_total", 0.0), 1.0)
+
+    def per_round(self, counter: str) -> float:
+        return self.counters.get(f"{counter}_total", 0.0) / max(self.num_rounds, 1)
+
+    def ms_a_step(self, *metrics: str) -> float:
+        """Returns the milliseconds that some metrics of seconds gained a step."""
+        return 1e3 * sum(self.counters.get(name, 0.0) for name in metrics) / self.num_steps
+
+    def num_same(self, other: Pass) -> int:
+        """Counts the answers that are the other's, token for token."""
+        pairs = zip(self.answers, other.answers, strict=True)
+        return sum(mine.token_ids == theirs.token_ids for mine, theirs in pairs)
+
+
+async def answer_all(
+    pair: Pair,
+    mode: Mode,
+    case: Case,
+    load: Load,
+    *,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Pass:
+    """Answers every prompt of the case once; the draft has been told the mode."""
+    places = asyncio.Semaphore(case.concurrency)
+
+    async def answer(seed: int, prompt: Sequence[int]) -> Answer:
+        async with places:
+            return await pair.answer(
+                prompt,
+                num_tokens=load.num_tokens,
+                temperature=case.temperature,
+                seed=seed,
+                is_plain=mode.shape is None,
+                on_tokens=on_tokens,
+            )
+
+    before, start_s = await pair.counters(), time.perf_counter()
+    answers = await asyncio.gather(*(answer(*each) for each in enumerate(load.of(case))))
+    duration_s, after = time.perf_counter() - start_s, await pair.counters()
+    gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return Pass(tuple(answers), duration_s, gained)
+
+
+async def set_mode(pair: Pair, mode: Mode, *, pinned: bool = True) -> None:
+    """Tells the draft, unless there is nothing to draft."""
+    if mode.shape is not None:
+        await pair.set_mode(mode.shape, mode.budget, pinned=pinned)
+
+
+async def measure(
+    pair: Pair, modes: Sequence[Mode], case: Case, load: Load, num_repeats: int
+) -> list[list[Pass]]:
+    """Returns the passes of each repeat, in the order of the modes; every repeat measures every
+    mode in turn, so that a slow minute hits all of them."""
+    for mode in modes:
+        await warm_up(pair, mode, case, load)
+    repeats: list[list[Pass]] = []
+    for _ in range(num_repeats):
+        passes: list[Pass] = []
+        for mode in modes:
+            await set_mode(pair, mode)
+            passes.append(await answer_all(pair, mode, case, load))
+        repeats.append(passes)
+    return repeats
+
+
+WARM_UP_TOKENS = 16
+
+
+async def warm_up(pair: Pair, mode: Mode, case: Case, load: Load) -> None:
+    """Begins every answer: kernels, graphs and prompts of the mode are there afterwards."""
+    await set_mode(pair, mode)
+    few = Load(load.prompts, load.num_prompts, min(load.num_tokens, WARM_UP_TOKENS))
+    await answer_all(pair, mode, case, few)

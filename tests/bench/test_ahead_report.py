@@ -1,0 +1,140 @@
+"""Figures of passes whose answers and counters are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.tokens import TreeShape
+from tests.bench import ahead_report, delays, simulator_check
+from tests.bench.ahead_report import Compared
+from tests.bench.pair import Answer
+from tests.bench.passes import PLAIN, Case, Load, Mode, Pass
+from tests.bench.scrape import Foresight, add_counters
+
+CHAIN = TreeShape(3, 1, 4)
+SYNCHRONOUS, AHEAD = Mode(CHAIN), Mode(CHAIN, 8)
+PAGE = """
+# HELP outrider_target_steps_total Engine steps.
+outrider_target_steps_total 4.0
+outrider_target_busy_seconds_total 0.02
+outrider_target_waiting_seconds_total 0.008
+outrider_target_host_gap_seconds_total 0.004
+outrider_target_hit_gap_seconds_sum 0.0009
+outrider_target_hit_gap_seconds_count 3.0
+outrider_target_foreseen_verdicts_total{position="3",rank="0"} 2.0
+outrider_target_foreseen_verdicts_total{position="1",rank="1"} 1.0
+outrider_target_unforeseen_verdicts_total{position="1"} 1.0
+outrider_target_wire_bytes_total{direction="sent"} 40.0
+outrider_target_wire_bytes_total{direction="received"} 80.0
+outrider_draft_batch_seconds_bucket{le="0.01"} 4.0
+outrider_draft_batch_seconds_sum 0.006
+outrider_draft_ahead_seconds_total 0.012
+process_cpu_seconds_total 9.0
+"""
+
+
+def _counters() -> dict[str, float]:
+    totals: dict[str, float] = {}
+    add_counters(totals, PAGE)
+    return totals
+
+
+def _pass(num_rounds: int, duration_s: float, *last_tokens: int) -> Pass:
+    answers = tuple(Answer((1, 2, 3, 4, 5, 6, 7, last), num_rounds) for last in last_tokens)
+    return Pass(answers, duration_s, _counters())
+
+
+def _compared() -> Compared:
+    """Two repeats; in the second, the answer that was drafted ahead is another."""
+    return Compared(
+        Case(0.0, 1),
+        (PLAIN, SYNCHRONOUS, AHEAD),
+        [
+            [_pass(8, 0.08, 8), _pass(4, 0.05, 8), _pass(4, 0.04, 8)],
+            [_pass(8, 0.10, 8), _pass(4, 0.05, 8), _pass(4, 0.02, 9)],
+        ],
+    )
+
+
+def _cells(text: str, line: int) -> list[str]:
+    return text.splitlines()[line].split()
+
+
+def test_counters_are_summed_over_labels() -> None:
+    totals = _counters()
+    assert totals["outrider_target_foreseen_verdicts_total"] == 3.0
+    assert totals['outrider_target_wire_bytes_total{direction="sent"}'] == 40.0
+    assert "process_cpu_seconds_total" not in totals
+
+
+def test_hits_are_read_by_position_and_rank() -> None:
+    found = Foresight.of(
+        _counters() | {'outrider_target_unforeseen_verdicts_total{position="8+"}': 2.0}
+    )
+    assert found.hits == {("3", "0"): 2, ("1", "1"): 1}
+    assert found.positions == ["1", "3", "8+"]
+    assert found.ranks == ["0", "1"]
+
+
+def test_a_row_says_speed_hits_gap_bytes_and_equal_answers() -> None:
+    text = ahead_report.speeds(_compared())
+    assert text.splitlines()[0] == "temperature 0, 1 at a time"
+    assert _cells(text, 2) == [
+        *("plain", "90.0", "1.00", "80.0", "100.0", "1.00"),
+        *("-", "-", "-", "300", "-", "-", "1/1"),
+    ]
+    assert _cells(text, 4) == [
+        *("3,1,4,", "8", "ahead", "300.0", "3.33", "200.0", "400.0", "2.00"),
+        *("75%", "0%", "25%", "300", "10", "20", "0/1"),
+    ]
+    assert text.endswith(
+        "best synchronous split: 1.78 times plain; best ahead: 3.33 times plain, "
+        "1.88 times that split"
+    )
+
+
+def test_the_account_is_by_step() -> None:
+    text = ahead_report.account(_compared())
+    # The pass of 40 ms is the median.
+    assert _cells(text, 3)[3:] == ["10.00", "5.00", "2.00", "1.00", "1.50", "3.00", "45%"]
+
+
+def test_positions_have_their_ranks_and_misses() -> None:
+    lines = ahead_report.foreseen(_compared(), AHEAD).splitlines()
+    assert lines[2].split() == ["1", "50.0%", "0.0%", "50.0%", "50.0%"]
+    assert lines[3].split() == ["3", "50.0%", "100.0%", "0.0%", "0.0%"]
+
+
+def test_loss_is_against_no_wire_and_against_one_without_length() -> None:
+    direct = _compared()
+    modes = (SYNCHRONOUS, AHEAD)
+    delayed = {
+        delay_ms: Compared(direct.case, modes, [[_pass(4, 0.05, 8), _pass(4, duration_s, 8)]])
+        for delay_ms, duration_s in ((0.0, 0.032), (1.0, 0.04))
+    }
+    lines = delays.report(direct, delayed).splitlines()
+    assert lines[5].split()[-8:-4] == ["250.0", "2.78", "16.7%", "0.0%"]
+    assert lines[6].split()[-8:-4] == ["200.0", "2.22", "33.3%", "20.0%"]
+
+
+def test_levels_accept_what_gives_the_tokens_of_a_round() -> None:
+    assert simulator_check.level_acceptance(2, 1.75) == pytest.approx(0.5)
+    assert simulator_check.level_acceptance(3, 4.0) == pytest.approx(1.0)
+
+
+def test_the_simulator_adds_up_times_of_the_synchronous_pass() -> None:
+    plain, synchronous, ahead = simulator_check.points(_compared(), hop_ms=0.5)
+    assert plain.predicted == pytest.approx(1000 / 5.0)
+    # 5 ms of verification, 1.5 ms of drafting, a hop, 2 tokens.
+    assert synchronous.predicted == pytest.approx(1000 * 2 / 7.0, rel=1e-6)
+    # A quarter of the verdicts waits for a draft and a hop.
+    assert ahead.predicted == pytest.approx(1000 * 2 / 5.5, rel=1e-6)
+    assert simulator_check.report([plain]).splitlines()[1].split() == [
+        *("plain", "80.0", "200.0", "+150.0", "%", "5.00", "0.00")
+    ]
+
+
+def test_a_pass_has_as_many_prompts_as_are_asked_at_a_time() -> None:
+    load = Load([[1]] * 9, num_prompts=2, num_tokens=4)
+    assert len(load.of(Case(0.0, 1))) == 2
+    assert len(load.of(Case(0.0, 8))) == 8

@@ -1,0 +1,96 @@
+"""What a hurt is, when it happens, and what is left after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.draft.events import CandidatesReady
+from shared.tokens import Candidate, DraftReport, TokenTree
+from tests.bench.disorder import Disorder
+from tests.bench.hurts import HurtPass, report
+from tests.bench.pair import Answer
+from tests.bench.passes import Pass
+from tests.bench.service import obey
+from tests.bench.switched_log import LAST_RECORD, SwitchedRoundLog
+from tests.bench.trigger import Trigger
+
+
+def _pass(*arrivals: tuple[float, int], last_token: int = 1) -> Pass:
+    return Pass((Answer((last_token,), 1, arrivals),), 2.0, {})
+
+
+def test_speed_and_pauses_are_those_since_the_hurt() -> None:
+    whole = _pass((1.0, 4), (9.0, 4), (10.5, 4), (11.0, 2), (13.0, 4))
+    hurt = HurtPass("killed", whole, hurt_s=10.0)
+    assert hurt.tokens_per_s == pytest.approx(10 / 3)
+    assert hurt.longest_pause_s == 2.0
+
+
+def test_a_draft_that_was_never_hurt_has_no_speed() -> None:
+    assert HurtPass("killed", _pass((1.0, 4)), float("inf")).tokens_per_s == 0.0
+
+
+def test_answers_are_held_against_plain_ones() -> None:
+    plain = _pass((1.0, 1), (3.0, 1))
+    other = HurtPass("frozen", _pass((1.0, 1), (2.0, 1), last_token=2), 0.5)
+    rows = [line.split() for line in report([other], plain).splitlines()]
+    assert rows[1][-3:] == ["1.00", "2000", "1/1"]
+    assert rows[2][-3:] == ["2.67", "1000", "0/1"]
+
+
+async def test_a_trigger_acts_once_after_enough_tokens() -> None:
+    acts: list[str] = []
+
+    async def act() -> None:
+        acts.append("hurt")
+
+    trigger = Trigger(act, num_tokens=5)
+    trigger.count(4)
+    await trigger.done()
+    assert not acts
+    assert trigger.at_s == float("inf")
+    for _ in range(3):
+        trigger.count(1)
+    await trigger.done()
+    assert acts == ["hurt"]
+    assert trigger.at_s < float("inf")
+
+
+def _output(*rounds: int) -> CandidatesReady:
+    tree = TokenTree((1,), (None,))
+    candidates = tuple(Candidate(7, number, 3, tree) for number in rounds)
+    return CandidatesReady(1, candidates, DraftReport(None, None))
+
+
+def test_disorder_brings_every_candidate_twice_and_loses_none() -> None:
+    disorder = Disorder()
+    sent = [_output(0, 1), _output(2, 3, 4), _output(), _output(5)]
+
+    def rounds_said() -> list[list[int]]:
+        return [[c.round for c in disorder.request(each).candidates.candidates] for each in sent]
+
+    assert rounds_said() == [[0, 1], [2, 3, 4], [], [5]]
+    disorder.turn(is_on=True)
+    found = rounds_said()
+    assert [sorted(each) for each in found] == [[0, 1], [0, 1, 2, 3, 4], [2, 3, 4], [5]]
+    assert any(each != sorted(each) for each in found)
+
+
+def test_a_log_is_written_while_its_switch_is_on(tmp_path: Path) -> None:
+    log = SwitchedRoundLog(tmp_path / "rounds.jsonl")
+    log.instant("early")
+    obey(["log on\n"], {"log": log})
+    log.span("step", 0.5, rows=4)
+    obey(["log off\n"], {"log": log})
+    log.instant("late")
+    # Not closed: what was noted is there all the same.
+    names = [json.loads(line)["name"] for line in log_lines(tmp_path)]
+    log.close()
+    assert names == ["step", LAST_RECORD]
+
+
+def log_lines(folder: Path) -> list[str]:
+    return (folder / "rounds.jsonl").read_text().splitlines()
