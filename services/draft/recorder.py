@@ -34,7 +34,8 @@ class DraftCounters:
         num_accepted: nodes of verified trees that were committed.
         outcomes: verdicts by what happened to the tree.
         num_pushed: trees for verdicts to come, on top of the others.
-        ahead_s: time of the drafter for them, beside that of its batches.
+        num_ahead: forwards for them, and what else the drafter did at once for them.
+        ahead_s: time of those, beside that of its batches.
         num_foreseen: verdicts that one of them was for.
         num_opened, num_released: sequences taken, and given back for want of memory or sense.
         batch_seconds: of the drafter, for one batch of trees.
@@ -45,6 +46,7 @@ class DraftCounters:
     num_caught_up: int = 0
     num_accepted: int = 0
     num_pushed: int = 0
+    num_ahead: int = 0
     ahead_s: float = 0.0
     num_foreseen: int = 0
     num_opened: int = 0
@@ -129,6 +131,7 @@ class DraftRecorder:
     def drafted_ahead(self, num_trees: int, elapsed_s: float) -> None:
         """The drafter computed a forward for verdicts to come, which completed that many trees."""
         self.counters.num_pushed += num_trees
+        self.counters.num_ahead += 1
         self.counters.ahead_s += elapsed_s
         if self._log is not None:
             self._log.span("ahead", elapsed_s, trees=num_trees)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from tests.load.figures import table
 
 _VERDICTS = "outrider_target_{}_verdicts"
 _BATCHES, _AHEAD = "outrider_draft_batch_seconds_sum", "outrider_draft_ahead_seconds_total"
+_FORWARDS = "outrider_draft_ahead_forwards_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def account(compared: Compared) -> str:
     """Returns what target and draft did in a step, by mode."""
     header = (
         *("ms a step", "all", "target busy", "awaits draft", "device awaits host"),
-        *("draft after verdict", "draft ahead", "draft busy"),
+        *("draft after verdict", "draft ahead", "draft busy", "forwards ahead"),
     )
     return table(header, [_account_row(mode, compared.middle(mode)) for mode in compared.modes])
 
@@ -140,14 +142,17 @@ def _account_row(mode: Mode, one: Pass) -> tuple[str, ...]:
         f"{one.ms_a_step(_BATCHES):.2f}",
         f"{one.ms_a_step(_AHEAD):.2f}",
         f"{draft_ms / whole_ms:.0%}",
+        f"{one.counters.get(_FORWARDS, 0.0) / one.num_steps:.1f}",
     )
 
 
 def foreseen(compared: Compared, mode: Mode) -> str:
     """Returns, by accepted nodes, how often a mode had prepared for the verdict, and at which rank
     among the candidates for the same node."""
-    counters = [each.counters for each in compared.passes(mode)]
-    sums = {name: sum(each.get(name, 0.0) for each in counters) for name in counters[0]}
+    sums: Counter[str] = Counter()
+    for each in compared.passes(mode):
+        # A label appears when it is first counted, so later passes may have more.
+        sums.update(each.counters)
     found = Foresight.of(sums)
     total = sum(found.hits.values()) + sum(found.misses.values())
     if not total:

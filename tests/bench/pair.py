@@ -25,6 +25,8 @@ from tests.bench.child import Child
 from tests.bench.scrape import add_counters
 
 START_TIMEOUT_S = 240.0
+# A draft may be capturing graphs when it is told.
+_CONFIG_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
@@ -146,7 +148,7 @@ class Pair:
         # A channel of its own: the draft may be another process than last time.
         async with open_channel(f"127.0.0.1:{self._ports.draft}") as channel:
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)
-            await stub.UpdateDraftConfig(request, timeout=10.0)
+            await stub.UpdateDraftConfig(request, timeout=_CONFIG_TIMEOUT_S)
 
     async def answer(
         self,

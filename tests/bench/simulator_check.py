@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.bench.ahead_report import Compared, hit_shares
-from tests.bench.passes import Mode
+from tests.bench.passes import Mode, Pass
 from tests.bench.simulated_split import Curve, Scenario, predict
 from tests.load.figures import table
 
@@ -26,9 +26,10 @@ class Point:
 def points(compared: Compared, hop_ms: float) -> list[Point]:
     """Returns the best synchronous and the best ahead mode, and plain decoding.
 
-    Times of a step and of a level of drafts are means of the synchronous pass of the same shape,
-    for plain decoding of its own; tokens a round, and verdicts that were prepared for, are counted
-    in each mode's own. What is predicted is how they add up.
+    The time of a step is the mean of the synchronous pass of the same shape, or of plain decoding;
+    that of a level of drafts is the mean of a synchronous tree over its depth, or of a forward
+    ahead; tokens a round, and verdicts that were prepared for, are counted in each mode's own pass.
+    What is predicted is how they add up.
 
     Args:
         hop_ms: round trip of a message.
@@ -64,11 +65,10 @@ def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:
     if mode.shape is None:
         return Scenario(verify_ms, _constant(0.0), (0.0,), batch=batch)
     num_steps = mode.shape.num_steps
-    draft_ms = timed.ms_a_step("outrider_draft_batch_seconds_sum")
     foreseen, late, _ = hit_shares(one)
     return Scenario(
         verify_ms=verify_ms,
-        draft_step_ms=_constant(draft_ms / num_steps),
+        draft_step_ms=_constant(_level_ms(mode, one)),
         acceptance=(level_acceptance(num_steps, one.round_tokens),),
         hop_ms=hop_ms,
         hit_rate=min(foreseen + late, 1.0) if mode.budget else 0.0,
@@ -76,6 +76,18 @@ def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:
         batch=batch,
         is_asynchronous=mode.budget > 0,
     )
+
+
+def _level_ms(mode: Mode, one: Pass) -> float:
+    """Returns the time of a level: of a forward for verdicts to come, or a part of a batch."""
+    seconds, forwards = (
+        one.counters.get(f"outrider_draft_ahead_{name}_total", 0.0)
+        for name in ("seconds", "forwards")
+    )
+    if mode.budget and forwards:
+        return 1e3 * seconds / forwards
+    assert mode.shape is not None
+    return one.ms_a_step("outrider_draft_batch_seconds_sum") / mode.shape.num_steps
 
 
 def _constant(value: float) -> Curve:

@@ -29,6 +29,7 @@ outrider_target_wire_bytes_total{direction="received"} 80.0
 outrider_draft_batch_seconds_bucket{le="0.01"} 4.0
 outrider_draft_batch_seconds_sum 0.006
 outrider_draft_ahead_seconds_total 0.012
+outrider_draft_ahead_forwards_total 6.0
 process_cpu_seconds_total 9.0
 """
 
@@ -96,7 +97,14 @@ def test_a_row_says_speed_hits_gap_bytes_and_equal_answers() -> None:
 def test_the_account_is_by_step() -> None:
     text = ahead_report.account(_compared())
     # The pass of 40 ms is the median.
-    assert _cells(text, 3)[3:] == ["10.00", "5.00", "2.00", "1.00", "1.50", "3.00", "45%"]
+    figures = ["10.00", "5.00", "2.00", "1.00", "1.50", "3.00", "45%", "1.5"]
+    assert _cells(text, 3)[3:] == figures
+
+
+def test_labels_that_only_a_later_pass_has_are_counted() -> None:
+    early = Pass((Answer((1,), 1),), 1.0, {})
+    compared = Compared(Case(0.0, 1), (AHEAD,), [[early], [_pass(4, 0.04, 8)]])
+    assert ahead_report.foreseen(compared, AHEAD) == ahead_report.foreseen(_compared(), AHEAD)
 
 
 def test_positions_have_their_ranks_and_misses() -> None:
@@ -127,8 +135,9 @@ def test_the_simulator_adds_up_times_of_the_synchronous_pass() -> None:
     assert plain.predicted == pytest.approx(1000 / 5.0)
     # 5 ms of verification, 1.5 ms of drafting, a hop, 2 tokens.
     assert synchronous.predicted == pytest.approx(1000 * 2 / 7.0, rel=1e-6)
-    # A quarter of the verdicts waits for a draft and a hop.
-    assert ahead.predicted == pytest.approx(1000 * 2 / 5.5, rel=1e-6)
+    # Three levels of 2 ms: a hit waits for the last 1 ms of them, a quarter for all and a hop.
+    round_ms = 5.0 + 0.75 * 1.0 + 0.25 * 6.5
+    assert ahead.predicted == pytest.approx(1000 * 2 / round_ms, rel=1e-6)
     assert simulator_check.report([plain]).splitlines()[1].split() == [
         *("plain", "80.0", "200.0", "+150.0", "%", "5.00", "0.00")
     ]

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from services.draft import __main__ as draft_entry
+from services.draft import attach_client
 from services.draft.events import CandidatesReady
+from services.draft.link_codec import request_from_output
+from services.target import __main__ as target_entry
+from shared.telemetry.round_log import open_round_log
 from shared.tokens import Candidate, DraftReport, TokenTree
 from tests.bench.disorder import Disorder
 from tests.bench.hurts import HurtPass, report
@@ -39,6 +44,12 @@ def test_answers_are_held_against_plain_ones() -> None:
     rows = [line.split() for line in report([other], plain).splitlines()]
     assert rows[1][-3:] == ["1.00", "2000", "1/1"]
     assert rows[2][-3:] == ["2.67", "1000", "0/1"]
+
+
+def test_what_the_bench_replaces_in_the_services_is_there() -> None:
+    assert attach_client.request_from_output is request_from_output
+    for entry in (target_entry, draft_entry):
+        assert entry.open_round_log is open_round_log
 
 
 async def test_a_trigger_acts_once_after_enough_tokens() -> None:
