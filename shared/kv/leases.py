@@ -1,7 +1,8 @@
 """Who holds which KV page: sequences by leases, finished prefixes by the cache, nobody else.
 
 Every live page is in exactly one state: *free*, *cached* (in the prefix cache, whether or not a
-sequence is reading it) or *held* (by one lease alone). `free + cached + held = total` always.
+sequence is reading it) or *held* (by one lease or one branch alone). `free + cached + held = total`
+always.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ class KvLease:
         ]
 
 
+@dataclass(slots=True, eq=False)
+class KvBranch:
+    """Pages that a lease may end in instead of its own.
+
+    Attributes:
+        first_page: the place in the lease's `pages` that `pages` begin at; those before are shared.
+    """
+
+    first_page: int
+    pages: list[int]
+
+
 class KvLeases:
     """Hands out leases over one page pool and keeps finished prefixes for reuse.
 
@@ -52,6 +65,7 @@ class KvLeases:
         self._cache = PrefixCache(page_size)
         self._caches_prefixes = prefix_cache
         self._leases: dict[int, KvLease] = {}
+        self._branches: dict[int, KvBranch] = {}
         self.num_returns = 0
 
     @property
@@ -91,9 +105,7 @@ class KvLeases:
         num_missing = -(-num_tokens // self.page_size) - len(lease.pages)
         if num_missing <= 0:
             return
-        if num_missing > self._pool.num_free:
-            self._pool.release(self._cache.evict(num_missing - self._pool.num_free))
-        lease.pages.extend(self._pool.allocate(num_missing))
+        lease.pages.extend(self._allocate(num_missing))
         lease.version += 1
 
     def try_grow(self, lease: KvLease, num_tokens: int) -> bool:
@@ -103,6 +115,36 @@ class KvLeases:
         except OutOfPages:
             return False
         return True
+
+    def try_branch(self, lease: KvLease, num_shared: int, num_tokens: int) -> KvBranch | None:
+        """Returns other pages for the tokens `[num_shared, num_tokens)` of a lease; None where none
+        are left. Those of a page that is shared in part have to be copied."""
+        first_page = num_shared // self.page_size
+        assert first_page >= lease.num_shared_pages, "a branch would end a cached prefix"
+        count = -(-num_tokens // self.page_size) - first_page
+        try:
+            branch = KvBranch(first_page, self._allocate(count))
+        except OutOfPages:
+            return None
+        self._branches[id(branch)] = branch
+        return branch
+
+    def drop_branch(self, branch: KvBranch) -> None:
+        """Frees the pages of a branch."""
+        del self._branches[id(branch)]
+        self.num_returns += 1
+        self._pool.release(branch.pages)
+        branch.pages = []
+
+    def adopt(self, lease: KvLease, branch: KvBranch) -> None:
+        """Ends the lease in the pages of a branch of it, and frees its own ones there."""
+        assert branch.first_page >= lease.num_shared_pages, "the lease shares more than it did"
+        lease.pages[branch.first_page :], branch.pages = (
+            branch.pages,
+            lease.pages[branch.first_page :],
+        )
+        lease.version += 1
+        self.drop_branch(branch)
 
     def close(self, lease: KvLease, token_ids: Sequence[int]) -> None:
         """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
@@ -141,6 +183,11 @@ class KvLeases:
         self._pool.release(pages)
         return len(pages)
 
+    def _allocate(self, count: int) -> list[int]:
+        if count > self._pool.num_free:
+            self._pool.release(self._cache.evict(count - self._pool.num_free))
+        return self._pool.allocate(count)
+
     def check(self) -> None:
         """Asserts that every page has exactly one owner."""
         cached = list(self._cache.all_pages())
@@ -149,6 +196,7 @@ class KvLeases:
             for lease in self._leases.values()
             for page in lease.pages[lease.num_shared_pages :]
         ]
+        held += [page for branch in self._branches.values() for page in branch.pages]
         owned = cached + held
         assert len(set(owned)) == len(owned), "a page has two owners"
         assert len(cached) == self._cache.num_pages
@@ -165,4 +213,4 @@ class KvLeases:
         assert locked == shared, "locks and leases disagree"
 
 
-__all__ = ["KvLease", "KvLeases", "OutOfPages"]
+__all__ = ["KvBranch", "KvLease", "KvLeases", "OutOfPages"]

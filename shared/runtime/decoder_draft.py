@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
@@ -22,11 +23,16 @@ class DecoderDraft:
 
     A model's rows are those of a head one token later: row i reads token i. So the state counts a
     token more than are committed, and its first one is left out of the window.
+
+    Attributes:
+        num_choices: W, tokens to find after the root and each computed node, at least as many as
+            children; the best leaves are computed then, too. 0 for none.
     """
 
     decoder: Decoder
     pool: KvPool
     batches: RoundBatches
+    num_choices: int = 0
 
     def grow_scored(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
@@ -35,12 +41,16 @@ class DecoderDraft:
         tree = self.batches.shape.tree
         growth, beams = TreeGrowth(tree), []
         batch, _ = self.batches.of_open_rows(state)
-        growth.add(self._children(batch, state, sampling, depth=0))
-        for level in range(tree.num_steps - 1):
+        levels = [self._children(batch, state, sampling, depth=0)]
+        growth.add(levels[0].best(tree.topk))
+        for level in range(tree.num_steps if self.num_choices else tree.num_steps - 1):
             beams.append(growth.select_beam())
             batch = self.batches.of_beam(state, beams[-1], level)
-            growth.add(self._children(batch, state, sampling, depth=level + 1))
-        return scored_rows(growth.select(), state, tree, beams)
+            levels.append(self._children(batch, state, sampling, depth=level + 1))
+            if not growth.is_complete:
+                growth.add(levels[-1].best(tree.topk))
+        choices = _joined(levels) if self.num_choices else None
+        return scored_rows(growth.select(), state, tree, beams, choices)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""
@@ -52,5 +62,12 @@ class DecoderDraft:
         hidden = self.decoder.forward(batch, self.pool).hidden.index_select(0, batch.logit_rows)
         logits = self.decoder.logits(hidden)
         scores = sampling.confidence(logits, state, depth)
-        topk = self.batches.shape.tree.topk
-        return choose_children(scores.view(state.num_slots, -1, logits.shape[1]), topk)
+        width = self.num_choices or self.batches.shape.tree.topk
+        return choose_children(scores.view(state.num_slots, -1, logits.shape[1]), width)
+
+
+def _joined(levels: list[Children]) -> Children:
+    return Children(
+        torch.cat([each.token_ids for each in levels], dim=1),
+        torch.cat([each.log_probs for each in levels], dim=1),
+    )

@@ -22,14 +22,18 @@ class FusedDecoderDraft(DecoderDraft):
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
     ) -> ScoredRows:
         """See `DecoderDraft.grow_scored`."""
-        growth = FusedGrowth(state, self.batches, sampling, None)
+        growth = FusedGrowth(state, self.batches, sampling, None, self.num_choices)
         batch, _ = lay_out_open_rows(state, self.batches)
         growth.add(self._logits(batch))
         for _ in range(self.batches.shape.tree.num_steps - 1):
             batch, _ = growth.beam()
             growth.add(self._logits(batch))
+        if self.num_choices:
+            batch, _ = growth.beam()
+            growth.look(self._logits(batch))
         tree, paths = growth.finish()
-        return ScoredRows(tree.rows, paths, growth.beams())
+        choices = growth.choices() if self.num_choices else None
+        return ScoredRows(tree.rows, paths, growth.beams(), choices)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""

@@ -34,11 +34,14 @@ class ScoredRows:
         paths: `[S, T]` float32, score of the path to each row; the root's is 0.
         beams: `[2, S, L, K]` int64, token of each node that was computed on each of L levels, and
             the place of its parent in the level before.
+        choices: what may follow the root and each node that was computed, `[S, 1 + L * K, W]`;
+            None where nobody asked.
     """
 
     rows: TreeRows
     paths: Tensor
     beams: Tensor
+    choices: Children | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,12 +113,17 @@ class RoundDraft:
 
 
 def scored_rows(
-    nodes: SelectedNodes, state: RoundState, tree: TreeShape, beams: Sequence[Beam]
+    nodes: SelectedNodes,
+    state: RoundState,
+    tree: TreeShape,
+    beams: Sequence[Beam],
+    choices: Children | None = None,
 ) -> ScoredRows:
     """Lays out selected nodes behind the last committed tokens.
 
     Args:
         beams: of each level that was computed.
+        choices: see `ScoredRows`.
     """
     roots = state.open_tokens.gather(1, state.num_open.unsqueeze(1) - 1).squeeze(1)
     none = roots.new_empty((2, state.num_slots, 0, tree.topk))
@@ -124,4 +132,5 @@ def scored_rows(
         tree_rows(nodes, roots, tree.num_steps),
         torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1),
         torch.cat((none, *levels), dim=2),
+        choices,
     )

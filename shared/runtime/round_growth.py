@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.runtime.round_batches import RoundBatches, RoundTree
-from shared.runtime.round_growth_jit import grow_level, score_blocks
+from shared.runtime.round_growth_jit import choose_tokens, grow_level, score_blocks
 from shared.runtime.round_layout_jit import finish_trees, lay_open_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import LENGTH, OFFSET, OPEN, SEED, TAIL, RoundState
+from shared.speculation.growth import Children
 from shared.speculation.tree_rows import TreeRows
 
 _BLOCK = 1024
@@ -21,11 +24,28 @@ _MAX_WARPS = 8
 _RANK_CHUNK = 32
 
 
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """What is known of R rows' next tokens.
+
+    Attributes:
+        keys: `[R, any]` int64, those of the best tokens among them.
+        maxima: `[R, N]` float32, of N blocks of the vocabulary.
+        sums: likewise, of exponentials below the maximum.
+    """
+
+    keys: Tensor
+    maxima: Tensor
+    sums: Tensor
+
+
 class FusedGrowth:
     """`TreeGrowth` of S slots in Triton: `add` a level's logits, compute the rows it returns.
 
     Args:
         token_map: `[Vd]` int64, the target's id of each of the head's tokens; None when equal.
+        num_choices: see `DecoderDraft`. Where there are any, the leaves' level is computed as well
+            and its logits are looked at.
     """
 
     def __init__(
@@ -34,13 +54,14 @@ class FusedGrowth:
         batches: RoundBatches,
         sampling: RoundSampling,
         token_map: Tensor | None,
+        num_choices: int = 0,
     ) -> None:
         tree, device = batches.shape.tree, state.numbers.device
         self._state, self._batches, self._shape = state, batches, batches.shape
         self._has_draws = sampling is not RoundSampling.GREEDY
         self._token_map = token_map
         self._level = 0
-        self._num_levels = tree.num_steps - 1
+        self._num_levels = tree.num_steps if num_choices else tree.num_steps - 1
         num_beams = max(self._num_levels, 1) * state.num_slots * tree.topk
         self._num_candidates = batches.shape.num_candidates
 
@@ -57,31 +78,22 @@ class FusedGrowth:
         self._parent_rows, self._token_ids, self._positions, self._slots = wide
         self._kv_lengths = empty(max(self._num_levels, 1), state.num_slots)
         self._prefix_lengths = empty(state.num_slots)
+        choices = (state.num_slots, 1 + self._num_levels * tree.topk, num_choices)
+        self._choice_tokens = empty(*choices)
+        self._choice_scores = empty(*choices, dtype=torch.float32)
+        self._num_rows_scored = 0
 
     def add(self, logits: Tensor) -> None:
         """Adds the children of the root, later of the last beam, from logits `[S * N, Vd]`."""
-        state, tree = self._state, self._shape.tree
-        assert logits.is_contiguous()
-        num_rows, num_own = logits.shape
-        rows = num_rows // state.num_slots
-        num_blocks = triton.cdiv(num_own, _BLOCK)
-        device = logits.device
-        keys = torch.empty((num_rows, num_blocks, tree.topk), dtype=torch.int64, device=device)
-        maxima, sums = torch.empty((2, num_rows, num_blocks), device=device).unbind()
-        token_map = self._token_map
-        score_blocks[(num_rows, num_blocks)](
-            logits, logits if token_map is None else token_map, state.numbers, state.sampling,
-            keys, maxima, sums,
-            self._level, state.numbers.stride(0), num_own, num_blocks,
-            ROWS=rows, TOPK=tree.topk, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
-            LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+        state, tree, scored = self._state, self._shape.tree, self._scored(logits)
+        rows = len(logits) // state.num_slots
+        num_keys, num_blocks = scored.keys.shape[1], scored.maxima.shape[1]
         block_rows = triton.next_power_of_2(rows)
-        block_keys = triton.next_power_of_2(num_blocks * tree.topk)
+        block_keys = triton.next_power_of_2(num_keys)
         level, first = self._level, 0 if self._level == 0 else tree.topk
         first += max(level - 1, 0) * tree.topk**2
         grow_level[(state.num_slots,)](
-            keys, maxima, sums, num_blocks,
+            scored.keys, num_keys, scored.maxima, scored.sums, num_blocks,
             self._tokens, self._parents, self._paths,
             self._selected, self._beam_paths, self._visible, self._parent_rows,
             self._token_ids, self._positions, self._slots, self._kv_lengths, self._prefix_lengths,
@@ -96,6 +108,44 @@ class FusedGrowth:
             num_warps=_level_warps(block_rows * block_keys),
         )  # fmt: skip
         self._level += 1
+
+    def look(self, logits: Tensor) -> None:
+        """Finds what may follow the beam of the leaves, from its logits `[S * K, Vd]`."""
+        self._scored(logits)
+
+    def choices(self) -> Children:
+        """Returns what may follow each computed row, see `ScoredRows`."""
+        return Children(self._choice_tokens, self._choice_scores)
+
+    def _scored(self, logits: Tensor) -> _Scored:
+        state, tree, width = self._state, self._shape.tree, self._choice_tokens.shape[2]
+        assert logits.is_contiguous()
+        num_rows, num_own = logits.shape
+        rows = num_rows // state.num_slots
+        num_blocks = triton.cdiv(num_own, _BLOCK)
+        num_keys, device = width or tree.topk, logits.device
+        keys = torch.empty((num_rows, num_blocks * num_keys), dtype=torch.int64, device=device)
+        maxima, sums = torch.empty((2, num_rows, num_blocks), device=device).unbind()
+        token_map = self._token_map
+        score_blocks[(num_rows, num_blocks)](
+            logits, logits if token_map is None else token_map, state.numbers, state.sampling,
+            keys, maxima, sums,
+            self._level, state.numbers.stride(0), num_own, num_blocks,
+            ROWS=rows, TOPK=num_keys, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
+            LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+        if not width:
+            return _Scored(keys, maxima, sums)
+        best = torch.empty((num_rows, width), dtype=torch.int64, device=device)
+        block_keys = triton.next_power_of_2(keys.shape[1])
+        choose_tokens[(num_rows,)](
+            keys, maxima, sums, best, self._choice_tokens, self._choice_scores,
+            num_blocks, self._num_rows_scored, self._choice_tokens.shape[1],
+            ROWS=rows, WIDTH=width, BLOCK_KEYS=block_keys,
+            BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_level_warps(block_keys),
+        )  # fmt: skip
+        self._num_rows_scored += rows
+        return _Scored(best, maxima, sums)
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
         """Returns the rows of the last level's beam, and for each the row `[S * K]` int64 of the

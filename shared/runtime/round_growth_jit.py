@@ -50,9 +50,42 @@ def score_blocks(  # type: ignore[no-untyped-def]
         keys = tl.where(keys == best, NO_KEY, keys)
 
 
+@triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]
+def choose_tokens(  # type: ignore[no-untyped-def]
+    block_keys, block_maxima, block_sums, row_keys, tokens, scores, num_blocks, first_row, num_rows,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Finds the WIDTH best tokens of one row, from those of its blocks, best first.
+
+    Args:
+        row_keys: `[S * ROWS, WIDTH]`, what `grow_level` goes on from.
+        tokens: `[S, num_rows, WIDTH]` int32, of all levels; this one begins at `first_row`.
+        scores: likewise, float32.
+    """
+    row = tl.program_id(0)
+    blocks = tl.arange(0, BLOCKS)
+    is_block = blocks < num_blocks
+    parts = tl.load(block_maxima + row * num_blocks + blocks, mask=is_block, other=float("-inf"))
+    sums = tl.load(block_sums + row * num_blocks + blocks, mask=is_block, other=0.0)
+    highest = tl.max(parts, 0)
+    log_total = tl.log(tl.sum(sums * tl.exp(parts - highest), 0)) + highest
+    entries = tl.arange(0, BLOCK_KEYS)
+    num_keys = num_blocks * WIDTH
+    keys = tl.load(block_keys + row * num_keys + entries, mask=entries < num_keys, other=NO_KEY)
+    place = ((row // ROWS) * num_rows + first_row + row % ROWS) * WIDTH
+    for rank in tl.static_range(WIDTH):
+        best = tl.max(keys, 0)
+        keys = tl.where(keys == best, NO_KEY, keys)
+        tl.store(row_keys + row * WIDTH + rank, best)
+        is_token = best != NO_KEY
+        tl.store(tokens + place + rank, tl.where(is_token, index_of(best), 0).to(tl.int32))
+        score = tl.minimum(value_of(best) - log_total, 0.0)
+        tl.store(scores + place + rank, tl.where(is_token, score, float("-inf")))
+
+
 @triton.jit(do_not_specialize=["level", "first_candidate", "num_candidates", "number_stride"])  # type: ignore[untyped-decorator]
 def grow_level(  # type: ignore[no-untyped-def]
-    block_keys, block_maxima, block_sums, num_blocks,
+    row_keys, num_keys, block_maxima, block_sums, num_blocks,
     candidate_tokens, candidate_parents, candidate_paths,
     beam_selected, beam_paths, beam_visible, parent_rows,
     token_ids, positions, slots, kv_lengths, prefix_lengths,
@@ -63,6 +96,8 @@ def grow_level(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr, BLOCK_VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Adds one level of one tree, selects its beam and lays out the beam's rows.
+
+    Each row has `num_keys` keys, among them those of its TOPK best tokens.
 
     Levels lie behind one another in `beam_*`, each with TOPK entries a sequence; `beam_visible`
     has one row of `NUM_LEVELS * TOPK` for each.
@@ -84,9 +119,9 @@ def grow_level(  # type: ignore[no-untyped-def]
     log_total = tl.log(tl.where(is_row, total, 1.0)) + highest
     # The best children of each row, from those of its blocks.
     entries = tl.arange(0, BLOCK_KEYS)
-    is_entry = is_row[:, None] & (entries < num_blocks * TOPK)[None, :]
-    places = (sequence * ROWS + rows)[:, None] * (num_blocks * TOPK) + entries[None, :]
-    keys = tl.load(block_keys + places, mask=is_entry, other=NO_KEY)
+    is_entry = is_row[:, None] & (entries < num_keys)[None, :]
+    places = (sequence * ROWS + rows)[:, None] * num_keys + entries[None, :]
+    keys = tl.load(row_keys + places, mask=is_entry, other=NO_KEY)
     children = tl.full([BLOCK_ROWS, BLOCK_TOPK], NO_KEY, tl.int64)
     for rank in tl.static_range(TOPK):
         best = tl.max(keys, 1)

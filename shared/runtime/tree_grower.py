@@ -25,6 +25,7 @@ from shared.tokens import TokenTree, TreeShape
 # Most shapes whose graphs are kept.
 _MAX_SHAPES = 16
 _ROW_BUCKETS = (8, 16, 32, 64)
+_CHOICE_BUCKETS = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +35,57 @@ class PassTree:
     Attributes:
         levels: tokens of the nodes whose rows were computed, and the places of their parents in
             the level before; level by level.
+        choices: the best tokens after the root, then after each of those nodes; none where nobody
+            asked.
     """
 
     tree: TokenTree
     levels: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The `width` best tokens after each of R rows, end to end, and their scores."""
+
+    width: int
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+
+    def after(self, row: int) -> tuple[tuple[int, float], ...]:
+        """Returns tokens and scores of one row, best first."""
+        found = slice(row * self.width, (row + 1) * self.width)
+        return tuple(zip(self.token_ids[found], self.log_probs[found], strict=True))
 
 
 class GrowingTrees:
     """Trees that the device is at work on."""
 
-    def __init__(self, result: Tensor, num_sequences: int, shape: RoundShape, max_nodes: int):
+    def __init__(self, result: Tensor, num_sequences: int, grown: TreePass, max_nodes: int):
         self._copy = HostCopy(result[:num_sequences])
-        self._shape, self._max_nodes = shape, max_nodes
+        self._pass, self._max_nodes = grown, max_nodes
 
     def read(self) -> list[PassTree]:
         """Waits for the device and returns what grew for each sequence."""
-        rows, num_rows = self._copy.read(), self._shape.num_tree_rows
-        bits = rows[:, 2 * num_rows : 3 * num_rows].contiguous()
-        paths = bits.view(torch.float32).tolist()
-        return [self._tree(*each) for each in zip(rows.tolist(), paths, strict=True)]
+        rows = self._copy.read().contiguous()
+        scores = rows.view(torch.float32).tolist()
+        return [self._tree(*each) for each in zip(rows.tolist(), scores, strict=True)]
 
-    def _tree(self, row: list[int], paths: list[float]) -> PassTree:
-        tree, num_rows = self._shape.tree, self._shape.num_tree_rows
-        num_beam_rows = (tree.num_steps - 1) * tree.topk
+    def _tree(self, row: list[int], scores: list[float]) -> PassTree:
+        """Takes a row of `packed` apart; each number is read as what it is, `scores` being the
+        same bits."""
+        num_rows, topk = self._pass.shape.num_tree_rows, self._pass.shape.tree.topk
+        num_beam_rows, width = self._pass.num_levels * topk, self._pass.num_choices
         tokens, parents = row[:num_rows], row[num_rows : 2 * num_rows]
-        beams = row[3 * num_rows :]
+        paths, beams = scores[2 * num_rows : 3 * num_rows], row[3 * num_rows :]
         levels = tuple(
-            (beams[first : first + tree.topk], beams[num_beam_rows + first :][: tree.topk])
-            for first in range(0, num_beam_rows, tree.topk)
+            (beams[first : first + topk], beams[num_beam_rows + first :][:topk])
+            for first in range(0, num_beam_rows, topk)
         )
-        return PassTree(best_tree(tokens, parents, paths, self._max_nodes), levels)
+        first = 3 * num_rows + 2 * num_beam_rows
+        num_choices = (1 + num_beam_rows) * width
+        choices = Choices(width, row[first : first + num_choices], scores[first + num_choices :])
+        return PassTree(best_tree(tokens, parents, paths, self._max_nodes), levels, choices)
 
 
 class TreeGrower:
@@ -73,14 +95,19 @@ class TreeGrower:
         assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
         self._model, self.limits = model, limits
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
-        self._passes: OrderedDict[TreeShape, TreePass] = OrderedDict()
+        self._passes: OrderedDict[tuple[TreeShape, int], TreePass] = OrderedDict()
 
     def max_open_rows(self, tree: TreeShape) -> int:
         """Returns most open rows of a sequence that a pass of this shape takes."""
-        return self._pass_of(tree).max_open_rows
+        return tree.num_steps + 1
 
     def launch(
-        self, sequences: Sequence[OpenSequence], features: Sequence[Tensor], tree: TreeShape
+        self,
+        sequences: Sequence[OpenSequence],
+        features: Sequence[Tensor],
+        tree: TreeShape,
+        *,
+        num_choices: int = 0,
     ) -> GrowingTrees:
         """Queues the growth of a tree for each sequence; waits for nothing, unless the number of
         sequences, their kind of sampling or the shape is new to the device.
@@ -89,33 +116,47 @@ class TreeGrower:
             sequences: at most `max_sequences`.
             features: see `TreePass.run`.
             tree: without levels and children that could not be kept.
+            num_choices: how many tokens to find after each computed row, see `DecoderDraft`; a few
+                more may be found.
         """
-        chosen = self._pass_of(tree)
+        chosen = self._pass_of(tree, num_choices)
         result = chosen.run(sequences, features)
-        return GrowingTrees(result, len(sequences), chosen.shape, tree.max_node_count)
+        return GrowingTrees(result, len(sequences), chosen, tree.max_node_count)
 
-    def capture_next(self, tree: TreeShape) -> bool:
+    def capture_next(self, tree: TreeShape, *, num_choices: int = 0) -> bool:
         """Captures one graph that further batches of a shape may want, once there was one; returns
         whether one was left. A launch that comes before its graph captures it."""
-        grown = self._passes.get(_common_shape(tree))
+        grown = self._passes.get(self._key(tree, num_choices))
         return grown is not None and grown.capture_next()
 
-    def _pass_of(self, tree: TreeShape) -> TreePass:
-        key = _common_shape(tree)
+    def _pass_of(self, tree: TreeShape, num_choices: int) -> TreePass:
+        key = self._key(tree, num_choices)
         if key not in self._passes:
-            self._passes[key] = self._new_pass(key)
+            self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
         if len(self._passes) > _MAX_SHAPES:
             self._passes.popitem(last=False)
         return self._passes[key]
 
-    def _new_pass(self, tree: TreeShape) -> TreePass:
+    def _key(self, tree: TreeShape, num_choices: int) -> tuple[TreeShape, int]:
+        """Returns what tells passes apart: few graphs serve trees and choices of any size."""
+        if num_choices:
+            wanted = max(num_choices, tree.topk)
+            sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
+            num_choices = min(next(sizes, wanted), self._model.vocab_size)
+        return _common_shape(tree), num_choices
+
+    def _new_pass(self, tree: TreeShape, num_choices: int) -> TreePass:
+        # Leaves are computed where choices are wanted.
+        num_leaves = tree.topk if num_choices else 0
         shape = RoundShape.of(
             tree,
             draft_vocab_size=self._model.vocab_size,
-            max_context_tokens=self.limits.max_context_tokens,
+            max_context_tokens=self.limits.max_context_tokens + num_leaves,
         )
-        return TreePass(self._model, shape, self.limits, self._memory)
+        return TreePass(
+            self._model, shape, self.limits, num_choices=num_choices, memory=self._memory
+        )
 
 
 def best_tree(

@@ -49,8 +49,12 @@ class TreeModel(Protocol):
     def feature_width(self) -> int:
         """Of the rows it reads beside tokens; 0 when it reads tokens only."""
 
-    def draft(self, batches: RoundBatches, feature_rows: Tensor) -> TreeDraft:
-        """Returns what drafts in the shape of `batches`, by the fastest code for it."""
+    def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
+        """Returns what drafts in the shape of `batches`, by the fastest code for it.
+
+        Args:
+            num_choices: see `DecoderDraft`; heads find none.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class HeadModel:
     def feature_width(self) -> int:
         return self.head.feature_spec.width
 
-    def draft(self, batches: RoundBatches, feature_rows: Tensor) -> TreeDraft:
+    def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
+        assert num_choices == 0, "a head looks for no choices"
         parts = RoundParts.of(self.head, batches.shape, self.pool.device)
         return parts.draft(self.head, self.pool, batches, feature_rows)
 
@@ -96,10 +101,10 @@ class DecoderModel:
     def feature_width(self) -> int:
         return 0
 
-    def draft(self, batches: RoundBatches, feature_rows: Tensor) -> TreeDraft:
+    def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
-            return DecoderDraft(self.decoder, self.pool, batches)
+            return DecoderDraft(self.decoder, self.pool, batches, num_choices)
         # Triton is not installed where there is no CUDA.
         from shared.runtime.decoder_draft_fused import FusedDecoderDraft
 
-        return FusedDecoderDraft(self.decoder, self.pool, batches)
+        return FusedDecoderDraft(self.decoder, self.pool, batches, num_choices)

@@ -58,14 +58,22 @@ class TreePass:
     """Passes of one shape.
 
     Args:
+        num_choices: see `DecoderDraft`.
         memory: of `torch.cuda.graph_pool_handle`, for all graphs of a model; None without graphs.
     """
 
     def __init__(
-        self, model: TreeModel, shape: RoundShape, limits: PassLimits, memory: Any
+        self,
+        model: TreeModel,
+        shape: RoundShape,
+        limits: PassLimits,
+        *,
+        num_choices: int,
+        memory: Any,
     ) -> None:
         self._model, self._pool = model, model.pool
-        self.shape, self._limits, self._memory = shape, limits, memory
+        self.shape, self.num_choices = shape, num_choices
+        self._limits, self._memory = limits, memory
         self.max_open_rows = shape.max_committed
         # Graphs read the features and the inputs at addresses that never change.
         self._features = torch.zeros(
@@ -103,10 +111,11 @@ class TreePass:
         longest = max(each.length for each in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
         reach = longest + self._spare
+        widest = max(each.num_open for each in sequences)
         inputs = open_inputs(
             sequences,
             num_slots=len(sequences) if captured is None else bucket,
-            max_open_rows=self.max_open_rows,
+            max_open_rows=widest if captured is None else self.max_open_rows,
             num_pages=self._num_pages(reach),
             device=self._pool.device,
         )
@@ -130,10 +139,15 @@ class TreePass:
         return False
 
     @property
+    def num_levels(self) -> int:
+        """Levels of nodes that are computed: the leaves are, where it matters what may follow."""
+        steps = self.shape.tree.num_steps
+        return steps if self.num_choices else steps - 1
+
+    @property
     def _spare(self) -> int:
         """Indices behind a sequence that a pass may address."""
-        tree = self.shape.tree
-        num_beam_rows = (tree.num_steps - 1) * tree.topk
+        num_beam_rows = self.num_levels * self.shape.tree.topk
         return max(self.shape.num_tree_rows, num_beam_rows, self.max_open_rows)
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -147,7 +161,8 @@ class TreePass:
         self._features[: len(rows)].copy_(rows)
 
     def _draft(self, shape: RoundShape) -> TreeDraft:
-        return self._model.draft(RoundBatches(shape, self._pool.page_size), self._features)
+        batches = RoundBatches(shape, self._pool.page_size)
+        return self._model.draft(batches, self._features, self.num_choices)
 
     def _grown(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Tensor:
         kind, slots = draft.kind_of(sampling), inputs.feature_slots.flatten()
@@ -180,8 +195,12 @@ class TreePass:
 
 
 def packed(trees: ScoredRows) -> Tensor:
-    """Returns what the host reads of trees as one tensor `[S, 3 T + 2 L K]` int32: tokens, parents
-    and the bits of the scores of T rows, then tokens and parents of the rows of L levels."""
+    """Returns what the host reads of trees as one tensor `[S, 3 T + 2 L K + 2 (1 + L K) W]` int32:
+    tokens, parents and the bits of the scores of T rows, then tokens and parents of the rows of L
+    levels, then tokens and the bits of the scores of W choices after the root and each of them."""
     rows, beams = trees.rows, trees.beams.flatten(2).int().unbind()
-    bits = trees.paths.view(torch.int32)
-    return torch.cat((rows.token_ids.int(), rows.parents.int(), bits, *beams), dim=1)
+    parts = [rows.token_ids.int(), rows.parents.int(), trees.paths.view(torch.int32), *beams]
+    if trees.choices is not None:
+        scores = trees.choices.log_probs.contiguous().view(torch.int32)
+        parts += [trees.choices.token_ids.int().flatten(1), scores.flatten(1)]
+    return torch.cat(parts, dim=1)

@@ -196,9 +196,11 @@ class TreeGrowth:
         )
 
     def select_beam(self) -> Beam:
-        """Returns the best `topk` candidates of the last level; they take the next growth rows."""
+        """Returns the best `topk` candidates of the last level; they take the next growth rows.
+
+        Those of a complete tree have no children in it: they are computed to know what may follow.
+        """
         assert len(self._beams) == len(self._levels) - 1, "add a level before selecting its beam"
-        assert not self.is_complete, "the last level is not expanded"
         level, topk = self._levels[-1], self._shape.topk
         log_probs, chosen = stable_topk(level.path, topk)
         # Candidates lie parent by parent, `topk` each.

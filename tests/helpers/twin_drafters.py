@@ -90,10 +90,15 @@ class CountingGrower(TreeGrower):
         return self._model.pool.device
 
     def launch(
-        self, sequences: Sequence[OpenSequence], features: Sequence[Tensor], tree: TreeShape
+        self,
+        sequences: Sequence[OpenSequence],
+        features: Sequence[Tensor],
+        tree: TreeShape,
+        *,
+        num_choices: int = 0,
     ) -> GrowingTrees:
         self.num_sequences += len(sequences)
-        return super().launch(sequences, features, tree)
+        return super().launch(sequences, features, tree, num_choices=num_choices)
 
 
 @dataclass

@@ -7,12 +7,12 @@ indices `[0, num_computed)`; the rows of grown trees follow them as its tail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.draft.drafters.tail import Tail
 from services.draft.sequence import DraftSequence
-from shared.kv.leases import KvLease, KvLeases
+from shared.kv.leases import KvBranch, KvLease, KvLeases
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +61,36 @@ class DraftKv:
         Returns the sequence's KV, a new one when the window had to slide.
         """
         self._keep_accepted(kv, sequence.token_ids[-num_committed:])
+        return self._slid(kv, sequence)
+
+    def branch(self, kv: SequenceKv, path: Sequence[int], num_rows: int) -> KvBranch | None:
+        """Returns pages in which the computed tokens and a path of the tail are followed by room;
+        None where there are no pages, or no tail any more.
+
+        Args:
+            path: rows of the tail.
+            num_rows: that the room is for.
+        """
+        if kv.tail is None:
+            return None
+        base = kv.tail.base
+        branch = self.leases.try_branch(kv.lease, base, base + len(path) + num_rows)
+        if branch is None:
+            return None
+        start = branch.first_page * self.leases.page_size
+        sources = [*range(start, base), *(base + row for row in path)]
+        pages = [*kv.lease.pages[: branch.first_page], *branch.pages]
+        targets = range(start, start + len(sources))
+        self._copy(kv.lease.pages, sources, pages, targets)
+        return branch
+
+    def adopt(self, kv: SequenceKv, sequence: DraftSequence, branch: KvBranch) -> SequenceKv:
+        """Goes on in a branch where all committed tokens are computed; see `commit`."""
+        self.leases.adopt(kv.lease, branch)
+        kv.num_computed, kv.tail = sequence.num_tokens - kv.window_start, None
+        return self._slid(kv, sequence)
+
+    def _slid(self, kv: SequenceKv, sequence: DraftSequence) -> SequenceKv:
         if sequence.num_tokens - kv.window_start <= self._max_window_tokens:
             return kv
         self.close(kv, sequence)
@@ -107,17 +137,26 @@ class DraftKv:
             kv.tail = None
 
     def _move(self, kv: SequenceKv, base: int, rows: Sequence[tuple[int, int]]) -> None:
-        """Adds copies of rows to those that wait, which later ones may build on."""
-        moved = {}
-        for source, target in rows:
-            if source != target:
-                slot = self._slot(kv, base + source)
-                moved[self._slot(kv, base + target)] = self._moves.get(slot, slot)
-        self._moves.update(moved)
+        """Moves rows of the tail."""
+        pages, moved = kv.lease.pages, [each for each in rows if each[0] != each[1]]
+        self._copy(
+            pages, [base + source for source, _ in moved], pages, [base + to for _, to in moved]
+        )
 
-    def _slot(self, kv: SequenceKv, index: int) -> int:
+    def _copy(
+        self, pages: Sequence[int], sources: Iterable[int],
+        other_pages: Sequence[int], targets: Iterable[int],
+    ) -> None:  # fmt: skip
+        """Adds copies from indices to indices to those that wait, which later ones may build on."""
+        slots = (self._slot(pages, index) for index in sources)
+        found = [self._moves.get(slot, slot) for slot in slots]
+        self._moves.update(
+            zip((self._slot(other_pages, index) for index in targets), found, strict=True)
+        )
+
+    def _slot(self, pages: Sequence[int], index: int) -> int:
         page_size = self.leases.page_size
-        return kv.lease.pages[index // page_size] * page_size + index % page_size
+        return pages[index // page_size] * page_size + index % page_size
 
 
 def _computed(kv: SequenceKv, sequence: DraftSequence) -> Sequence[int]:

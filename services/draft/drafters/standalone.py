@@ -10,18 +10,19 @@ tree's is moved to the front of its tail. So is what was drafted ahead below it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from services.draft.chain_draws import LevelScores, level_scores
-from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.branch_drafter import BranchDrafter
+from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
+from services.draft.drafters.joint_foresight import JointForesight
 from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.standalone_trees import StandaloneTrees
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
-from services.draft.drafters.whole_trees import split
+from services.draft.drafters.whole_trees import grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows
@@ -59,14 +60,19 @@ class StandaloneDrafter:
         self._contexts = StandaloneContexts(
             runner, leases, max_context_tokens=max_context_tokens, margin_tokens=CONTEXT_MARGIN
         )
-        self._trees = None if grower is None else StandaloneTrees(grower, self._contexts)
         self._outcomes = OutcomeDrafter(
             self._tail, self._compute_tails, max_depth=CONTEXT_MARGIN - 1, keeps_rows=True
         )
+        self._foresight: Foresight = self._outcomes
+        self._branches: BranchDrafter | None = None
+        if grower is not None:
+            trees = StandaloneTrees(grower, self._contexts)
+            self._branches = BranchDrafter(trees, self._contexts, vocab_size=self._vocab_size)
+            self._foresight = JointForesight(self._branches, self._outcomes)
 
     @property
-    def foresight(self) -> OutcomeDrafter:
-        return self._outcomes
+    def foresight(self) -> Foresight:
+        return self._foresight
 
     @property
     def limits(self) -> DrafterLimits:
@@ -80,8 +86,14 @@ class StandaloneDrafter:
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        self._outcomes.observe(sequence, verdict.committed_token_ids)
-        self._contexts.commit(sequence, len(verdict.committed_token_ids))
+        token_ids = verdict.committed_token_ids
+        if self._branches is not None and grows_whole(sequence):
+            branch = self._branches.decide(sequence, token_ids)
+            if branch is not None:
+                self._contexts.adopt(sequence, branch.kv, branch.rows)
+                return
+        self._outcomes.observe(sequence, token_ids)
+        self._contexts.commit(sequence, len(token_ids))
         self._outcomes.drop(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
@@ -91,8 +103,14 @@ class StandaloneDrafter:
         return self._contexts.backlog(sequence)
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        shape = self._grown_shape(shape)
-        return self._contexts.reserve(sequence, (shape.num_steps - 1) * shape.topk)
+        shape = grown_shape(shape, self._vocab_size)
+        # Where verdicts are prepared for, the leaves of trees are computed, too.
+        num_levels = shape.num_steps if self._outcomes.budget else shape.num_steps - 1
+        num_rows = num_levels * shape.topk
+        has_room = self._contexts.reserve(sequence, num_rows)
+        if not has_room and self._branches is not None and self._branches.free():
+            has_room = self._contexts.reserve(sequence, num_rows)
+        return has_room
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
         """Leaves the last token of each: its logits start a tree."""
@@ -106,13 +124,12 @@ class StandaloneDrafter:
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        shape = self._grown_shape(shape)
-        # Drafting ahead goes on from what was found on every level.
-        trees = None if self._outcomes.budget else self._trees
-        whole, rest = ([], sequences) if trees is None else split(sequences)
+        shape = grown_shape(shape, self._vocab_size)
+        branches = self._branches
+        whole, rest = ([], sequences) if branches is None else split(sequences)
         return [
             *(self._grow(rest, shape) if rest else ()),
-            *(trees.grow(whole, shape) if trees is not None else ()),
+            *(branches.propose(whole, shape) if branches is not None and whole else ()),
         ]
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
@@ -138,12 +155,14 @@ class StandaloneDrafter:
 
     def close(self, sequence: DraftSequence) -> None:
         self._outcomes.drop(sequence)
+        if self._branches is not None:
+            self._branches.drop(sequence)
         self._contexts.close(sequence)
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        grown_shape = self._grown_shape(shape)
-        return self._trees is not None and self._trees.capture_next(grown_shape)
+        grown = grown_shape(shape, self._vocab_size)
+        return self._branches is not None and self._branches.prepare_next(grown)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()
@@ -159,15 +178,6 @@ class StandaloneDrafter:
 
     def check(self) -> None:
         self._contexts.leases.check()
-
-    def _grown_shape(self, shape: TreeShape) -> TreeShape:
-        """Levels beyond the last kept node of a chain, and children beyond the vocabulary, would be
-        grown in vain."""
-        return replace(
-            shape,
-            num_steps=min(shape.num_steps, shape.max_node_count),
-            topk=min(shape.topk, self._vocab_size),
-        )
 
     def _children(
         self,

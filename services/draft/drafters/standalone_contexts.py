@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from services.draft.drafters.draft_kv import DraftKv, SequenceKv
+from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.leases import KvLeases
+from shared.kv.leases import KvBranch, KvLeases
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.runner import ModelRunner
@@ -55,6 +56,41 @@ class StandaloneContexts:
         """Takes new tokens in, see `DraftKv.commit`."""
         key = sequence.key
         self._contexts[key] = self._kv.commit(self._contexts[key], sequence, num_committed)
+
+    def adopt(self, sequence: DraftSequence, branch: KvBranch, rows: GrownRows) -> None:
+        """Takes new tokens in that a branch was computed for, see `DraftKv.adopt`.
+
+        Args:
+            rows: computed behind them in the branch.
+        """
+        key = sequence.key
+        self._contexts[key] = self._kv.adopt(self._contexts[key], sequence, branch)
+        if not self.backlog(sequence):
+            self.plant(sequence, rows)
+
+    def branch(
+        self, sequence: DraftSequence, path: Sequence[int], num_rows: int
+    ) -> KvBranch | None:
+        """Returns pages for what may follow the computed tokens, see `DraftKv.branch`."""
+        return self._kv.branch(self.kv_of(sequence), path, num_rows)
+
+    def branch_sequence(
+        self, sequence: DraftSequence, branch: KvBranch, depth: int, token_id: int
+    ) -> OpenSequence:
+        """Lays out the token that follows `depth` computed nodes in a branch."""
+        kv = self.kv_of(sequence)
+        return OpenSequence(
+            token_ids=(token_id,),
+            num_computed=kv.num_computed + depth,
+            num_before=kv.window_start - 1,
+            sampling=pass_sampling(sequence),
+            pages=[*kv.lease.pages[: branch.first_page], *branch.pages],
+        )
+
+    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
+        """Takes in what a pass computed behind the last committed token."""
+        kv = self.kv_of(sequence)
+        kv.tail = rows.tail(kv.num_computed, sequence.token_ids[-1])
 
     def kv_of(self, sequence: DraftSequence) -> SequenceKv:
         """Returns the pages of a sequence and what is computed in them."""

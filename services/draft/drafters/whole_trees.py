@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from services.draft.sequence import DraftSequence
-from shared.tokens import SamplingParams
+from shared.tokens import SamplingParams, TreeShape
 
 # What is cut away beyond these is drawn too often by a pass that leaves cuts out.
 _FEWEST_TOP_K = 4
@@ -24,6 +24,16 @@ def grows_whole(sequence: DraftSequence) -> bool:
     is_plain = not (sampling.has_penalties or sampling.logit_bias)
     is_coupled = sequence.mirrors_noise and not _cuts_deep(sampling)
     return is_plain and (sampling.is_greedy or is_coupled) and not sequence.draws_chains
+
+
+def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
+    """Returns a shape without what would be grown in vain: levels beyond the last kept node of a
+    chain, and children beyond the vocabulary."""
+    return replace(
+        shape,
+        num_steps=min(shape.num_steps, shape.max_node_count),
+        topk=min(shape.topk, vocab_size),
+    )
 
 
 def pass_sampling(sequence: DraftSequence) -> SamplingParams:

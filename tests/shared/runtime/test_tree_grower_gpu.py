@@ -16,7 +16,15 @@ from shared.models.loader import load_decoder
 from shared.runtime import tree_pass
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.drafting import GREEDY, VOCAB_SIZE, draft_sequence
+from tests.helpers.drafting import (
+    GREEDY,
+    VOCAB_SIZE,
+    draft_sequence,
+    foreseen_tokens,
+    prepare_ahead,
+    propose,
+)
+from tests.helpers.head_oracle import path_values
 from tests.helpers.kernel_device import kernel_device
 from tests.helpers.twin_drafters import MAX_SEQUENCES, SAMPLED, TwinDrafters, load_heads, text
 
@@ -84,6 +92,36 @@ def test_a_language_models_trees_are_those_grown_level_by_level(
     twins.open(*batch)
     assert twins.rounds(shape, 3, draw, *batch) > 0
     assert twins.grower.num_sequences == 3 * len(batch)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.interpreter if shape == SHAPES[2] else ())
+        for shape in SHAPES
+    ],
+    ids=str,
+)
+def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: TreeShape) -> None:
+    draw = random.Random(str(shape))
+    twins = TwinDrafters.of_decoder(decoder, has_graphs=not IS_INTERPRETING)
+    batch = [
+        draft_sequence(text(draw, length), sampling, number)
+        for number, (length, sampling) in enumerate([(5, GREEDY), (18, SAMPLED)])
+    ]
+    twins.open(*batch)
+    foresight = twins.whole.foresight
+    assert foresight is not None
+    foresight.budget = 3
+    trees = twins.trees(shape, *batch)
+    for _ in range(1 if IS_INTERPRETING else 3):
+        prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))
+        for place, sequence in enumerate(batch):
+            fallen = draw.choice([each for each in prepared if each.sequence is sequence])
+            twins.commit(sequence, foreseen_tokens(trees[place], fallen), is_late=False)
+            [expected] = propose(twins.levels, shape, sequence)
+            assert path_values(fallen.tree) == pytest.approx(path_values(expected), abs=1e-3)
+            trees[place] = fallen.tree
 
 
 @on_cuda

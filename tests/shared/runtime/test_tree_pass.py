@@ -30,7 +30,8 @@ class GraphlessPass(TreePass):
     """
 
     def __init__(self, model: DecoderModel, shape: RoundShape) -> None:
-        super().__init__(model, shape, PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=True), None)
+        limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=True)
+        super().__init__(model, shape, limits, num_choices=0, memory=None)
         self.asked: list[tuple[int, RoundSampling]] = []
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> NoReturn:

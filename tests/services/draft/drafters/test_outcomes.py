@@ -16,6 +16,9 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import DecoderModel
+from shared.runtime.tree_pass import PassLimits
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
@@ -24,6 +27,8 @@ VOCAB_SIZE, PAGE_SIZE = 64, 4
 SHAPES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(2, 3, 8), TreeShape(4, 4, 16)]
 SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)]
 BUDGET = 6
+CONTEXT = 200
+MAX_SEQUENCES = 8
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +39,20 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Bench:
-    """One drafter with the sequences it has."""
+    """One drafter with the sequences it has. Its trees are grown level by level, or in passes."""
 
-    def __init__(self, decoder: Decoder, shape: TreeShape, num_pages: int = 200) -> None:
+    def __init__(
+        self, decoder: Decoder, shape: TreeShape, num_pages: int = 200, *, in_passes: bool = False
+    ) -> None:
         pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
         leases = KvLeases(num_pages, PAGE_SIZE)
-        self.drafter = StandaloneDrafter(ModelRunner(decoder, pool), leases, max_context_tokens=200)
+        limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=False)
+        self.drafter = StandaloneDrafter(
+            ModelRunner(decoder, pool),
+            leases,
+            max_context_tokens=CONTEXT,
+            grower=TreeGrower(DecoderModel(decoder, pool), limits) if in_passes else None,
+        )
         self.drafter.foresight.budget = BUDGET
         self.shape = shape
         self.fan_out = FanOut(BUDGET)
@@ -90,12 +103,13 @@ def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> Token
     return tree
 
 
+@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
-    decoder: Decoder, shape: TreeShape, sampling: SamplingParams
+    decoder: Decoder, shape: TreeShape, sampling: SamplingParams, in_passes: bool
 ) -> None:
-    source, bench = random.Random(3), Bench(decoder, shape)
+    source, bench = random.Random(3), Bench(decoder, shape, in_passes=in_passes)
     sequences = [bench.open(number, _text(number, 9 + 2 * number), sampling) for number in range(3)]
     trees = bench.propose(*sequences)
     for _ in range(5):
@@ -119,10 +133,11 @@ def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
     bench.drafter.check()
 
 
+@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 def test_likeliest_verdicts_are_prepared_for_and_none_that_the_tree_holds(
-    decoder: Decoder,
+    decoder: Decoder, in_passes: bool
 ) -> None:
-    bench = Bench(decoder, TreeShape(3, 2, 6))
+    bench = Bench(decoder, TreeShape(3, 2, 6), in_passes=in_passes)
     sequence = bench.open(1, _text(1, 12), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
@@ -150,12 +165,14 @@ def test_position_weights_move_the_fan_out(decoder: Decoder) -> None:
     assert None not in found[1]
 
 
-@pytest.mark.parametrize("num_forwards", range(5))
+@pytest.mark.parametrize(
+    ("num_forwards", "in_passes"), [*((count, False) for count in range(5)), (0, True), (1, True)]
+)
 def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
-    decoder: Decoder, num_forwards: int
+    decoder: Decoder, num_forwards: int, in_passes: bool
 ) -> None:
     shape = TreeShape(3, 2, 8)
-    whole, bench = Bench(decoder, shape), Bench(decoder, shape)
+    whole, bench = (Bench(decoder, shape, in_passes=in_passes) for _ in range(2))
     blocks = []
     for each in (whole, bench):
         sequence = each.open(1, _text(4, 11), SAMPLINGS[1])
@@ -195,14 +212,58 @@ def test_verdict_inside_the_verified_tree_leaves_what_hangs_below(decoder: Decod
     assert answers[0].tree.token_ids == _fresh(decoder, shape, sequence).token_ids
 
 
-def test_short_memory_ends_drafting_ahead_but_not_drafting(decoder: Decoder) -> None:
+@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
+def test_short_memory_ends_drafting_ahead_but_not_drafting(
+    decoder: Decoder, in_passes: bool
+) -> None:
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, num_pages=6)
+    bench = Bench(decoder, shape, num_pages=6, in_passes=in_passes)
     sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
     assert bench.advance_all() == []
     bench.commit(sequence, (1,))
     assert bench.propose(sequence)[0].token_ids
+    bench.drafter.close(sequence)
+    bench.drafter.check()
+
+
+def test_branches_make_room_for_the_trees_of_current_rounds(decoder: Decoder) -> None:
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, num_pages=22, in_passes=True)
+    first = bench.open(1, _text(4, 11), SAMPLINGS[0])
+    [tree] = bench.propose(first)
+    bench.begin(first, tree)
+    prepared = bench.advance_all()
+    assert prepared
+    second = bench.open(2, _text(5, 40), SAMPLINGS[0])
+    assert bench.propose(second)[0].token_ids == _fresh(decoder, shape, second).token_ids
+    bench.drafter.check()
+    # The branch of what falls is gone, so that its tree follows the verdict.
+    bench.commit(first, _committed(tree, prepared[0]))
+    bench.drafter.close(second)
+    assert bench.propose(first)[0].token_ids == _fresh(decoder, shape, first).token_ids
+    bench.drafter.close(first)
+    bench.drafter.check()
+
+
+def test_branch_whose_window_slides_starts_over(decoder: Decoder) -> None:
+    shape = TreeShape(3, 1, 4)
+    bench = Bench(decoder, shape, in_passes=True)
+    sequence = bench.open(1, _text(4, 150), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    num_slides = 0
+    for _ in range(20):
+        bench.begin(sequence, tree)
+        prepared = bench.advance_all()
+        if prepared:
+            bench.commit(sequence, _committed(tree, prepared[0]))
+            tree = prepared[0].tree
+        else:
+            bench.commit(sequence, (1,))
+            [tree] = bench.propose(sequence)
+            num_slides += 1
+        bench.drafter.check()
+    assert num_slides > 0
     bench.drafter.close(sequence)
     bench.drafter.check()

@@ -81,12 +81,16 @@ def test_requests_of_every_kind_share_a_batch(
     assert twins.grower.num_sequences == 3 * num_whole
 
 
-def test_drafting_ahead_goes_level_by_level(decoder: Decoder) -> None:
+def test_drafting_ahead_grows_trees_of_all_verdicts_in_one_pass(decoder: Decoder) -> None:
     twins = TwinDrafters.of_decoder(decoder)
-    sequence = draft_sequence(text(random.Random(4), 9))
-    twins.open(sequence)
-    twins.whole.foresight.budget = 4
-    [tree] = twins.trees(TREE, sequence)
-    assert twins.grower.num_sequences == 0
-    twins.whole.foresight.begin(sequence, tree, TREE, FanOut(4))
-    assert twins.whole.foresight.has_work
+    batch = [draft_sequence(text(random.Random(4), 9), GREEDY, number) for number in range(2)]
+    twins.open(*batch)
+    foresight = twins.whole.foresight
+    assert foresight is not None
+    foresight.budget = 1
+    trees = twins.trees(TREE, *batch)
+    assert twins.grower.num_sequences == 2
+    for sequence, tree in zip(batch, trees, strict=True):
+        foresight.begin(sequence, tree, TREE, FanOut(1))
+    assert len(foresight.advance()) == twins.grower.num_sequences - 2 == 2
+    assert not foresight.has_work
