@@ -53,7 +53,12 @@ class PeerSlots:
 
 
 def exchanged_norm(
-    part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
+    part: Tensor,
+    hidden: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    slots: PeerSlots,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden` plus the sum of every rank's `part`, and its norm, `[T, D]` each.
 
@@ -63,10 +68,11 @@ def exchanged_norm(
         part: `[T, D]`, of one shape and dtype, which all ranks queue alike.
         hidden: `[T, D]`; None is nothing to add.
         weight: `[D]` of the norm.
+        ahead: a matrix that the next kernel reads, see `shared.kernels.ahead`.
     """
     from shared.kernels.exchange_norm_triton import launch
 
-    return launch(part.contiguous(), hidden, weight, eps, slots)
+    return launch(part.contiguous(), hidden, weight, eps, slots, ahead)
 
 
 def exchanged_sum(part: Tensor, peers: PeerAddresses) -> Tensor:
