@@ -33,6 +33,7 @@ from tests.bench.pair import Pair, PairFailed, PairSettings, running_pair
 from tests.bench.passes import Load, answer_all, measure, set_mode
 from tests.bench.recording import record
 from tests.bench.round_svg import picture
+from tests.bench.session import RequestFailed
 from tests.bench.widening import CannotWiden
 from tests.bench.wire_process import WireProcess, running_wire
 
@@ -143,7 +144,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-async-") as name:
         try:
             asyncio.run(_run(flags, Path(name)))
-        except (OutriderError, PairFailed, CannotWiden, OSError) as error:
+        except (OutriderError, PairFailed, RequestFailed, CannotWiden, OSError) as error:
             print(f"bench-async: {error}", file=sys.stderr)
             for log in sorted(Path(name).glob("*.log")):
                 print(f"{log.name}:\n{log.read_text()[-2000:]}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,13 @@ from grpc import aio
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.trees import shape_message
 from shared.tokens import TreeShape
 from tests.bench.child import Child
 from tests.bench.scrape import add_counters
+from tests.bench.session import Answer, OnTokens, Session
 
 START_TIMEOUT_S = 240.0
 # A draft may be capturing graphs when it is told.
@@ -55,20 +55,6 @@ class PairSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer.
-
-    Attributes:
-        num_rounds: the target's steps for it.
-        arrivals: when tokens came, and how many.
-    """
-
-    token_ids: tuple[int, ...]
-    num_rounds: int
-    arrivals: tuple[tuple[float, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Ports:
     """Where the two listen."""
 
@@ -90,7 +76,7 @@ class Pair:
         self._target: Child | None = None
         self.draft: Child | None = None
         self._num_drafts = 0
-        self._generate = pb_grpc.TargetServiceStub(self._channel(ports.target))
+        self._session: Session | None = None
         self._admin = admin_service_pb2_grpc.AdminServiceStub(self._channel(ports.target_admin))
 
     @property
@@ -158,27 +144,23 @@ class Pair:
         temperature: float,
         seed: int,
         is_plain: bool = False,
-        on_tokens: Callable[[int], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Generates exactly `num_tokens` tokens; `on_tokens` hears how many come each time."""
+        """Generates exactly `num_tokens` tokens; `on_tokens` hears how many come each time.
+
+        Raises:
+            RequestFailed: the target refused, or is gone.
+        """
         request = pb.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=seed),
             stop_params=sampling_pb2.StopParams(max_output_token_count=num_tokens, ignore_eos=True),
             speculation_params=pb.SpeculationParams(disabled=is_plain),
         )
-        responses: list[pb.GenerateResponse] = []
-        arrivals: list[tuple[float, int]] = []
-        async for response in self._generate.Generate(request):
-            responses.append(response)
-            count = len(response.delta.token_ids)
-            if count:
-                arrivals.append((time.perf_counter(), count))
-                if on_tokens is not None:
-                    on_tokens(count)
-        tokens = tuple(token for each in responses for token in each.delta.token_ids)
-        num_rounds = responses[-1].finished.speculation.round_count
-        return Answer(tokens, num_rounds, tuple(arrivals))
+        if self._session is None:
+            self._session = Session(self._channel(self._ports.target))
+            self._stack.push_async_callback(self._session.close)
+        return await self._session.answer(request, on_tokens)
 
     async def counters(self) -> dict[str, float]:
         """Returns the counters of both, by name with and without their labels; the one without is

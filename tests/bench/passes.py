@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.tokens import TreeShape
-from tests.bench.pair import Answer, Pair
+from tests.bench.pair import Pair
+from tests.bench.session import Answer, OnTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ async def answer_all(
     case: Case,
     load: Load,
     *,
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> Pass:
     """Answers every prompt of the case once; the draft has been told the mode."""
     places = asyncio.Semaphore(case.concurrency)

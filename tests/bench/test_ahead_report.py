@@ -7,9 +7,9 @@ import pytest
 from shared.tokens import TreeShape
 from tests.bench import ahead_report, delays, simulator_check
 from tests.bench.ahead_report import Compared
-from tests.bench.pair import Answer
 from tests.bench.passes import PLAIN, Case, Load, Mode, Pass
 from tests.bench.scrape import Foresight, add_counters
+from tests.bench.session import Answer
 
 CHAIN = TreeShape(3, 1, 4)
 SYNCHRONOUS, AHEAD = Mode(CHAIN), Mode(CHAIN, 8)

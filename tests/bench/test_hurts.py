@@ -16,9 +16,9 @@ from shared.telemetry.round_log import open_round_log
 from shared.tokens import Candidate, DraftReport, TokenTree
 from tests.bench.disorder import Disorder
 from tests.bench.hurts import HurtPass, report
-from tests.bench.pair import Answer
 from tests.bench.passes import Pass
 from tests.bench.service import obey
+from tests.bench.session import Answer
 from tests.bench.switched_log import LAST_RECORD, SwitchedRoundLog
 from tests.bench.trigger import Trigger
 

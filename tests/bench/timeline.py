@@ -21,6 +21,7 @@ from tests.bench.chat_prompts import chat_prompts
 from tests.bench.pair import PairFailed, PairSettings, running_pair
 from tests.bench.recording import record
 from tests.bench.round_svg import Rounds, picture, read_rounds
+from tests.bench.session import RequestFailed
 from tests.load.prompts import PROMPTS
 
 
@@ -85,7 +86,7 @@ def main() -> int:
     flags = _parse(sys.argv[1:])
     try:
         drawn = picture(_rounds(flags), flags.num_steps, flags.first_step)
-    except (OutriderError, PairFailed, OSError, ValueError) as error:
+    except (OutriderError, PairFailed, RequestFailed, OSError, ValueError) as error:
         print(f"timeline: {error}", file=sys.stderr)
         return 1
     flags.out.write_text(drawn.svg, encoding="utf-8")
