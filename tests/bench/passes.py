@@ -161,7 +161,7 @@ async def measure(
     return repeats
 
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 24
 
 
 async def warm_up(pair: Pair, mode: Mode, case: Case, load: Load) -> None:

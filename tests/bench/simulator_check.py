@@ -27,9 +27,9 @@ def points(compared: Compared, hop_ms: float) -> list[Point]:
     """Returns the best synchronous and the best ahead mode, and plain decoding.
 
     The time of a step is the mean of the synchronous pass of the same shape, or of plain decoding;
-    that of a level of drafts is the mean of a synchronous tree over its depth, or of a forward
-    ahead; tokens a round, and verdicts that were prepared for, are counted in each mode's own pass.
-    What is predicted is how they add up.
+    that of drafts is the mean of a synchronous tree, or of a pass ahead; tokens a round, and
+    verdicts that were prepared for, are counted in each mode's own pass. What is predicted is how
+    they add up.
 
     Args:
         hop_ms: round trip of a message.
@@ -68,7 +68,7 @@ def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:
     foreseen, late, _ = hit_shares(one)
     return Scenario(
         verify_ms=verify_ms,
-        draft_step_ms=_constant(_level_ms(mode, one)),
+        draft_step_ms=_constant(_draft_ms(mode, one) / num_steps),
         acceptance=(level_acceptance(num_steps, one.round_tokens),),
         hop_ms=hop_ms,
         hit_rate=min(foreseen + late, 1.0) if mode.budget else 0.0,
@@ -78,16 +78,15 @@ def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:
     )
 
 
-def _level_ms(mode: Mode, one: Pass) -> float:
-    """Returns the time of a level: of a forward for verdicts to come, or a part of a batch."""
-    seconds, forwards = (
-        one.counters.get(f"outrider_draft_ahead_{name}_total", 0.0)
-        for name in ("seconds", "forwards")
-    )
-    if mode.budget and forwards:
-        return 1e3 * seconds / forwards
-    assert mode.shape is not None
-    return one.ms_a_step("outrider_draft_batch_seconds_sum") / mode.shape.num_steps
+def _draft_ms(mode: Mode, one: Pass) -> float:
+    """Returns the time of trees: of a batch after the verdict, or of one pass ahead. Some drafters
+    take a forward a level instead, and go on with the next round's in what time is left."""
+    num_passes = one.counters.get("outrider_draft_ahead_passes_total", 0.0)
+    if not mode.budget or not num_passes or mode.shape is None:
+        return one.ms_a_step("outrider_draft_batch_seconds_sum")
+    seconds = one.counters.get("outrider_draft_ahead_seconds_total", 0.0)
+    passes_a_step = min(num_passes / one.num_steps, mode.shape.num_steps)
+    return 1e3 * seconds / num_passes * max(passes_a_step, 1.0)
 
 
 def _constant(value: float) -> Curve:

@@ -29,7 +29,7 @@ outrider_target_wire_bytes_total{direction="received"} 80.0
 outrider_draft_batch_seconds_bucket{le="0.01"} 4.0
 outrider_draft_batch_seconds_sum 0.006
 outrider_draft_ahead_seconds_total 0.012
-outrider_draft_ahead_forwards_total 6.0
+outrider_draft_ahead_passes_total 6.0
 process_cpu_seconds_total 9.0
 """
 
@@ -135,8 +135,9 @@ def test_the_simulator_adds_up_times_of_the_synchronous_pass() -> None:
     assert plain.predicted == pytest.approx(1000 / 5.0)
     # 5 ms of verification, 1.5 ms of drafting, a hop, 2 tokens.
     assert synchronous.predicted == pytest.approx(1000 * 2 / 7.0, rel=1e-6)
-    # Three levels of 2 ms: a hit waits for the last 1 ms of them, a quarter for all and a hop.
-    round_ms = 5.0 + 0.75 * 1.0 + 0.25 * 6.5
+    # One and a half passes of 2 ms a step: less than a verification, for which a hit has to wait.
+    # A quarter waits for them and for a hop.
+    round_ms = 5.0 + 0.25 * 3.5
     assert ahead.predicted == pytest.approx(1000 * 2 / round_ms, rel=1e-6)
     assert simulator_check.report([plain]).splitlines()[1].split() == [
         *("plain", "80.0", "200.0", "+150.0", "%", "5.00", "0.00")
