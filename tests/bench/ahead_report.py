@@ -156,7 +156,7 @@ def foreseen(compared: Compared, mode: Mode) -> str:
     found = Foresight.of(sums)
     total = sum(found.hits.values()) + sum(found.misses.values())
     if not total:
-        return f"{mode.name}: nothing was prepared for in time"
+        return f"{mode.name}: nothing was there in time for any verdict"
     header = ("nodes accepted", "verdicts", *(f"rank {rank}" for rank in found.ranks), "missed")
     rows = []
     for position in found.positions:
@@ -165,4 +165,4 @@ def foreseen(compared: Compared, mode: Mode) -> str:
         count = sum(hits) + missed
         shares = (f"{each / count:.1%}" for each in (*hits, missed))
         rows.append((position, f"{count / total:.1%}", *shares))
-    return f"{mode.name}, by position and rank, in time\n{table(header, rows)}"
+    return f"{mode.name}, verdicts for which anything was there in time\n{table(header, rows)}"

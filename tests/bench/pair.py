@@ -77,7 +77,6 @@ class Pair:
         self.draft: Child | None = None
         self._num_drafts = 0
         self._session: Session | None = None
-        self._admin = admin_service_pb2_grpc.AdminServiceStub(self._channel(ports.target_admin))
 
     @property
     def _worker_id(self) -> str:
@@ -158,7 +157,9 @@ class Pair:
             speculation_params=pb.SpeculationParams(disabled=is_plain),
         )
         if self._session is None:
-            self._session = Session(self._channel(self._ports.target))
+            channel = open_channel(f"127.0.0.1:{self._ports.target}")
+            self._session = Session(channel)
+            self._stack.push_async_callback(channel.close)
             self._stack.push_async_callback(self._session.close)
         return await self._session.answer(request, on_tokens)
 
@@ -178,10 +179,12 @@ class Pair:
     async def round_trip_s(self, num_calls: int = 50) -> float:
         """Returns the median time of an empty call to the target."""
         request, times = admin_service_pb2.ListAttachmentsRequest(), []
-        for _ in range(num_calls):
-            start_s = time.perf_counter()
-            await self._admin.ListAttachments(request)
-            times.append(time.perf_counter() - start_s)
+        async with open_channel(f"127.0.0.1:{self._ports.target_admin}") as channel:
+            admin = admin_service_pb2_grpc.AdminServiceStub(channel)
+            for _ in range(num_calls):
+                start_s = time.perf_counter()
+                await admin.ListAttachments(request)
+                times.append(time.perf_counter() - start_s)
         return sorted(times)[num_calls // 2]
 
     async def log_rounds(self, *, is_on: bool) -> None:
@@ -195,11 +198,6 @@ class Pair:
         for child in (self.draft, self._target):
             if child is not None:
                 await child.stop()
-
-    def _channel(self, port: int) -> aio.Channel:
-        channel = open_channel(f"127.0.0.1:{port}")
-        self._stack.push_async_callback(channel.close)
-        return channel
 
     async def _start(self, name: str, *arguments: str) -> Child:
         settings = self._settings
@@ -222,11 +220,13 @@ class Pair:
         """Whether the draft that runs now is attached, and no other is any more."""
         request = admin_service_pb2.ListAttachmentsRequest()
         try:
-            async with asyncio.timeout(5.0):
-                attachments = (await self._admin.ListAttachments(request)).attachments
-        except (TimeoutError, aio.AioRpcError):
+            # One channel would wait ever longer before it tries again.
+            async with open_channel(f"127.0.0.1:{self._ports.target_admin}") as channel:
+                admin = admin_service_pb2_grpc.AdminServiceStub(channel)
+                found = await admin.ListAttachments(request, timeout=5.0)
+        except aio.AioRpcError:
             return False
-        return [each.worker_id for each in attachments] == [self._worker_id]
+        return [each.worker_id for each in found.attachments] == [self._worker_id]
 
 
 @asynccontextmanager
