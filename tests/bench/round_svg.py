@@ -25,7 +25,7 @@ MEANINGS = {
     "miss": "step whose verdict had not been prepared for",
     "plain": "step without a tree",
     "propose": "draft after a verdict",
-    "ahead": "draft ahead of a verdict, one forward",
+    "ahead": "draft ahead of a verdict, one pass or forward",
 }
 
 
