@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -34,16 +35,17 @@ class DecoderDraft:
     batches: RoundBatches
     num_choices: int = 0
 
-    def grow_scored(
+    def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> ScoredRows:
-        """See `RoundDraft.grow_scored`; no features are read."""
+    ) -> Generator[None, None, ScoredRows]:
+        """See `TreeDraft.grow_levels`; no features are read."""
         tree = self.batches.shape.tree
         growth, beams = TreeGrowth(tree), []
         batch, _ = self.batches.of_open_rows(state)
         levels = [self._children(batch, state, sampling, depth=0)]
         growth.add(levels[0].best(tree.topk))
         for level in range(tree.num_steps if self.num_choices else tree.num_steps - 1):
+            yield
             beams.append(growth.select_beam())
             batch = self.batches.of_beam(state, beams[-1], level)
             levels.append(self._children(batch, state, sampling, depth=level + 1))

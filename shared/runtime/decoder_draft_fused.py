@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,17 +19,19 @@ from shared.runtime.round_state import RoundState
 class FusedDecoderDraft(DecoderDraft):
     """Leaves out of the scores what `FusedRoundDraft` leaves out."""
 
-    def grow_scored(
+    def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> ScoredRows:
-        """See `DecoderDraft.grow_scored`."""
+    ) -> Generator[None, None, ScoredRows]:
+        """See `DecoderDraft.grow_levels`."""
         growth = FusedGrowth(state, self.batches, sampling, None, self.num_choices)
         batch, _ = lay_out_open_rows(state, self.batches)
         growth.add(self._logits(batch))
         for _ in range(self.batches.shape.tree.num_steps - 1):
+            yield
             batch, _ = growth.beam()
             growth.add(self._logits(batch))
         if self.num_choices:
+            yield
             batch, _ = growth.beam()
             growth.look(self._logits(batch))
         tree, paths = growth.finish()

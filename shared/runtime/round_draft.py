@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,13 @@ class RoundDraft:
         """
         batch, _ = self.batches.of_open_rows(state)
         return self._grown(state, sampling, batch, feature_slots)
+
+    def grow_levels(
+        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
+    ) -> Generator[None, None, ScoredRows]:
+        """See `TreeDraft.grow_levels`: a head's forwards are too short to stop between them."""
+        yield from ()
+        return self.grow_scored(state, sampling, feature_slots)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """Returns the kind that does all that this draft does for `sampling`."""

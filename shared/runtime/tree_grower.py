@@ -19,7 +19,7 @@ from shared.runtime.host_copy import HostCopy
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.tree_model import TreeModel
-from shared.runtime.tree_pass import PassLimits, TreePass
+from shared.runtime.tree_pass import Levels, PassLimits, TreePass, ended, step
 from shared.tokens import TokenTree, TreeShape
 
 # Most shapes whose graphs are kept.
@@ -61,12 +61,38 @@ class Choices:
 class GrowingTrees:
     """Trees that the device is at work on."""
 
-    def __init__(self, result: Tensor, num_sequences: int, grown: TreePass, max_nodes: int):
-        self._copy = HostCopy(result[:num_sequences])
+    def __init__(self, levels: Levels, num_sequences: int, grown: TreePass, max_nodes: int) -> None:
+        self._levels, self._num_sequences = levels, num_sequences
         self._pass, self._max_nodes = grown, max_nodes
+        self._copy: HostCopy | None = None
+        self._queued: torch.cuda.Event | None = None
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Queues a part and waits until the device is at work on it, so that another part, or
+        something else, can be queued in time; returns whether some was left."""
+        if self._copy is not None:
+            return False
+        result, queued = step(self._levels), self._queued
+        if result is not None:
+            self._copy = HostCopy(result[: self._num_sequences])
+        elif self._pass.is_on_gpu:
+            self._queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._queued.record()
+        if queued is not None:
+            queued.synchronize()
+        return True
+
+    @torch.inference_mode()
+    def queue(self) -> None:
+        """Queues all that is left; waits for nothing."""
+        if self._copy is None:
+            self._copy = HostCopy(ended(self._levels)[: self._num_sequences])
 
     def read(self) -> list[PassTree]:
         """Waits for the device and returns what grew for each sequence."""
+        self.queue()
+        assert self._copy is not None
         rows = self._copy.read().contiguous()
         scores = rows.view(torch.float32).tolist()
         return [self._tree(*each) for each in zip(rows.tolist(), scores, strict=True)]
@@ -89,17 +115,48 @@ class GrowingTrees:
 
 
 class TreeGrower:
-    """Passes of one model for trees of any shape. Owned by one thread."""
+    """Passes of one model for trees of any shape, one at a time. Owned by one thread.
 
-    def __init__(self, model: TreeModel, limits: PassLimits) -> None:
+    Args:
+        is_split: whether a pass can stop, and others be run, between two of its forwards.
+    """
+
+    def __init__(self, model: TreeModel, limits: PassLimits, *, is_split: bool = False) -> None:
         assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
-        self._model, self.limits = model, limits
+        self._model, self.limits, self._is_split = model, limits, is_split
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
         self._passes: OrderedDict[tuple[TreeShape, int], TreePass] = OrderedDict()
 
     def max_open_rows(self, tree: TreeShape) -> int:
         """Returns most open rows of a sequence that a pass of this shape takes."""
         return tree.num_steps + 1
+
+    def split(self) -> TreeGrower:
+        """Returns a grower of the same trees whose passes can stop. It has memory of its own, so
+        that passes of this one can be run meanwhile."""
+        return TreeGrower(self._model, self.limits, is_split=True)
+
+    def begin(
+        self,
+        sequences: Sequence[OpenSequence],
+        features: Sequence[Tensor],
+        tree: TreeShape,
+        *,
+        num_choices: int = 0,
+    ) -> GrowingTrees:
+        """Begins to grow a tree for each sequence; waits for nothing, unless the number of
+        sequences, their kind of sampling or the shape is new to the device.
+
+        Args:
+            sequences: at most `max_sequences`.
+            features: see `TreePass.begin`.
+            tree: without levels and children that could not be kept.
+            num_choices: how many tokens to find after each computed row, see `DecoderDraft`; a few
+                more may be found.
+        """
+        chosen = self._pass_of(tree, num_choices)
+        levels = chosen.begin(sequences, features)
+        return GrowingTrees(levels, len(sequences), chosen, tree.max_node_count)
 
     def launch(
         self,
@@ -109,19 +166,10 @@ class TreeGrower:
         *,
         num_choices: int = 0,
     ) -> GrowingTrees:
-        """Queues the growth of a tree for each sequence; waits for nothing, unless the number of
-        sequences, their kind of sampling or the shape is new to the device.
-
-        Args:
-            sequences: at most `max_sequences`.
-            features: see `TreePass.run`.
-            tree: without levels and children that could not be kept.
-            num_choices: how many tokens to find after each computed row, see `DecoderDraft`; a few
-                more may be found.
-        """
-        chosen = self._pass_of(tree, num_choices)
-        result = chosen.run(sequences, features)
-        return GrowingTrees(result, len(sequences), chosen, tree.max_node_count)
+        """Queues the whole growth of a tree for each sequence; see `begin`."""
+        growing = self.begin(sequences, features, tree, num_choices=num_choices)
+        growing.queue()
+        return growing
 
     def capture_next(self, tree: TreeShape, *, num_choices: int = 0) -> bool:
         """Captures one graph that further batches of a shape may want, once there was one; returns
@@ -155,7 +203,12 @@ class TreeGrower:
             max_context_tokens=self.limits.max_context_tokens + num_leaves,
         )
         return TreePass(
-            self._model, shape, self.limits, num_choices=num_choices, memory=self._memory
+            self._model,
+            shape,
+            self.limits,
+            num_choices=num_choices,
+            is_split=self._is_split,
+            memory=self._memory,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,10 +24,10 @@ from shared.runtime.round_state import RoundState
 class TreeDraft(Protocol):
     """Grows trees of one shape for all slots of a state."""
 
-    def grow_scored(
+    def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> ScoredRows:
-        """See `RoundDraft.grow_scored`."""
+    ) -> Generator[None, None, ScoredRows]:
+        """Grows as `RoundDraft.grow_scored` says; may stop after each forward but the last."""
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""

@@ -7,9 +7,9 @@ is: without CUDA, where graphs are not wanted, and where memory does not hold an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,12 +41,25 @@ class PassLimits:
     has_graphs: bool
 
 
+Levels: TypeAlias = Generator[None, None, Tensor]
+"""A pass under way: each step queues some of it on the device, and the last returns the result, see
+`packed`, which holds until the next pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class _CapturedPass:
-    """A graph and what it writes, see `packed`."""
+    """Graphs that follow one another and what they write."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
     result: Tensor
+
+    def levels(self) -> Levels:
+        *first, last = self.graphs
+        for graph in first:
+            graph.replay()
+            yield
+        last.replay()
+        return self.result
 
 
 def slot_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -59,6 +72,7 @@ class TreePass:
 
     Args:
         num_choices: see `DecoderDraft`.
+        is_split: graphs end where a draft can stop.
         memory: of `torch.cuda.graph_pool_handle`, for all graphs of a model; None without graphs.
     """
 
@@ -69,11 +83,12 @@ class TreePass:
         limits: PassLimits,
         *,
         num_choices: int,
+        is_split: bool,
         memory: Any,
     ) -> None:
         self._model, self._pool = model, model.pool
         self.shape, self.num_choices = shape, num_choices
-        self._limits, self._memory = limits, memory
+        self._limits, self._is_split, self._memory = limits, is_split, memory
         self.max_open_rows = shape.max_committed
         # Graphs read the features and the inputs at addresses that never change.
         self._features = torch.zeros(
@@ -93,16 +108,13 @@ class TreePass:
         self._buckets = slot_buckets(limits.max_sequences)
 
     @torch.inference_mode()
-    def run(self, sequences: Sequence[OpenSequence], features: Sequence[Tensor]) -> Tensor:
-        """Queues one pass.
+    def begin(self, sequences: Sequence[OpenSequence], features: Sequence[Tensor]) -> Levels:
+        """Begins a pass and gives up the one before, unless it has ended.
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
             features: of the open rows, end to end, in any pieces `[any, width]` on any devices;
                 none for a model that reads none.
-
-        Returns:
-            See `packed`; it holds until the next pass.
         """
         self._take_features(features)
         sampling = RoundSampling.of(each.sampling for each in sequences)
@@ -123,8 +135,7 @@ class TreePass:
             shape = replace(self.shape, max_kv_length=reach)
             return self._grown(self._draft(shape), inputs, sampling)
         self._inputs.first(bucket).fill(inputs)
-        captured.graph.replay()
-        return captured.result
+        return captured.levels()
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -137,6 +148,10 @@ class TreePass:
                     self._graph_of(num_slots, kind)
                     return True
         return False
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._pool.device.type == "cuda"
 
     @property
     def num_levels(self) -> int:
@@ -164,9 +179,9 @@ class TreePass:
         batches = RoundBatches(shape, self._pool.page_size)
         return self._model.draft(batches, self._features, self.num_choices)
 
-    def _grown(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Tensor:
+    def _grown(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Levels:
         kind, slots = draft.kind_of(sampling), inputs.feature_slots.flatten()
-        return packed(draft.grow_scored(inputs.state, kind, slots))
+        return packed((yield from draft.grow_levels(inputs.state, kind, slots)))
 
     def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass | None:
         """Returns the graph, captured when first asked for; None if it cannot be."""
@@ -187,11 +202,31 @@ class TreePass:
         draft, inputs = self._captured_draft, self._inputs.first(num_slots)
         # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
         nobody = OpenInputs(inputs.state.emptied(), torch.zeros_like(inputs.feature_slots))
-        self._grown(draft, nobody, sampling)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self._memory):
-            result = self._grown(draft, inputs, sampling)
-        return _CapturedPass(graph, result)
+        ended(self._grown(draft, nobody, sampling))
+        levels, result = self._grown(draft, inputs, sampling), None
+        graphs: list[torch.cuda.CUDAGraph] = []
+        while result is None:
+            graphs.append(torch.cuda.CUDAGraph())
+            with capturing(graphs[-1], self._memory):
+                result = step(levels) if self._is_split else ended(levels)
+        return _CapturedPass(tuple(graphs), result)
+
+
+def step(levels: Levels) -> Tensor | None:
+    """Queues the next part of a pass; returns the result if that was the last."""
+    try:
+        next(levels)
+    except StopIteration as end:
+        result: Tensor = end.value
+        return result
+    return None
+
+
+def ended(levels: Levels) -> Tensor:
+    """Queues all that is left of a pass."""
+    while (result := step(levels)) is None:
+        pass
+    return result
 
 
 def packed(trees: ScoredRows) -> Tensor:

@@ -1,15 +1,18 @@
-"""Grows trees in one pass of the device, those for the verdicts to come as well.
+"""Grows trees in passes of the device, those for the verdicts to come as well.
 
 Each likely verdict gets a *branch*: pages of its own behind those that all branches of a sequence
 share, holding the keys and values of the nodes that the verdict would accept. In it the bonus token
 is computed and a tree grown from it, as if the verdict had fallen. When it falls the sequence goes
 on in its branch, where everything is computed: nothing is moved, and the trees for the verdicts on
 the tree that is verified now can be begun at once.
+
+A pass for verdicts to come stops after each forward, so that a verdict that arrives meanwhile is
+heeded. If it is one of those that the pass is for, its tree is the current one when the pass ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.draft.drafters.drafter import Proposal
@@ -22,7 +25,7 @@ from services.draft.likely_verdicts import LikelyVerdict, likely_verdicts, rank_
 from services.draft.rank_shares import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvBranch
-from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.tree_grower import GrowingTrees
 from shared.tokens import TokenTree, TreeShape
 
 
@@ -31,22 +34,46 @@ class _Wanted:
     """A verdict on a sequence's tree that gets a branch.
 
     Attributes:
-        path: tokens of the nodes that it accepts.
+        accepted: tokens of the nodes that it accepts.
         shape: of the tree to grow.
     """
 
     sequence: DraftSequence
     verdict: LikelyVerdict
-    path: Path
+    accepted: Path
     shape: TreeShape
+
+    @property
+    def path(self) -> Path:
+        """The tokens that the verdict commits."""
+        return (*self.accepted, self.verdict.token)
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class _Branch:
     """What is computed for a verdict."""
 
     kv: KvBranch
     rows: GrownRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Growing:
+    """A branch whose tree the device is at work on.
+
+    Attributes:
+        behind: what was grown for the round that the verdict ends.
+    """
+
+    wanted: _Wanted
+    kv: KvBranch
+    behind: GrownRows
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    trees: GrowingTrees
+    branches: Sequence[_Growing]
 
 
 class BranchDrafter:
@@ -62,11 +89,13 @@ class BranchDrafter:
         self._shares = RankShares()
         self._rows: dict[SequenceKey, GrownRows] = {}
         self._wanted: dict[SequenceKey, list[_Wanted]] = {}
-        self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
+        self._pass: _Pass | None = None
+        self._fallen: dict[SequenceKey, _Growing] = {}
+        self._branches: dict[SequenceKey, dict[Path, _Branch]] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._wanted)
+        return bool(self._wanted) or self._pass is not None
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees for the current round behind reserved sequences.
@@ -100,75 +129,81 @@ class BranchDrafter:
         ]
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """A branch has its tree already, or none that could be gone on with."""
-        return False
+        """The tree may be among those that grow; there is nothing else to go on from."""
+        return sequence.key in self._fallen
 
-    def decide(self, sequence: DraftSequence, token_ids: Sequence[int]) -> Branch | None:
-        """A verdict has fallen. Returns what was computed for it, whose pages the caller takes
-        over; frees the pages of the others.
+    def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
+        """Takes a verdict, see `Drafter.commit`, and lets go of what was prepared for others.
 
         Args:
             token_ids: what it commits.
         """
         key, path = sequence.key, tuple(token_ids)
-        rows = self._rows.pop(key, None)
+        rows = self._rows.get(key)
         if rows is not None:
-            for depth, token in enumerate(path):
-                found = rows.after(path[:depth])
-                if not found:
-                    break
-                self._shares.observe(rank_of(found, token))
+            self._observe(rows, path)
         branch = self._branches.get(key, {}).pop(path, None)
+        growing = None if rows is None else self._growing(rows, path)
         self.drop(sequence)
         if branch is not None:
-            self._rows[key] = branch.rows
-        return branch
+            self._adopt(sequence, branch)
+        elif growing is not None:
+            self._fallen[key] = growing
+        else:
+            self._contexts.commit(sequence)
 
     def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence and frees its branches."""
-        self._rows.pop(sequence.key, None)
-        self._wanted.pop(sequence.key, None)
-        for branch in self._branches.pop(sequence.key, {}).values():
-            self._contexts.leases.drop_branch(branch.kv)
+        """Forgets a sequence and frees its branches; those that grow are freed when they end."""
+        for kept in (self._rows, self._wanted, self._fallen):
+            kept.pop(sequence.key, None)
+        self._free(self._branches.pop(sequence.key, {}))
 
-    def free(self) -> bool:
+    def make_room(self) -> bool:
         """Gives up all branches because memory is short; returns whether there were any."""
-        held = [branch for each in self._branches.values() for branch in each.values()]
-        for branch in held:
-            self._contexts.leases.drop_branch(branch.kv)
+        held = [branches for branches in self._branches.values() if branches]
+        for branches in held:
+            self._free(branches)
         self._branches.clear()
         self._wanted.clear()
         return bool(held)
 
     def advance(self) -> list[Proposal]:
-        """Computes one pass."""
-        batch = self._next_batch()
-        found = [(each, self._branch(each)) for each in batch]
-        placed = [(each, branch) for each, branch in found if branch is not None]
-        if not placed:
+        """Queues a forward of a pass, or takes what the last one has grown."""
+        self._pass = self._pass or self._begin()
+        if self._pass is None:
             return []
-        shape = placed[0][0].shape
-        grown = self._trees.grow_behind(
-            [self._open(*each) for each in placed], shape, self._num_choices(shape)
-        )
-        proposals: list[Proposal] = []
-        for (wanted, kv), rows in zip(placed, grown, strict=True):
-            branches = self._branches.setdefault(wanted.sequence.key, {})
-            branches[*wanted.path, wanted.verdict.token] = Branch(kv, rows)
-            proposals.append(Proposal(wanted.sequence, rows.tree, wanted.verdict.condition))
-        return proposals
+        if not any(map(self._is_of_use, self._pass.branches)):
+            for each in self._pass.branches:
+                self._contexts.leases.drop_branch(each.kv)
+            self._pass = None
+            return []
+        if self._pass.trees.advance():
+            return []
+        done, self._pass = self._pass, None
+        grown = zip(done.branches, done.trees.read(), strict=True)
+        taken = [self._take(each, GrownRows(rows)) for each, rows in grown]
+        return [proposal for proposal in taken if proposal is not None]
 
-    def _num_choices(self, shape: TreeShape) -> int:
-        """Returns how many tokens to find after each node: a verdict ends in one that its tree does
-        not hold."""
-        return max(shape.topk + 1, self.budget) if self.budget else 0
+    def _begin(self) -> _Pass | None:
+        """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
+        branches = [each for each in map(self._branch, self._next_batch()) if each is not None]
+        if not branches:
+            return None
+        shape = branches[0].wanted.shape
+        rows = [
+            self._contexts.branch_sequence(
+                each.wanted.sequence, each.kv, len(each.wanted.accepted), each.wanted.verdict.token
+            )
+            for each in branches
+        ]
+        return _Pass(self._trees.begin(rows, shape, self._num_choices(shape)), branches)
 
     def _next_batch(self) -> list[_Wanted]:
         """Takes verdicts whose trees have one shape, as many as a pass grows."""
         batch: list[_Wanted] = []
         for key, wanted in list(self._wanted.items()):
             room = self._trees.max_sequences - len(batch)
-            if batch and wanted[0].shape != batch[0].shape:
+            if batch and wanted and wanted[0].shape != batch[0].shape:
                 continue
             batch += wanted[:room]
             if len(wanted) > room:
@@ -177,12 +212,54 @@ class BranchDrafter:
             del self._wanted[key]
         return batch
 
-    def _branch(self, wanted: _Wanted) -> KvBranch | None:
-        rows, shape = self._rows[wanted.sequence.key], wanted.shape
+    def _branch(self, wanted: _Wanted) -> _Growing | None:
+        sequence, shape = wanted.sequence, wanted.shape
+        rows = self._rows[sequence.key]
         num_rows = 1 + shape.num_steps * shape.topk
-        return self._contexts.branch(wanted.sequence, rows.line(wanted.path), num_rows)
+        kv = self._contexts.branch(sequence, rows.line(wanted.accepted), num_rows)
+        return None if kv is None else _Growing(wanted, kv, rows)
 
-    def _open(self, wanted: _Wanted, branch: KvBranch) -> OpenSequence:
-        return self._contexts.branch_sequence(
-            wanted.sequence, branch, len(wanted.path), wanted.verdict.token
-        )
+    def _is_of_use(self, growing: _Growing) -> bool:
+        key = growing.wanted.sequence.key
+        return self._rows.get(key) is growing.behind or self._fallen.get(key) is growing
+
+    def _take(self, growing: _Growing, rows: GrownRows) -> Proposal | None:
+        """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
+        wanted, branch = growing.wanted, _Branch(growing.kv, rows)
+        sequence, key = wanted.sequence, wanted.sequence.key
+        if self._fallen.get(key) is growing:
+            del self._fallen[key]
+            self._adopt(sequence, branch)
+            return Proposal(sequence, rows.tree)
+        if self._rows.get(key) is growing.behind:
+            self._branches.setdefault(key, {})[wanted.path] = branch
+            return Proposal(sequence, rows.tree, wanted.verdict.condition)
+        self._contexts.leases.drop_branch(growing.kv)
+        return None
+
+    def _adopt(self, sequence: DraftSequence, branch: _Branch) -> None:
+        self._contexts.adopt(sequence, branch.kv, branch.rows)
+        self._rows[sequence.key] = branch.rows
+
+    def _growing(self, behind: GrownRows, path: Path) -> _Growing | None:
+        """Returns the branch under way for a verdict on what was grown."""
+        branches = () if self._pass is None else self._pass.branches
+        found = (each for each in branches if each.behind is behind and each.wanted.path == path)
+        return next(found, None)
+
+    def _observe(self, rows: GrownRows, path: Path) -> None:
+        """Learns which of its choices the target took."""
+        for depth, token in enumerate(path):
+            choices = rows.after(path[:depth])
+            if not choices:
+                return
+            self._shares.observe(rank_of(choices, token))
+
+    def _free(self, branches: Mapping[Path, _Branch]) -> None:
+        for branch in branches.values():
+            self._contexts.leases.drop_branch(branch.kv)
+
+    def _num_choices(self, shape: TreeShape) -> int:
+        """Returns how many tokens to find after each node: a verdict ends in one that its tree does
+        not hold."""
+        return max(shape.topk + 1, self.budget) if self.budget else 0

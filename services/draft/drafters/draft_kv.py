@@ -55,12 +55,12 @@ class DraftKv:
         lease = self.leases.open(sequence.token_ids[start:])
         return SequenceKv(lease, start, lease.num_cached_tokens)
 
-    def commit(self, kv: SequenceKv, sequence: DraftSequence, num_committed: int) -> SequenceKv:
-        """Takes `num_committed` new tokens in; keeps the KV of those the last tree foresaw.
+    def commit(self, kv: SequenceKv, sequence: DraftSequence) -> SequenceKv:
+        """Takes new tokens in; keeps the KV of those the last tree foresaw.
 
         Returns the sequence's KV, a new one when the window had to slide.
         """
-        self._keep_accepted(kv, sequence.token_ids[-num_committed:])
+        self._keep_accepted(kv, sequence.token_ids[kv.window_start + kv.num_computed :])
         return self._slid(kv, sequence)
 
     def branch(self, kv: SequenceKv, path: Sequence[int], num_rows: int) -> KvBranch | None:

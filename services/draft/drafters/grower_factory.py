@@ -54,7 +54,9 @@ def reserved_for_model(
         max_tail_width=settings.shape.num_steps * settings.shape.topk,
         max_context_tokens=limits.max_context_tokens,
     )
-    return graph_memory_bytes(config, largest, dtype)
+    # Passes for verdicts to come have memory of their own.
+    num_kinds = 2 if settings.speculative_outcome_budget else 1
+    return num_kinds * graph_memory_bytes(config, largest, dtype)
 
 
 def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits | None) -> TreeGrower | None:

@@ -88,12 +88,10 @@ class StandaloneDrafter:
     ) -> None:
         token_ids = verdict.committed_token_ids
         if self._branches is not None and grows_whole(sequence):
-            branch = self._branches.decide(sequence, token_ids)
-            if branch is not None:
-                self._contexts.adopt(sequence, branch.kv, branch.rows)
-                return
+            self._branches.commit(sequence, token_ids)
+            return
         self._outcomes.observe(sequence, token_ids)
-        self._contexts.commit(sequence, len(token_ids))
+        self._contexts.commit(sequence)
         self._outcomes.drop(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
@@ -108,7 +106,7 @@ class StandaloneDrafter:
         num_levels = shape.num_steps if self._outcomes.budget else shape.num_steps - 1
         num_rows = num_levels * shape.topk
         has_room = self._contexts.reserve(sequence, num_rows)
-        if not has_room and self._branches is not None and self._branches.free():
+        if not has_room and self._branches is not None and self._branches.make_room():
             has_room = self._contexts.reserve(sequence, num_rows)
         return has_room
 

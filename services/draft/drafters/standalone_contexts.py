@@ -52,10 +52,10 @@ class StandaloneContexts:
         """Frees a sequence's pages; what is computed stays cached."""
         self._kv.close(self._contexts.pop(sequence.key), sequence)
 
-    def commit(self, sequence: DraftSequence, num_committed: int) -> None:
+    def commit(self, sequence: DraftSequence) -> None:
         """Takes new tokens in, see `DraftKv.commit`."""
         key = sequence.key
-        self._contexts[key] = self._kv.commit(self._contexts[key], sequence, num_committed)
+        self._contexts[key] = self._kv.commit(self._contexts[key], sequence)
 
     def adopt(self, sequence: DraftSequence, branch: KvBranch, rows: GrownRows) -> None:
         """Takes new tokens in that a branch was computed for, see `DraftKv.adopt`.

@@ -9,7 +9,7 @@ from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
 from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_grower import GrowingTrees, TreeGrower
 from shared.tokens import TreeShape
 
 
@@ -17,7 +17,7 @@ class StandaloneTrees:
     """Grows what `StandaloneDrafter` grows level by level, with one copy to the host."""
 
     def __init__(self, grower: TreeGrower, contexts: StandaloneContexts) -> None:
-        self._grower = grower
+        self._grower, self._split = grower, grower.split()
         self._contexts = contexts
 
     @property
@@ -27,7 +27,8 @@ class StandaloneTrees:
 
     def capture_next(self, shape: TreeShape, num_choices: int) -> bool:
         """See `TreeGrower.capture_next`."""
-        return self._grower.capture_next(shape, num_choices=num_choices)
+        growers = (self._grower, self._split)
+        return any(each.capture_next(shape, num_choices=num_choices) for each in growers)
 
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
@@ -44,13 +45,13 @@ class StandaloneTrees:
             for each in self._grow(batch, shape, num_choices)
         ]
 
-    def grow_behind(
+    def begin(
         self, rows: Sequence[OpenSequence], shape: TreeShape, num_choices: int
-    ) -> list[GrownRows]:
-        """Grows a tree behind each of `max_sequences` at most, in pages of their own."""
+    ) -> GrowingTrees:
+        """Begins to grow a tree behind each of `max_sequences` at most, in pages of their own. The
+        pass can stop while others `grow`; the next one gives it up."""
         self._contexts.move()
-        growing = self._grower.launch(rows, (), shape, num_choices=num_choices)
-        return list(map(GrownRows, growing.read()))
+        return self._split.begin(rows, (), shape, num_choices=num_choices)
 
     def _grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int

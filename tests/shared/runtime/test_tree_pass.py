@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import pytest
 import torch
+from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
@@ -13,7 +15,7 @@ from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_model import DecoderModel
-from shared.runtime.tree_pass import PassLimits, TreePass, slot_buckets
+from shared.runtime.tree_pass import PassLimits, TreePass, ended, slot_buckets
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.drafting import GREEDY, VOCAB_SIZE
@@ -31,7 +33,7 @@ class GraphlessPass(TreePass):
 
     def __init__(self, model: DecoderModel, shape: RoundShape) -> None:
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=True)
-        super().__init__(model, shape, limits, num_choices=0, memory=None)
+        super().__init__(model, shape, limits, num_choices=0, is_split=False, memory=None)
         self.asked: list[tuple[int, RoundSampling]] = []
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> NoReturn:
@@ -57,6 +59,11 @@ def _sequence(sampling: SamplingParams, first_page: int) -> OpenSequence:
     return OpenSequence((1, 2), 0, -1, sampling, range(first_page, first_page + 2))
 
 
+@torch.inference_mode()
+def _result(graphless: GraphlessPass, batch: Sequence[OpenSequence]) -> Tensor:
+    return ended(graphless.begin(batch, ()))
+
+
 def test_every_number_of_sequences_has_one_of_a_few_graphs() -> None:
     assert slot_buckets(1) == (1,)
     assert slot_buckets(6) == (1, 2, 4, 6)
@@ -70,7 +77,7 @@ def test_every_number_of_sequences_has_one_of_a_few_graphs() -> None:
 
 def test_a_graph_that_has_no_memory_is_tried_once(graphless: GraphlessPass) -> None:
     batch = [_sequence(GREEDY, 1), _sequence(GREEDY, 3), _sequence(GREEDY, 5)]
-    results = [graphless.run(batch, ()).clone() for _ in range(2)]
+    results = [_result(graphless, batch).clone() for _ in range(2)]
     assert graphless.asked == [(4, RoundSampling.GREEDY)]
     assert torch.equal(*results)
     assert len(results[0]) == len(batch)
@@ -78,8 +85,8 @@ def test_a_graph_that_has_no_memory_is_tried_once(graphless: GraphlessPass) -> N
 
 def test_graphs_left_are_those_of_kinds_met_the_largest_first(graphless: GraphlessPass) -> None:
     assert not graphless.capture_next()
-    graphless.run([_sequence(GREEDY, 1)], ())
-    graphless.run([_sequence(SamplingParams(seed=3), 1), _sequence(GREEDY, 3)], ())
+    _result(graphless, [_sequence(GREEDY, 1)])
+    _result(graphless, [_sequence(SamplingParams(seed=3), 1), _sequence(GREEDY, 3)])
     assert graphless.asked == [(1, RoundSampling.GREEDY), (2, RoundSampling.DRAWN)]
     graphless.asked.clear()
     while graphless.capture_next():

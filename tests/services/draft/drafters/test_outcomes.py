@@ -166,7 +166,8 @@ def test_position_weights_move_the_fan_out(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_forwards", "in_passes"), [*((count, False) for count in range(5)), (0, True), (1, True)]
+    ("num_forwards", "in_passes"),
+    [*((count, False) for count in range(5)), *((count, True) for count in range(6))],
 )
 def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
     decoder: Decoder, num_forwards: int, in_passes: bool
@@ -192,6 +193,44 @@ def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
         [tree] = bench.propose(sequence)
     expected = _fresh(decoder, shape, sequence)
     assert tree.token_ids == expected.token_ids
+
+
+def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
+    """As when the target did not wait for the tree."""
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, in_passes=True)
+    sequence, other = (bench.open(n, _text(n, 11 + n), SAMPLINGS[1]) for n in range(2))
+    trees = bench.propose(sequence, other)
+    for each, tree in zip((sequence, other), trees, strict=True):
+        bench.begin(each, tree)
+    foresight = bench.drafter.foresight
+    assert foresight.advance() == []
+    condition = next(iter(foresight._whole._pass.branches)).wanted
+    bench.commit(sequence, condition.path)
+    assert foresight.resume(sequence, shape)
+    bench.drafter.check()
+    bench.commit(sequence, (7, 9))
+    assert not foresight.resume(sequence, shape)
+    assert {each.sequence for each in bench.advance_all()} == {other}
+    [tree] = bench.propose(sequence)
+    assert tree.token_ids == _fresh(decoder, shape, sequence).token_ids
+    for each in (sequence, other):
+        bench.drafter.close(each)
+    bench.drafter.check()
+    assert bench.drafter.gauges()["held_page_count"] == 0
+
+
+def test_pass_that_nobody_waits_for_is_given_up(decoder: Decoder) -> None:
+    shape = TreeShape(3, 1, 4)
+    bench = Bench(decoder, shape, in_passes=True)
+    sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    bench.begin(sequence, tree)
+    assert bench.drafter.foresight.advance() == []
+    bench.drafter.close(sequence)
+    assert bench.drafter.foresight.advance() == []
+    assert not bench.drafter.foresight.has_work
+    assert bench.drafter.gauges()["held_page_count"] == 0
 
 
 def test_verdict_inside_the_verified_tree_leaves_what_hangs_below(decoder: Decoder) -> None:
