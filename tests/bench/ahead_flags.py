@@ -81,7 +81,7 @@ def _add_sections(parser: argparse.ArgumentParser) -> None:
     sections.add_argument(
         "--adaptive",
         action="store_true",
-        help="the target may pause a draft that is hurt; it has no say elsewhere",
+        help="the target chooses in a mode of its own, and may pause a draft that is hurt",
     )
     sections.add_argument(
         "--timeline", type=Path, metavar="SVG", help="picture of some rounds of the best mode"
@@ -102,10 +102,12 @@ def _shape(text: str) -> TreeShape:
 
 def modes_of(flags: argparse.Namespace) -> list[Mode]:
     """Returns plain decoding, every shape synchronously, and ahead with every budget."""
+    chosen = Mode(flags.shapes[0], max(flags.budgets), is_chosen=True)
     return [
         PLAIN,
         *(Mode(shape) for shape in flags.shapes),
         *(Mode(shape, budget) for shape in flags.shapes for budget in flags.budgets),
+        *([chosen] if flags.adaptive else ()),
     ]
 
 
@@ -137,8 +139,7 @@ def settings_of(flags: argparse.Namespace, folder: Path) -> PairSettings:
         folders += ["--speculative-draft-model-path", str(draft)]
     if algorithm.reads_features:
         folders += ["--target-model-path", str(model)]
-    # Without --adaptive nothing is chosen by the target; with it pinned shapes are left alone, but
-    # the shapes of this bench are pinned but for those of hurt drafts.
+    # Without --adaptive nothing is chosen by the target; with it pinned shapes are left alone.
     adaptive = "true" if flags.adaptive else "false"
     return PairSettings(
         model=model,

@@ -48,11 +48,13 @@ class Compared:
 
     @property
     def best_synchronous(self) -> Mode:
-        return max((each for each in self.modes if each.shape and not each.budget), key=self.speed)
+        fixed = (each for each in self.modes if each.shape and not each.is_chosen)
+        return max((each for each in fixed if not each.budget), key=self.speed)
 
     @property
     def best_ahead(self) -> Mode:
-        return max((each for each in self.modes if each.budget), key=self.speed)
+        fixed = (each for each in self.modes if each.shape and not each.is_chosen)
+        return max((each for each in fixed if each.budget), key=self.speed)
 
 
 def speeds(compared: Compared) -> str:

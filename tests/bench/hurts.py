@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.bench.pair import Pair
@@ -119,12 +119,11 @@ class HurtBench:
 
     async def measure(self, hurt: Hurt, wire: WireProcess | None = None) -> HurtPass:
         """Answers all prompts; the draft is hurt after the first tokens."""
+        mode = replace(self.mode, is_chosen=self.is_adaptive)
         await warm_up(self.pair, self.mode, self.case, self.load)
-        await set_mode(self.pair, self.mode, pinned=not self.is_adaptive)
+        await set_mode(self.pair, mode)
         trigger = Trigger(lambda: hurt.begin(self.pair, wire), _TOKENS_BEFORE)
-        whole = await answer_all(
-            self.pair, self.mode, self.case, self.load, on_tokens=trigger.count
-        )
+        whole = await answer_all(self.pair, mode, self.case, self.load, on_tokens=trigger.count)
         await trigger.done()
         if hurt.end is not None:
             await hurt.end(self.pair, wire)

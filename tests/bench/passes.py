@@ -14,16 +14,23 @@ from tests.bench.session import Answer, OnTokens
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How tokens are made; no shape is plain decoding, budget 0 drafts after each verdict."""
+    """How tokens are made; no shape is plain decoding, budget 0 drafts after each verdict.
+
+    Attributes:
+        is_chosen: an adaptive target chooses what pays, from no drafting to all that is named.
+    """
 
     shape: TreeShape | None = None
     budget: int = 0
+    is_chosen: bool = False
 
     @property
     def name(self) -> str:
         if self.shape is None:
             return "plain"
         shape = self.shape
+        if self.is_chosen:
+            return f"as chosen, {self.budget} ahead at most"
         tree = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
         return f"{tree}, {self.budget} ahead" if self.budget else f"{tree}, synchronous"
 
@@ -138,10 +145,10 @@ async def answer_all(
     return Pass(tuple(answers), duration_s, gained)
 
 
-async def set_mode(pair: Pair, mode: Mode, *, pinned: bool = True) -> None:
+async def set_mode(pair: Pair, mode: Mode) -> None:
     """Tells the draft, unless there is nothing to draft."""
     if mode.shape is not None:
-        await pair.set_mode(mode.shape, mode.budget, pinned=pinned)
+        await pair.set_mode(mode.shape, mode.budget, pinned=not mode.is_chosen)
 
 
 async def measure(
