@@ -21,6 +21,11 @@ class HostCopy:
             self._is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._is_done.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._is_done is None or bool(self._is_done.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> Tensor:
         """Waits until the copy is there and returns it."""
         if self._is_done is not None:

@@ -11,8 +11,8 @@ def accept_trees(  # type: ignore[no-untyped-def]
     drawn, token_ids, parents, visible, slots, numbers,
     result, source_rows, source_slots, target_slots, number_stride,
     NUM_ROWS: tl.constexpr, WIDTH: tl.constexpr, RESULT_COUNTS: tl.constexpr,
-    LENGTH: tl.constexpr, OPEN: tl.constexpr, ACTIVE: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, OPEN: tl.constexpr, ACTIVE: tl.constexpr, ENDED: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Does for one tree what `accept_rows` does, and commits it to the state."""
     sequence = tl.program_id(0)
@@ -58,6 +58,8 @@ def accept_trees(  # type: ignore[no-untyped-def]
         tl.store(state + TAIL + place, committed, mask=is_accepted)
         tl.store(state + LENGTH, tl.load(state + LENGTH) + count)
         tl.store(state + OPEN, count.to(tl.int64))
+        last_row = tl.max(tl.where(is_accepted, rows, 0), 0)
+        tl.store(state + ENDED, last_row.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["layer_stride"])  # type: ignore[untyped-decorator]

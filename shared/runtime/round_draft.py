@@ -132,7 +132,7 @@ def scored_rows(
         beams: of each level that was computed.
         choices: see `ScoredRows`.
     """
-    roots = state.open_tokens.gather(1, state.num_open.unsqueeze(1) - 1).squeeze(1)
+    roots = state.roots
     none = roots.new_empty((2, state.num_slots, 0, tree.topk))
     levels = [torch.stack((each.token_ids, each.parents)).unsqueeze(2) for each in beams]
     return ScoredRows(

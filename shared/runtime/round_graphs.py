@@ -7,19 +7,26 @@ sampling. The trees pass from the first to the second on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shared.runtime.capture import capturing
-from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification import RoundVerification
 
 ROUND_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 """Numbers of slots that rounds compute; above, as many as there are sequences."""
+
+
+class TreeSource(Protocol):
+    """The first part of a round."""
+
+    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
+        """Returns a tree for each slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class RoundGraphs:
 
     def __init__(
         self,
-        draft: RoundDraft,
+        draft: TreeSource,
         verification: RoundVerification,
         state: RoundState,
         memory: Any | None = None,
@@ -53,21 +60,36 @@ class RoundGraphs:
         if memory is None and state.numbers.is_cuda:
             self._memory = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
+        self._grown: tuple[RoundState, RoundTree, RoundSampling] | None = None
+        self._replayed: CapturedRound | None = None
+
+    def make(self, num_slots: int, sampling: RoundSampling) -> None:
+        """Makes sure that the graphs of a round are there, if it takes any."""
+        if self._memory is not None:
+            self.of(num_slots, sampling)
 
     @torch.inference_mode()
-    def run(self, num_slots: int, sampling: RoundSampling) -> Tensor:
-        """Computes one round of the first slots, at least `num_slots` of them.
-
-        Returns:
-            See `RoundVerification.decide`. With graphs it holds until the next run.
-        """
+    def grow(self, num_slots: int, sampling: RoundSampling) -> None:
+        """Runs the first part of a round of the first slots, at least `num_slots` of them."""
         if self._memory is None:
             state = self._state.first(self.num_computed(num_slots))
-            return self._verification.decide(state, self._draft.grow(state, sampling), sampling)
-        captured = self.of(num_slots, sampling)
-        captured.draft.replay()
-        captured.verification.replay()
-        return captured.result
+            self._grown = state, self._draft.grow(state, sampling), sampling
+        else:
+            self._replayed = self.of(num_slots, sampling)
+            self._replayed.draft.replay()
+
+    @torch.inference_mode()
+    def verify(self) -> Tensor:
+        """Runs the second part of the round that was grown last.
+
+        Returns:
+            See `RoundVerification.decide`. With graphs it holds until the next round.
+        """
+        if self._replayed is not None:
+            self._replayed.verification.replay()
+            return self._replayed.result
+        assert self._grown is not None, "nothing was grown"
+        return self._verification.decide(*self._grown)
 
     @torch.inference_mode()
     def of(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
@@ -84,8 +106,7 @@ class RoundGraphs:
 
     def num_computed(self, num_slots: int) -> int:
         """Returns how many slots a round of so many computes."""
-        bucket = next((size for size in ROUND_SIZES if size >= num_slots), num_slots)
-        return min(bucket, self._state.num_slots)
+        return num_computed(num_slots, self._state.num_slots)
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
@@ -98,3 +119,9 @@ class RoundGraphs:
         with capturing(verification, self._memory):
             result = self._verification.decide(state, tree, sampling)
         return CapturedRound(draft, verification, result)
+
+
+def num_computed(num_slots: int, max_slots: int) -> int:
+    """Returns how many of `max_slots` slots a round of the first `num_slots` computes."""
+    bucket = next((size for size in ROUND_SIZES if size >= num_slots), num_slots)
+    return min(bucket, max_slots)

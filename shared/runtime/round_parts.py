@@ -12,6 +12,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.layers import SplitHeadLayer
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_selection import RoundSelection
 from shared.runtime.round_verification import RoundVerification
 
 # A kernel holds a whole tree, row by row, in the registers of one program.
@@ -37,6 +38,25 @@ class RoundParts:
 
         is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
         return cls(FusedRoundDraft if is_split else RoundDraft, FusedRoundVerification)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionParts:
+    """Makers of the parts of rounds without a head, called with the fields of `RoundSelection` and
+    `RoundVerification`."""
+
+    selection: Callable[..., RoundSelection]
+    verification: Callable[..., RoundVerification]
+
+    @classmethod
+    def of(cls, device: torch.device) -> SelectionParts:
+        """Returns the fastest parts on a device."""
+        if not has_triton(device):
+            return cls(RoundSelection, RoundVerification)
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_verification_fused import FusedRoundVerification
+
+        return cls(RoundSelection, FusedRoundVerification)
 
 
 PLAIN = RoundParts(RoundDraft, RoundVerification)

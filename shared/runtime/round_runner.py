@@ -7,7 +7,6 @@ decides only who takes part and which pages they have.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,14 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
-from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
 from shared.runtime.round_graphs import CapturedRound, RoundGraphs
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_slots import RoundSlots
 from shared.runtime.round_state import RoundState
-from shared.tokens import SamplingParams, TreeShape
+from shared.tokens import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +39,6 @@ class RoundLimits:
 
     max_sequences: int
     max_context_tokens: int
-
-
-@dataclass(slots=True)
-class _Placed:
-    """A sequence in a slot.
-
-    Attributes:
-        length: committed tokens the host knows of.
-        num_pending: launched rounds whose results it does not know.
-    """
-
-    slot: int
-    length: int
-    sampling: SamplingParams
-    pages: list[int]
-    head_pages: list[int]
-    num_pending: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A launched round: its result on the way to the host, who took part, and its size."""
-
-    result: HostCopy
-    sequences: tuple[tuple[int, _Placed], ...]
-    num_slots: int
-    sampling: RoundSampling
 
 
 class RoundRunner:
@@ -101,52 +73,52 @@ class RoundRunner:
             max_context_tokens=limits.max_context_tokens,
         )
         self.limits = limits
-        self._state = RoundState.empty(
+        state = RoundState.empty(
             limits.max_sequences,
             max_open_rows=self.shape.max_committed,
             num_pages=-(-self.shape.max_kv_length // pool.page_size),
             device=pool.device,
         )
+        self._slots = RoundSlots(state)
         batches = RoundBatches(self.shape, pool.page_size)
         parts = parts or RoundParts.of(head, self.shape, pool.device)
         self._graphs = RoundGraphs(
             parts.draft(head, head_pool, batches, feature_rows),
             parts.verification(decoder, pool, self.shape, head.feature_spec, feature_rows),
-            self._state,
+            state,
             graph_memory,
         )
         self._catch_up = HeadCatchUp(head, head_pool, feature_rows)
-        self._placed: dict[int, _Placed] = {}
-        self._pending: deque[_Pending] = deque()
 
     @property
     def sequence_ids(self) -> frozenset[int]:
         """Who takes part in the next round."""
-        return frozenset(self._placed)
+        return frozenset(self._slots.placed)
 
     def holds(self, sequence_id: int) -> bool:
         """Whether a sequence takes part in the next round."""
-        return sequence_id in self._placed
+        return sequence_id in self._slots.placed
 
     @property
     def num_slots(self) -> int:
         """Slots up to the last one that is taken; those of sequences that left stay empty."""
-        return 1 + max((each.slot for each in self._placed.values()), default=-1)
+        return self._slots.num_used
 
     @property
     def num_pending(self) -> int:
         """Launched rounds whose results nobody has read."""
-        return len(self._pending)
+        return self._slots.num_pending
 
     @property
     def num_awaited(self) -> int:
         """Sequences of the oldest unread round."""
-        return len(self._pending[0].sequences)
+        return len(self._slots.oldest.sequences)
 
     @property
     def awaited_size(self) -> tuple[int, RoundSampling]:
         """Slots that the oldest unread round computes, and its kind."""
-        return self._pending[0].num_slots, self._pending[0].sampling
+        oldest = self._slots.oldest
+        return oldest.num_slots, oldest.sampling
 
     @property
     def num_captured(self) -> int:
@@ -159,8 +131,7 @@ class RoundRunner:
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Captures the graphs for a number of sequences before anyone waits for them."""
-        if self._state.numbers.is_cuda:
-            self._graphs.of(num_sequences, sampling)
+        self._graphs.make(num_sequences, sampling)
 
     def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs of a round, to be measured part by part."""
@@ -169,7 +140,7 @@ class RoundRunner:
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
         """Returns how many tokens the target's and the head's pages of a sequence must cover for
         the next launch."""
-        length = self._longest(self._placed[sequence_id])
+        length = self._slots.placed[sequence_id].longest
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
 
     @torch.inference_mode()
@@ -180,40 +151,23 @@ class RoundRunner:
             torch.OutOfMemoryError: to catch up does not fit the device's memory; the sequences have
                 to be removed.
         """
-        used = {placed.slot for placed in self._placed.values()}
-        free = (slot for slot in range(self.limits.max_sequences) if slot not in used)
-        slots = dict(zip(free, newcomers, strict=False))
-        assert len(slots) == len(newcomers), f"{len(newcomers)} sequences for {len(slots)} slots"
-        for slot, each in slots.items():
-            assert len(each.token_ids) >= 2, "a round starts from a computed token"
-            assert each.sequence_id not in self._placed, f"sequence {each.sequence_id} is placed"
-            self._placed[each.sequence_id] = _Placed(
-                slot, len(each.token_ids), each.sampling, list(each.pages), list(each.head_pages)
-            )
+        slots = self._slots.take(newcomers)
         self._catch_up.run(
             HeadBacklog(each.token_ids, each.num_head_rows, each.pages, each.head_pages)
             for each in newcomers
         )
-        self._state.place({slot: each.in_slot for slot, each in slots.items()})
+        self._slots.fill(slots)
 
     @torch.inference_mode()
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""
-        placed = self._placed[sequence_id]
-        for known, now, of_head in (
-            (placed.pages, pages, False),
-            (placed.head_pages, head_pages, True),
-        ):
-            self._state.set_pages(placed.slot, len(known), now[len(known) :], of_head=of_head)
-            known.extend(now[len(known) :])
+        self._slots.set_pages(sequence_id, pages, head_pages)
 
     @torch.inference_mode()
     def remove(self, sequence_ids: Iterable[int]) -> None:
         """Leaves sequences out from the next launch on. Rounds under way may still write to their
         pages, before anything that is queued later."""
-        slots = [self._placed.pop(each).slot for each in sequence_ids]
-        if slots:
-            self._state.clear(slots)
+        self._slots.remove(sequence_ids)
 
     def launch(self) -> None:
         """Queues one round of every placed sequence; their pages must cover `num_kv_tokens`.
@@ -222,30 +176,15 @@ class RoundRunner:
             torch.OutOfMemoryError: a number of sequences or a kind of sampling that is new to the
                 device does not fit its memory; nothing was launched.
         """
-        assert self._placed, "nobody takes part"
-        assert len(self._pending) < MAX_PENDING_ROUNDS, "read a result first"
-        placed = self._placed.values()
+        placed = self._slots.placed.values()
+        assert placed, "nobody takes part"
+        assert self.num_pending < MAX_PENDING_ROUNDS, "read a result first"
         for each in placed:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
-        sampling = RoundSampling.of(each.sampling for each in placed)
-        num_slots = self._graphs.num_computed(self.num_slots)
-        result = self._graphs.run(num_slots, sampling)
-        for each in placed:
-            each.num_pending += 1
-        sequences = tuple(self._placed.items())
-        self._pending.append(_Pending(HostCopy(result), sequences, num_slots, sampling))
+        sampling = self._slots.sampling
+        self._graphs.grow(self.num_slots, sampling)
+        self._slots.launched(self._graphs.verify(), sampling, self.shape.max_committed)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
-        pending = self._pending.popleft()
-        rows = pending.result.read().tolist()
-        rounds: list[SequenceRound] = []
-        for sequence_id, placed in pending.sequences:
-            count, num_drafted, *tokens = rows[placed.slot]
-            placed.length += count
-            placed.num_pending -= 1
-            rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted))
-        return tuple(rounds)
-
-    def _longest(self, placed: _Placed) -> int:
-        return placed.length + placed.num_pending * self.shape.max_committed
+        return self._slots.result()

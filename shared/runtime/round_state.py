@@ -17,7 +17,7 @@ from shared.kv.pages import PADDING_PAGE
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams
 
-LENGTH, OPEN, ACTIVE, SEED, OFFSET, TAIL = range(6)
+LENGTH, OPEN, ACTIVE, SEED, OFFSET, ENDED, TAIL = range(7)
 """Columns of `RoundState.numbers`; the tail takes the rest."""
 # The least that a forward can compute: one open row behind one token.
 _EMPTY_LENGTH, _EMPTY_OPEN = 2, 1
@@ -28,7 +28,7 @@ class RoundState:
     """S slots. Columns are views of the first two tensors, so that a slot is written by few copies.
 
     Attributes:
-        numbers: `[S, 5 + W]` int64; see the properties.
+        numbers: `[S, 6 + W]` int64; see the properties.
         sampling: `[S, 4]` float64, `sampling_columns` of each slot.
         page_table: `[S, P]` int32, the target's pages, padded with the padding page.
         head_page_table: `[S, P]` int32, the head's.
@@ -71,7 +71,8 @@ class RoundState:
 
     @property
     def is_active(self) -> Tensor:
-        """`[S]` int64, 1 where the slot has a sequence, else 0."""
+        """`[S]` int64, 1 where the slot takes part in the round, else 0: it has no sequence, or one
+        that no tree was prepared for."""
         return self.numbers[:, ACTIVE]
 
     @property
@@ -84,6 +85,16 @@ class RoundState:
         """`[S]` int64, the position of the token after the last committed one. Beside the length
         it counts what a head's window leaves out; in rounds that is nothing."""
         return self.lengths + self.numbers[:, OFFSET]
+
+    @property
+    def ended_rows(self) -> Tensor:
+        """`[S]` int64, the row of its tree at which the last round of the slot ended."""
+        return self.numbers[:, ENDED]
+
+    @property
+    def roots(self) -> Tensor:
+        """`[S]` int64, the last committed tokens."""
+        return self.open_tokens.gather(1, self.num_open.unsqueeze(1) - 1).squeeze(1)
 
     @property
     def open_tokens(self) -> Tensor:
@@ -102,6 +113,11 @@ class RoundState:
             self.page_table[:num_slots],
             self.head_page_table[:num_slots],
         )
+
+    def narrowed(self, max_open_rows: int) -> RoundState:
+        """Returns a view for rounds that commit no more than `max_open_rows` tokens."""
+        numbers = self.numbers[:, : TAIL + max_open_rows]
+        return RoundState(numbers, self.sampling, self.page_table, self.head_page_table)
 
     def emptied(self) -> RoundState:
         """Returns a state of as many slots, without sequences."""
@@ -179,7 +195,7 @@ def empty_number_row(max_open_rows: int) -> list[int]:
 
 def _number_row(tokens: Sequence[int], seed: int, max_open_rows: int) -> list[int]:
     padding = [0] * (max_open_rows - len(tokens))
-    return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, 0, *tokens, *padding]
+    return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, 0, 0, *tokens, *padding]
 
 
 def _write_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:

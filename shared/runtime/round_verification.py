@@ -31,15 +31,15 @@ class RoundVerification:
 
     Attributes:
         pool: the target's.
-        features: what the head reads.
+        features: what the head reads; None where there is none.
         feature_rows: `[num_slots, W]`, written for the rows that are committed.
     """
 
     decoder: Decoder
     pool: KvPool
     shape: RoundShape
-    features: FeatureSpec
-    feature_rows: Tensor
+    features: FeatureSpec | None
+    feature_rows: Tensor | None
 
     def decide(self, state: RoundState, tree: RoundTree, sampling: RoundSampling) -> Tensor:
         """Commits one round to every slot.
@@ -64,11 +64,13 @@ class RoundVerification:
         """Walks the trees, keeps the accepted paths and commits them to the state."""
         accepted = accept_rows(tree.rows, drawn, self.shape.tree.num_steps)
         self._keep(tree.batch, output, accepted)
-        return _commit(state, tree.rows, accepted)
+        return _commit(state.narrowed(self.shape.max_committed), tree.rows, accepted)
 
     @property
     def _captured_layers(self) -> tuple[int, ...]:
         """Layers the forward must capture; the final norm's output it returns anyway."""
+        if self.features is None:
+            return ()
         num_layers = len(self.decoder.layers)
         return tuple(i for i in self.features.layer_indices if i <= num_layers)
 
@@ -87,6 +89,8 @@ class RoundVerification:
 
     def _store_features(self, output: DecoderOutput, rows: Tensor, slots: Tensor) -> None:
         """Stores the features of the forward's `rows` `[N]` at `slots` `[N]`."""
+        if self.features is None or self.feature_rows is None:
+            return
         captured = dict(zip(self._captured_layers, output.features, strict=True))
         parts = [captured.get(i, output.hidden) for i in self.features.layer_indices]
         joined, projection = self._join(parts, rows), self.features.projection
@@ -106,5 +110,7 @@ def _commit(state: RoundState, tree: TreeRows, accepted: AcceptedRows) -> Tensor
     state.num_open.copy_(torch.where(is_active, num_committed, state.num_open))
     tokens = torch.where(is_active.unsqueeze(1), accepted.token_ids, state.open_tokens)
     state.open_tokens.copy_(tokens)
+    last_rows = accepted.rows.gather(1, accepted.counts.unsqueeze(1)).squeeze(1)
+    state.ended_rows.copy_(torch.where(is_active, last_rows, state.ended_rows))
     counts = torch.stack((num_committed, tree.num_nodes), dim=1)
     return torch.cat((counts, accepted.token_ids), dim=1)

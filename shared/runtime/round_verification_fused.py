@@ -12,7 +12,7 @@ from shared.models.decoder import DecoderOutput
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_commit_jit import accept_trees, gather_part, move_path
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import ACTIVE, LENGTH, OPEN, TAIL, RoundState
+from shared.runtime.round_state import ACTIVE, ENDED, LENGTH, OPEN, TAIL, RoundState
 from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
 from shared.speculation.draw_triton import fused_draw
 from shared.speculation.tree_rows import TreeRows
@@ -36,7 +36,7 @@ class FusedRoundVerification(RoundVerification):
     def _finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
     ) -> Tensor:
-        num_slots, width = state.open_tokens.shape
+        num_slots, width = state.num_slots, self.shape.max_committed
         num_rows, device = self.shape.num_tree_rows, drawn.device
         paths = torch.empty((3, num_slots * width), dtype=torch.int64, device=device).unbind()
         rows, sources, targets = paths
@@ -45,7 +45,7 @@ class FusedRoundVerification(RoundVerification):
             drawn, tree.rows.token_ids, tree.rows.parents, tree.rows.visible, tree.batch.slots,
             state.numbers, result, rows, sources, targets, state.numbers.stride(0),
             NUM_ROWS=num_rows, WIDTH=width, RESULT_COUNTS=RESULT_COUNTS,
-            LENGTH=LENGTH, OPEN=OPEN, ACTIVE=ACTIVE, TAIL=TAIL,
+            LENGTH=LENGTH, OPEN=OPEN, ACTIVE=ACTIVE, ENDED=ENDED, TAIL=TAIL,
             BLOCK_ROWS=triton.next_power_of_2(num_rows),
             BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4,
         )  # fmt: skip

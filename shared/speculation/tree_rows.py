@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shared.speculation.growth import SelectedNodes
 
-_NO_TOKEN = -1
+NO_TOKEN = -1
+"""Where a tree has fewer nodes than rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class TreeRows:
     @property
     def num_nodes(self) -> Tensor:
         """`[B]` int64, nodes that each tree has."""
-        return (self.token_ids[:, 1:] != _NO_TOKEN).sum(dim=1)
+        return (self.token_ids[:, 1:] != NO_TOKEN).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,20 @@ def tree_rows(nodes: SelectedNodes, root_token_ids: Tensor, max_depth: int) -> T
     places = torch.searchsorted(nodes.candidates, nodes.parents - 1)
     parents = torch.where(is_node & (nodes.parents > 0), places + 1, 0)
     parents = torch.cat((torch.zeros_like(parents[:, :1]), parents), dim=1)
-    tokens = torch.where(is_node, nodes.token_ids, _NO_TOKEN)
-    visible = _ancestors(parents, max_depth)
-    return TreeRows(
-        token_ids=torch.cat((root_token_ids.unsqueeze(1), tokens), dim=1),
-        parents=parents,
-        depths=visible.sum(dim=2) - 1,
-        visible=visible,
+    tokens = torch.where(is_node, nodes.token_ids, NO_TOKEN)
+    return rows_of_parents(
+        torch.cat((root_token_ids.unsqueeze(1), tokens), dim=1), parents, max_depth
     )
+
+
+def rows_of_parents(token_ids: Tensor, parents: Tensor, max_depth: int) -> TreeRows:
+    """Returns trees from the tokens `[B, T]` and the parents `[B, T]` of their rows.
+
+    Args:
+        max_depth: of any node.
+    """
+    visible = _ancestors(parents, max_depth)
+    return TreeRows(token_ids, parents, visible.sum(dim=2) - 1, visible)
 
 
 def accept_rows(tree: TreeRows, drawn: Tensor, max_depth: int) -> AcceptedRows:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_controller import SpeculationController
@@ -212,13 +211,13 @@ def test_places_of_those_that_have_ended_are_given_up(
 ) -> None:
     """Eighteen sequences, of which only the last goes on for long."""
     sizes: list[int] = []
-    compute = RoundGraphs.run
+    grow = RoundGraphs.grow
 
-    def run_counted(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> Tensor:
-        sizes.append(num_slots)
-        return compute(graphs, num_slots, sampling)
+    def grow_counted(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> None:
+        sizes.append(graphs.num_computed(num_slots))
+        grow(graphs, num_slots, sampling)
 
-    monkeypatch.setattr(RoundGraphs, "run", run_counted)
+    monkeypatch.setattr(RoundGraphs, "grow", grow_counted)
     lengths = [6] * 17 + [40]
     requests = [request([1 + key, 2], stop=StopParams(n)) for key, n in enumerate(lengths)]
     setup = _setup(pair, max_sequences=32)

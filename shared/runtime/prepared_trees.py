@@ -1,0 +1,140 @@
+"""Trees that wait on the device for the end of a round: each with the end that it is for.
+
+A round on the device ends, for each sequence, at a row of its tree with a bonus token behind it.
+The trees for the round after it are there before that is known, and `RoundSelection` takes the one
+whose fence and ending are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.kv.upload import Array
+from shared.speculation.tree_rows import NO_TOKEN
+from shared.tokens import TokenTree
+
+MAX_PREPARED = 64
+"""Most trees of one sequence."""
+
+FIRST, COUNT = range(2)
+"""Columns of a slot: the first of its trees, and how many there are."""
+LENGTH, ENDED, BONUS, TREE = range(4)
+"""Columns of a tree: its fence, its ending, then its tokens and the rows of their parents."""
+ANY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a round of a sequence ends.
+
+    Attributes:
+        row: of its tree, the last that is accepted; 0 is the root.
+        bonus_token_id: drawn behind it.
+    """
+
+    row: int
+    bonus_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTree:
+    """A tree for the next round of a sequence; an empty one is a plain step.
+
+    Attributes:
+        num_tokens: committed tokens that it hangs off.
+        ending: of the round before it; None is any.
+    """
+
+    num_tokens: int
+    tree: TokenTree
+    ending: Ending | None = None
+
+
+class PreparedBlock:
+    """The prepared trees of all slots, in memory of the device that never moves.
+
+    Args:
+        num_slots: S.
+        max_rows: most rows of a tree, the root included.
+    """
+
+    def __init__(self, num_slots: int, max_rows: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        size = num_slots * (2 + MAX_PREPARED * _num_columns(max_rows))
+        # No slot has a tree.
+        self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
+
+    @property
+    def slots(self) -> Tensor:
+        """`[S, 2]` int32, columns `FIRST` and `COUNT`."""
+        return self._numbers[: 2 * self._num_slots].view(-1, 2)
+
+    def trees(self, num_rows: int) -> Tensor:
+        """Returns `[S * MAX_PREPARED, 3 + 2 * (T - 1)]` int32, the trees as `upload` left them.
+
+        Args:
+            num_rows: T, as it was uploaded with.
+        """
+        num_trees, num_columns = self._num_slots * MAX_PREPARED, _num_columns(num_rows)
+        start = 2 * self._num_slots
+        return self._numbers[start : start + num_trees * num_columns].view(-1, num_columns)
+
+    def upload(self, prepared: Mapping[int, Sequence[PreparedTree]], num_rows: int) -> None:
+        """Replaces all trees by those of some slots, in one copy that nobody waits for: rounds that
+        are queued already read what was there before.
+
+        Args:
+            num_rows: T, at least the nodes of every tree and the root.
+        """
+        slots = np.zeros((self._num_slots, 2), np.int32)
+        columns = _num_columns(num_rows)
+        trees = np.empty((sum(map(len, prepared.values())), columns), np.int32)
+        place = 0
+        for slot, own in prepared.items():
+            assert len(own) <= MAX_PREPARED, f"{len(own)} trees for one sequence"
+            slots[slot] = place, len(own)
+            for each in own:
+                _write(trees[place], each, num_rows)
+                place += 1
+        size = slots.size + trees.size
+        is_cuda = self._numbers.is_cuda
+        host = torch.empty(size, dtype=torch.int32, pin_memory=is_cuda)
+        memory = host.numpy()
+        memory[: slots.size] = slots.reshape(-1)
+        memory[slots.size :] = trees.reshape(-1)
+        # The pinned memory is not given out again before the copy has run.
+        self._numbers[:size].copy_(host, non_blocking=True)
+
+
+def _num_columns(num_rows: int) -> int:
+    return TREE + 2 * (num_rows - 1)
+
+
+def _write(row: Array, prepared: PreparedTree, num_rows: int) -> None:
+    tree, ending = prepared.tree, prepared.ending
+    tokens, parents = row[TREE : TREE + num_rows - 1], row[TREE + num_rows - 1 :]
+    row[LENGTH] = prepared.num_tokens
+    row[ENDED] = ANY if ending is None else ending.row
+    row[BONUS] = ANY if ending is None else ending.bonus_token_id
+    tokens.fill(NO_TOKEN)
+    parents.fill(0)
+    tokens[: len(tree)] = _distinct(tree)
+    parents[: len(tree)] = [0 if each is None else each + 1 for each in tree.parent_indices]
+
+
+def _distinct(tree: TokenTree) -> list[int]:
+    """Returns the tokens; of siblings with one token all but the first have none, so that at most
+    one is accepted."""
+    seen = set(zip(tree.parent_indices, tree.token_ids, strict=True))
+    if len(seen) == len(tree):
+        return list(tree.token_ids)
+    tokens: list[int] = []
+    for key in zip(tree.parent_indices, tree.token_ids, strict=True):
+        tokens.append(key[1] if key in seen else NO_TOKEN)
+        seen.discard(key)
+    return tokens

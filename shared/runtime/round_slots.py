@@ -1,0 +1,141 @@
+"""Which sequence is in which slot of the state of rounds, as the host knows it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.runtime.host_copy import HostCopy
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_state import RoundState
+from shared.tokens import SamplingParams
+
+
+@dataclass(slots=True)
+class PlacedSequence:
+    """A sequence in a slot.
+
+    Attributes:
+        length: committed tokens the host knows of.
+        num_pending: most tokens that launched rounds may commit whose results it does not know.
+    """
+
+    slot: int
+    length: int
+    sampling: SamplingParams
+    pages: list[int]
+    head_pages: list[int]
+    num_pending: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that may be committed when the launched rounds are done."""
+        return self.length + self.num_pending
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRound:
+    """A launched round: its result on the way to the host, who took part, and its size.
+
+    Attributes:
+        max_committed: most tokens that it commits to one sequence.
+    """
+
+    result: HostCopy
+    sequences: tuple[tuple[int, PlacedSequence], ...]
+    num_slots: int
+    sampling: RoundSampling
+    max_committed: int
+
+
+class RoundSlots:
+    """The sequences of one state and the rounds over it that nobody has read."""
+
+    def __init__(self, state: RoundState) -> None:
+        self.state = state
+        self.placed: dict[int, PlacedSequence] = {}
+        self._pending: deque[PendingRound] = deque()
+
+    @property
+    def num_used(self) -> int:
+        """Slots up to the last one that is taken; those of sequences that left stay empty."""
+        return 1 + max((each.slot for each in self.placed.values()), default=-1)
+
+    @property
+    def num_pending(self) -> int:
+        """Launched rounds whose results nobody has read."""
+        return len(self._pending)
+
+    @property
+    def oldest(self) -> PendingRound:
+        """The oldest unread round."""
+        return self._pending[0]
+
+    @property
+    def sampling(self) -> RoundSampling:
+        """What a round of all that are placed needs."""
+        return RoundSampling.of(each.sampling for each in self.placed.values())
+
+    def take(self, newcomers: Sequence[Newcomer]) -> dict[int, Newcomer]:
+        """Gives each newcomer a slot, which `fill` has yet to write; returns them by slot."""
+        used = {placed.slot for placed in self.placed.values()}
+        free = (slot for slot in range(self.state.num_slots) if slot not in used)
+        slots = dict(zip(free, newcomers, strict=False))
+        assert len(slots) == len(newcomers), f"{len(newcomers)} sequences for {len(slots)} slots"
+        for slot, each in slots.items():
+            assert len(each.token_ids) >= 2, "a round starts from a computed token"
+            assert each.sequence_id not in self.placed, f"sequence {each.sequence_id} is placed"
+            self.placed[each.sequence_id] = PlacedSequence(
+                slot, len(each.token_ids), each.sampling, list(each.pages), list(each.head_pages)
+            )
+        return slots
+
+    def fill(self, slots: dict[int, Newcomer]) -> None:
+        """Writes sequences to the slots they took."""
+        self.state.place({slot: each.in_slot for slot, each in slots.items()})
+
+    def set_pages(
+        self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int] = ()
+    ) -> None:
+        """Gives a placed sequence its pages; those it has had already must be the same."""
+        placed = self.placed[sequence_id]
+        for known, now, of_head in (
+            (placed.pages, pages, False),
+            (placed.head_pages, head_pages, True),
+        ):
+            self.state.set_pages(placed.slot, len(known), now[len(known) :], of_head=of_head)
+            known.extend(now[len(known) :])
+
+    def remove(self, sequence_ids: Iterable[int]) -> None:
+        """Leaves sequences out from the next launch on."""
+        slots = [self.placed.pop(each).slot for each in sequence_ids]
+        if slots:
+            self.state.clear(slots)
+
+    def launched(self, result: Tensor, sampling: RoundSampling, max_committed: int) -> None:
+        """A round of all that are placed was queued.
+
+        Args:
+            result: `[S, 2 + W]`, see `RoundVerification.decide`.
+        """
+        for each in self.placed.values():
+            each.num_pending += max_committed
+        sequences = tuple(self.placed.items())
+        copy, num_slots = HostCopy(result), len(result)
+        self._pending.append(PendingRound(copy, sequences, num_slots, sampling, max_committed))
+
+    def result(self) -> tuple[SequenceRound, ...]:
+        """Returns what the oldest unread round did, those removed since included; waits for it."""
+        pending = self._pending.popleft()
+        rows = pending.result.read().tolist()
+        rounds: list[SequenceRound] = []
+        for sequence_id, placed in pending.sequences:
+            count, num_drafted, *tokens = rows[placed.slot]
+            placed.length += count
+            placed.num_pending -= pending.max_committed
+            rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted))
+        return tuple(rounds)

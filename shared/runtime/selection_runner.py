@@ -1,0 +1,182 @@
+"""Speculative rounds on the device whose trees come from elsewhere, prepared for how rounds end.
+
+`prepare` queues, behind the round under way, the choice among the trees that were prepared for its
+end. `launch` queues the verification of what was chosen, at once or when the host knows that
+anything was. Neither waits. So where a tree is there, the device goes from one verification to the
+next without the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.runtime.host_copy import HostCopy
+from shared.runtime.prepared_trees import PreparedBlock, PreparedTree
+from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
+from shared.runtime.round_graphs import RoundGraphs, num_computed
+from shared.runtime.round_parts import SelectionParts
+from shared.runtime.round_runner import RoundLimits
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_slots import RoundSlots
+from shared.runtime.round_state import RoundState
+from shared.runtime.selection_shapes import MAX_TREE_DEPTH, MAX_TREE_ROWS
+from shared.tokens import TreeShape
+
+
+class SelectionRunner:
+    """Rounds of one target without a head.
+
+    Args:
+        pool: the target's KV.
+        graph_memory: see `RoundGraphs`.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        pool: KvPool,
+        limits: RoundLimits,
+        graph_memory: Any | None = None,
+    ) -> None:
+        self.limits = limits
+        self._decoder = decoder
+        self._pool = pool
+        if graph_memory is None and pool.device.type == "cuda":
+            # Rounds of two shapes follow one another, so their graphs share memory.
+            graph_memory = torch.cuda.graph_pool_handle()
+        self._graph_memory = graph_memory
+        # Rounds may be under way when the host learns that a sequence has ended.
+        spare = MAX_TREE_ROWS + MAX_PENDING_ROUNDS * (MAX_TREE_DEPTH + 1)
+        self._max_kv_length = limits.max_context_tokens + spare
+        state = RoundState.empty(
+            limits.max_sequences,
+            max_open_rows=MAX_TREE_DEPTH + 1,
+            num_pages=-(-self._max_kv_length // pool.page_size),
+            device=pool.device,
+        )
+        self._slots = RoundSlots(state)
+        self._block = PreparedBlock(limits.max_sequences, MAX_TREE_ROWS, pool.device)
+        self._rounds: dict[TreeShape, RoundGraphs] = {}
+        self._prepared: _Prepared | None = None
+
+    @property
+    def sequence_ids(self) -> frozenset[int]:
+        """Who has a slot."""
+        return frozenset(self._slots.placed)
+
+    def holds(self, sequence_id: int) -> bool:
+        """Whether a sequence has a slot."""
+        return sequence_id in self._slots.placed
+
+    @property
+    def num_pending(self) -> int:
+        """Launched rounds whose results nobody has read."""
+        return self._slots.num_pending
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the oldest unread round can be read without waiting."""
+        return self._slots.oldest.result.is_done
+
+    def num_computed(self, num_sequences: int) -> int:
+        """Returns how many slots a round computes that this many more sequences join."""
+        return num_computed(self._slots.num_used + num_sequences, self.limits.max_sequences)
+
+    def num_kv_tokens(self, sequence_id: int, shape: TreeShape) -> int:
+        """Returns how many tokens the pages of a sequence must cover for the next round."""
+        return self._slots.placed[sequence_id].longest - 1 + shape.num_draft_tokens
+
+    @torch.inference_mode()
+    def place(self, newcomers: Sequence[Newcomer]) -> None:
+        """Gives sequences a slot each; what newcomers say of a head is not read."""
+        self._slots.fill(self._slots.take(newcomers))
+
+    @torch.inference_mode()
+    def set_pages(self, sequence_id: int, pages: Sequence[int]) -> None:
+        """Gives a placed sequence its pages; those it has had already must be the same."""
+        self._slots.set_pages(sequence_id, pages)
+
+    @torch.inference_mode()
+    def remove(self, sequence_ids: Iterable[int]) -> None:
+        """Takes sequences from their slots. Rounds under way may still write to their pages,
+        before anything that is queued later."""
+        self._slots.remove(sequence_ids)
+
+    @torch.inference_mode()
+    def prepare(self, prepared: Mapping[int, Sequence[PreparedTree]], shape: TreeShape) -> None:
+        """Queues the choice of trees for the next round, in place of any that was not launched.
+
+        Args:
+            prepared: by sequence; those that are left out sit the round out. Their pages must
+                cover `num_kv_tokens`.
+            shape: covers all trees.
+
+        Raises:
+            torch.OutOfMemoryError: a shape or a number of sequences that is new to the device does
+                not fit its memory; nothing was queued.
+        """
+        assert self.num_pending < MAX_PENDING_ROUNDS, "read a result first"
+        placed = self._slots.placed
+        for each in placed.values():
+            assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
+        self._prepared = None
+        rounds, sampling = self._rounds_of(shape), self._slots.sampling
+        # Graphs that are missing are made before the trees that they will read are queued.
+        rounds.make(self._slots.num_used, sampling)
+        by_slot = {placed[sequence_id].slot: trees for sequence_id, trees in prepared.items()}
+        self._block.upload(by_slot, shape.num_draft_tokens)
+        rounds.grow(self._slots.num_used, sampling)
+        taking_part = HostCopy(self._slots.state.is_active.contiguous())
+        self._prepared = _Prepared(rounds, shape, sampling, taking_part)
+
+    def has_chosen(self) -> bool:
+        """Waits for the choice that was prepared; whether any sequence takes part."""
+        assert self._prepared is not None, "nothing was prepared"
+        return bool(self._prepared.taking_part.read().any())
+
+    def launch(self) -> None:
+        """Queues the verification of what was prepared."""
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None, "nothing was prepared"
+        result = prepared.rounds.verify()
+        self._slots.launched(result, prepared.sampling, prepared.shape.num_steps + 1)
+
+    def result(self) -> tuple[SequenceRound, ...]:
+        """Returns what the oldest unread round did, those removed since included, and those that
+        sat it out without tokens; waits for it."""
+        return self._slots.result()
+
+    def _rounds_of(self, shape: TreeShape) -> RoundGraphs:
+        if shape not in self._rounds:
+            sizes = RoundShape(shape, shape.num_draft_tokens, self._max_kv_length)
+            batches = RoundBatches(sizes, self._pool.page_size)
+            parts = SelectionParts.of(self._pool.device)
+            self._rounds[shape] = RoundGraphs(
+                parts.selection(self._block, batches),
+                parts.verification(self._decoder, self._pool, sizes, None, None),
+                self._slots.state,
+                self._graph_memory,
+            )
+        return self._rounds[shape]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A round whose trees are chosen, and which is not launched.
+
+    Attributes:
+        taking_part: `[S]` int64, on its way to the host.
+    """
+
+    rounds: RoundGraphs
+    shape: TreeShape
+    sampling: RoundSampling
+    taking_part: HostCopy

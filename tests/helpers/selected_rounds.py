@@ -1,0 +1,127 @@
+"""A `SelectionRunner` over pages of its own, and what plain decoding says of its sequences."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.runtime.prepared_trees import Ending, PreparedTree
+from shared.runtime.round_runner import RoundLimits
+from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.runner import ModelRunner
+from shared.runtime.selection_runner import SelectionRunner
+from shared.runtime.selection_shapes import covering_shape
+from shared.tokens import SamplingParams, StopParams, TokenTree
+from tests.helpers.engines import PAGE_SIZE, build_engine, request, run
+
+NUM_PAGES = 120
+
+
+def plain_answers(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int
+) -> list[list[int]]:
+    """Returns each prompt with `n` tokens of plain decoding behind it."""
+    requests = [
+        request(prompt, sampling, StopParams(n))
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    collector = run(build_engine(decoder), requests)
+    return [[*prompt, *collector.token_ids(key)] for key, prompt in enumerate(prompts)]
+
+
+class SelectedRounds:
+    """Sequences whose right continuations are known.
+
+    Attributes:
+        committed: tokens of each that results have told of.
+    """
+
+    def __init__(
+        self, decoder: Decoder, answers: Sequence[Sequence[int]], max_sequences: int = 8
+    ) -> None:
+        self.answers = answers
+        self.committed: dict[int, int] = {}
+        self._decoder = decoder
+        self._pool = KvPool(decoder.kv_layout(PAGE_SIZE), NUM_PAGES, decoder.device)
+        self._free = random.Random(3).sample(range(1, NUM_PAGES), NUM_PAGES - 1)
+        self._pages: dict[int, list[int]] = {}
+        self.runner = SelectionRunner(
+            decoder=decoder, pool=self._pool, limits=RoundLimits(max_sequences, 128)
+        )
+
+    def place(self, number: int, num_tokens: int, sampling: SamplingParams) -> None:
+        """Computes all of the first tokens but the last, and gives the sequence a slot."""
+        tokens = self.answers[number][:num_tokens]
+        pages = self._pages.setdefault(number, [])
+        self._grow(pages, num_tokens)
+        self._compute(tokens[:-1], pages)
+        self.committed[number] = num_tokens
+        self.runner.place([Newcomer(number, tokens, sampling, pages, (), 0)])
+
+    def prepare(self, prepared: Mapping[int, Sequence[PreparedTree]]) -> None:
+        shape = covering_shape(each.tree for trees in prepared.values() for each in trees)
+        assert shape is not None
+        for number in self.runner.sequence_ids:
+            pages = self._pages[number]
+            self._grow(pages, self.runner.num_kv_tokens(number, shape))
+            self.runner.set_pages(number, pages)
+        self.runner.prepare(prepared, shape)
+
+    def launch(self, prepared: Mapping[int, Sequence[PreparedTree]]) -> None:
+        self.prepare(prepared)
+        self.runner.launch()
+
+    def result(self) -> dict[int, SequenceRound]:
+        """Reads a round, and holds what it committed to the right answers."""
+        found = {each.sequence_id: each for each in self.runner.result()}
+        for number, each in found.items():
+            start = self.committed[number]
+            self.committed[number] = end = start + len(each.token_ids)
+            assert list(each.token_ids) == self.answers[number][start:end]
+        return found
+
+    def right(self, number: int, num_nodes: int, start: int | None = None) -> TokenTree:
+        """Returns the chain that is accepted whole behind `start` tokens, those committed unless
+        told otherwise."""
+        start = self.committed[number] if start is None else start
+        return TokenTree.chain(self.answers[number][start : start + num_nodes])
+
+    def after(self, number: int, tree: TokenTree) -> tuple[int, Ending]:
+        """Returns how many tokens are committed when a tree was verified behind those that are
+        now, and how that round ends."""
+        row, place = 0, self.committed[number]
+        while True:
+            wanted = None if row == 0 else row - 1
+            token = self.answers[number][place]
+            children = [
+                node
+                for node, parent in enumerate(tree.parent_indices)
+                if parent == wanted and tree.token_ids[node] == token
+            ]
+            place += 1
+            if not children:
+                return place, Ending(row, token)
+            row = children[0] + 1
+
+    def _grow(self, pages: list[int], num_tokens: int) -> None:
+        while len(pages) * PAGE_SIZE < num_tokens:
+            pages.append(self._free.pop())
+
+    def _compute(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        rows = SequenceRows(
+            token_ids=token_ids,
+            positions=range(len(token_ids)),
+            kv_start=0,
+            pages=pages,
+            prefix_length=0,
+            tail_mask=None,
+            logit_rows=(0,),
+        )
+        batch = build_batch([rows], page_size=PAGE_SIZE, device=self._decoder.device)
+        with torch.inference_mode():
+            ModelRunner(self._decoder, self._pool).run(batch)
