@@ -29,6 +29,7 @@ from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
 from shared.runtime.device import launch_on
+from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
@@ -47,6 +48,7 @@ class Engine:
         overlaps: whether steps are launched before the last one is read, where they can be.
         fallback: drafts where no draft does; None where nobody should.
         speculation: decides what is wanted of drafts; by default whatever they send.
+        selection: of rounds on the device with trees that remote drafts push; None has none.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         overlaps: bool = True,
         fallback: NgramFallback | None = None,
         speculation: SpeculationController | None = None,
+        selection: RoundLimits | None = None,
     ) -> None:
         self.limits = limits
         self._decoder, self._device = runner.decoder, runner.device
@@ -79,6 +82,7 @@ class Engine:
             overlaps=overlaps,
             fallback=fallback,
             speculation=speculation or SpeculationController(None),
+            selection=selection,
         )
         self._flush = leases.flush
         self._thread: threading.Thread | None = None

@@ -16,6 +16,7 @@ from services.target.control.adaptive_config import (
 from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.inbox import Inbox
 from services.target.requests.request import ModelLimits
 from services.target.runner_factory import build_runner
@@ -25,6 +26,7 @@ from services.target.step_report import StepReport
 from services.target.tensor_parallel import Followers
 from services.target.verifier import Verifier
 from shared.kv.leases import KvLeases
+from shared.runtime.round_runner import RoundLimits
 from shared.speculation.verify import Thresholds
 
 logger = logging.getLogger(__name__)
@@ -60,24 +62,38 @@ def build_engine(
         prefix_cache=not settings.disable_radix_cache,
     )
     logger.info("%s KV pages of %s tokens", leases.num_pages, settings.page_size)
+    limits = ModelLimits(
+        vocab_size=built.config.vocab_size,
+        max_context_tokens=built.max_context_tokens,
+        max_kv_tokens=leases.num_pages * settings.page_size,
+        eos_token_ids=built.config.eos_token_ids,
+    )
     return Engine(
         runner=built.runner,
         leases=leases,
         scheduler=Scheduler(leases, _scheduler_limits(settings)),
         verifier=_verifier(settings),
-        limits=ModelLimits(
-            vocab_size=built.config.vocab_size,
-            max_context_tokens=built.max_context_tokens,
-            max_kv_tokens=leases.num_pages * settings.page_size,
-            eos_token_ids=built.config.eos_token_ids,
-        ),
+        limits=limits,
         inbox=Inbox(INBOX_CAPACITY),
         clock=time.monotonic,
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
         fallback=_fallback(settings),
         speculation=SpeculationController(adaptive_config(settings)),
+        selection=_selection(settings, built.runner.device, limits),
     )
+
+
+def _selection(
+    settings: TargetSettings, device: torch.device, limits: ModelLimits
+) -> RoundLimits | None:
+    """Returns the limits of rounds whose trees remote drafts push; None where there are none."""
+    choice = settings.device_rounds
+    is_auto = choice is DeviceRoundsChoice.AUTO and device.type == "cuda"
+    if not is_auto and choice is not DeviceRoundsChoice.ON:
+        return None
+    max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
+    return RoundLimits(max_sequences, limits.max_sequence_tokens)
 
 
 def _fallback(settings: TargetSettings) -> NgramFallback | None:

@@ -81,8 +81,8 @@ class TargetSettings(ServiceSettings):
     )
     device_rounds: DeviceRoundsChoice = setting(
         DeviceRoundsChoice.AUTO,
-        "run the rounds of an embedded EAGLE, EAGLE3 or one-layer MTP head on the device; auto: on "
-        "a GPU",
+        "run rounds on the device: those of an embedded EAGLE, EAGLE3 or one-layer MTP head, and "
+        "those whose trees remote drafts push ahead; auto: on a GPU",
     )
     verification_mode: VerificationChoice = setting(
         VerificationChoice.COUPLED,

@@ -77,6 +77,15 @@ class StepCommits:
             )
         )
 
+    def report(self, report: StepReport) -> None:
+        """Keeps the report of a step that was committed elsewhere."""
+        self._reports.append(report)
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether steps were committed since reports were last taken."""
+        return bool(self._reports)
+
     def take_reports(self) -> list[StepReport]:
         """Returns the reports since the last call."""
         reports, self._reports = self._reports, []

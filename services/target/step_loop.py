@@ -30,6 +30,8 @@ from services.target.requests.request import EventSink, ModelLimits
 from services.target.requests.subscriptions import Subscriptions
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
+from services.target.rounds.selection_commits import SelectionCommits
+from services.target.rounds.selection_steps import POLL_S, SelectionSteps, Turn
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_commits import StepCommits
@@ -37,6 +39,7 @@ from services.target.step_report import EngineGauges, StepReport
 from services.target.verifier import Verifier
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
+from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
 
@@ -57,6 +60,7 @@ class StepLoop:
         overlaps: bool,
         fallback: NgramFallback | None,
         speculation: SpeculationController,
+        selection: RoundLimits | None,
     ) -> None:
         self._runner = runner
         self._leases = leases
@@ -80,17 +84,18 @@ class StepLoop:
         )
         self._launcher = Launcher(runner, verifier, self._features)
         committer = Committer(leases, self._subscriptions, self.attachments, self._ladder)
+        factory = RoundFactory(runner, verifier, leases, self._features)
         self._rounds = RoundSteps(
             scheduler=scheduler,
             attachments=self.attachments,
             committer=committer,
             clock=clock,
             on_step=on_step,
-            make_rounds=RoundFactory(runner, verifier, leases, self._features).rounds_of,
+            make_rounds=factory.rounds_of,
             forget=self._forget,
             runs_ahead=overlaps,
         )
-        self.drafts = DraftExchange(self.attachments, self._features, self._rounds, clock)
+        self._host_gap = HostGap()
         self._commits = StepCommits(
             committer=committer,
             attachments=self.attachments,
@@ -99,8 +104,24 @@ class StepLoop:
             forget=self._forget,
             release=scheduler.release,
         )
+        # Whoever cuts trees, or has some of its own, decides on them between two steps.
+        is_decided = speculation.is_adaptive or self._ladder.has_fallback
+        self._selections = SelectionSteps(
+            rounds=None if selection is None or is_decided else factory.selected_rounds(selection),
+            scheduler=scheduler,
+            attachments=self.attachments,
+            features=self._features,
+            commits=SelectionCommits(
+                committer, self.attachments, self._commits.report, self._forget
+            ),
+            clock=clock,
+            host_gap=self._host_gap,
+            take_offers=lambda: self.drafts.take_offers(),
+        )
+        self.drafts = DraftExchange(
+            self.attachments, self._features, self._rounds, clock, self._selections.settle
+        )
         self._in_flight: LaunchedStep | None = None
-        self._host_gap = HostGap()
 
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
@@ -110,6 +131,12 @@ class StepLoop:
             self._report(self._commits.take_reports())
             return True
         now_s = self._clock()
+        turn = self._selections.step(self._settle)
+        if turn is Turn.DONE or self._commits.has_reports:
+            self._tell()
+            self._end_step(now_s, is_timed=False)
+        if turn is not Turn.ELSEWHERE:
+            return turn is Turn.DONE
         self.attachments.readiness.judge(self._rounds.not_taken(self._scheduler.running), now_s)
         if not self._runs_ahead():  # a draft has attached since the launch, or speculation begins
             self._settle()
@@ -146,6 +173,8 @@ class StepLoop:
 
     def patience_s(self) -> float | None:
         """How long an engine with nothing ready may sleep; None until a command comes."""
+        if self._selections.is_under_way:
+            return POLL_S
         if not self._scheduler.num_running:
             self.check_idle()
             return None
@@ -185,7 +214,7 @@ class StepLoop:
             self.attachments.controller.stance is Stance.ON,
             self.attachments.controller.gains(),
             self.attachments.controller.step_times.measured(),
-            standing.shape,
+            standing.shape or self._selections.shape,
             standing.round_s,
         )
 
@@ -258,6 +287,7 @@ class StepLoop:
         """Lets go of a sequence that has ended; its pages only when no step in flight has them."""
         self._subscriptions.remove(sequence)
         self._rounds.forget(sequence)
+        self._selections.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
         self._ladder.forget(sequence)

@@ -40,6 +40,7 @@ from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import EXACT, Thresholds
 from shared.tokens import (
@@ -112,11 +113,13 @@ def build_engine(
     clock: Callable[[], float] | None = None,
     speculation: SpeculationController | None = None,
     make_runner: Callable[[Decoder, KvPool], ModelRunner] | None = None,
+    selects: bool = False,
 ) -> Engine:
     """Returns an engine over `decoder`, on its device, whose thread is not started.
 
     Args:
         poisons_free_pages: fills pages with large numbers when nobody owns them any more.
+        selects: whether the device selects among the trees that drafts push.
     """
     layout = decoder.kv_layout(PAGE_SIZE, kv_dtype)
     scales = kv_scales(decoder) if layout.is_e4m3 else None
@@ -139,6 +142,7 @@ def build_engine(
         overlaps=overlaps,
         fallback=fallback,
         speculation=speculation,
+        selects=selects,
     )
 
 
@@ -157,6 +161,7 @@ def engine_over(
     overlaps: bool = True,
     fallback: NgramFallback | None = None,
     speculation: SpeculationController | None = None,
+    selects: bool = False,
 ) -> Engine:
     """Returns an engine over a runner that is there already; arguments as in `build_engine`."""
     num_pages = runner.pool.num_pages
@@ -174,6 +179,7 @@ def engine_over(
         overlaps=overlaps,
         fallback=fallback,
         speculation=speculation,
+        selection=RoundLimits(max_running, max_context_tokens) if selects else None,
     )
 
 

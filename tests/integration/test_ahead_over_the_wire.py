@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.target.drafts.draft_exchange import DraftExchange
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.step_report import StepReport
 from tests.helpers.ahead_cases import total_outcomes
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -87,9 +88,12 @@ async def test_rounds_are_hit_without_waiting_for_a_long_wire(
     assert min(relay.num_bytes) > 1000, "the wire was not used"
 
 
+@pytest.mark.parametrize("rounds", [DeviceRoundsChoice.OFF, DeviceRoundsChoice.ON])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_any_wire_changes_nothing(folder: Path, temperature: float) -> None:
-    async with serving_target(folder) as target:
+async def test_any_wire_changes_nothing(
+    folder: Path, temperature: float, rounds: DeviceRoundsChoice
+) -> None:
+    async with serving_target(folder, device_rounds=rounds) as target:
         expected = await target.outputs(temperature)
         for delay_s in (0.0, DELAY_S):
             async with (
@@ -100,8 +104,11 @@ async def test_any_wire_changes_nothing(folder: Path, temperature: float) -> Non
                 assert await target.outputs(temperature) == expected
 
 
-async def test_wire_cut_in_mid_stream_and_mended_changes_nothing(folder: Path) -> None:
-    async with serving_target(folder) as target:
+@pytest.mark.parametrize("rounds", [DeviceRoundsChoice.OFF, DeviceRoundsChoice.ON])
+async def test_wire_cut_in_mid_stream_and_mended_changes_nothing(
+    folder: Path, rounds: DeviceRoundsChoice
+) -> None:
+    async with serving_target(folder, device_rounds=rounds) as target:
         expected = await target.outputs(1.0)
         async with (
             relayed(target.address, DELAY_S) as relay,

@@ -67,6 +67,7 @@ class Assignment:
     num_heard: int = 0
     num_features_sent: int | None = None
     _pushed: dict[Condition, Candidate] = field(default_factory=dict)
+    _sealed: frozenset[Condition] = frozenset()
     _decided: _Decided | None = None
 
     @property
@@ -75,6 +76,11 @@ class Assignment:
         if self.candidate is None:
             return EMPTY_TREE
         return self.candidate.tree if self.kept is None else self.kept.tree
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the draft pushes trees for verdicts on the current round's tree."""
+        return self.candidate is not None and self.candidate.candidate_id is not None
 
     def as_drafted(self, nodes: SequenceOf[int]) -> tuple[int, ...]:
         """Returns nodes of `tree` as indices into the tree that the draft sent."""
@@ -103,9 +109,22 @@ class Assignment:
     def push(self, candidate: Candidate) -> None:
         """Keeps a current conditional candidate; a later one for the same verdict replaces it."""
         assert candidate.condition is not None
+        if candidate.condition in self._sealed:
+            return
         is_new = candidate.condition not in self._pushed
         if not is_new or len(self._pushed) < MAX_CONDITIONAL_CANDIDATES:
             self._pushed[candidate.condition] = candidate
+
+    def seal(self) -> tuple[Candidate, ...]:
+        """Returns what was pushed for verdicts on the current round's tree. The device has it from
+        now on, so nothing replaces it; what comes for other verdicts is kept as ever."""
+        assert self.candidate is not None
+        named = self.candidate.candidate_id
+        assert named is not None, "nothing is pushed for a tree without a name"
+        pushed = self._pushed.items()
+        sealed = [each for condition, each in pushed if condition.candidate_id == named]
+        self._sealed = frozenset(each.condition for each in sealed if each.condition is not None)
+        return tuple(sealed)
 
     def is_awaited(self, candidate: Candidate) -> bool:
         """Whether a conditional candidate was prepared for the verdict that fell last."""
@@ -146,6 +165,7 @@ class Assignment:
         num_before = len(self.sequence.token_ids) - len(committed_token_ids)
         self._decided = _Decided(verdict, num_before)
         self._pushed.clear()
+        self._sealed = frozenset()
         self.candidate, self.kept = selected, None
         self.is_stepping = False
         self.stale_in_round = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
@@ -29,12 +29,16 @@ class DraftExchange:
         features: FeatureFeed,
         rounds: RoundSteps,
         clock: Clock,
+        settle_rounds: Callable[[], None],
     ) -> None:
+        """`settle_rounds` commits the rounds under way, whose trees belong to the drafts that have
+        the sequences now."""
         self.offers: deque[Offer] = deque()
         self.attachments = attachments
         self._features = features
         self._rounds = rounds
         self._clock = clock
+        self._settle_rounds = settle_rounds
 
     def attach(self, attachment: Attachment, started: Iterable[TargetSequence]) -> None:
         """Adds a draft and hands it the sequences that have left the queue and have none."""
@@ -45,6 +49,7 @@ class DraftExchange:
 
     def detach(self, attachment_id: str) -> None:
         """Forgets a draft."""
+        self._settle_rounds()
         self._rounds.close(self.attachments.detach(attachment_id, self._clock()))
 
     def take_offers(self) -> None:
@@ -55,6 +60,7 @@ class DraftExchange:
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
         """Takes sequences back from a draft."""
+        self._settle_rounds()
         self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
 
     def tell(self) -> None:

@@ -24,6 +24,11 @@ class FeatureFeed:
         self._page_size = page_size
 
     @property
+    def is_used(self) -> bool:
+        """Whether any draft ever asked for features."""
+        return self._stores.is_used
+
+    @property
     def captured_layers(self) -> tuple[int, ...]:
         """Layers a forward must capture."""
         return self._stores.captured_layers

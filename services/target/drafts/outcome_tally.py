@@ -52,6 +52,11 @@ class OutcomeTally:
         """Whether there were verdicts, and the next tree of each was here."""
         return bool(self.hits) and not self.misses and not self.num_unprepared
 
+    @property
+    def hit_rate(self) -> float:
+        """The share of verdicts that are foreseen, of those that are prepared for; 1 before any."""
+        return (self.num_hits + 1) / (self.num_hits + self.num_misses + 1)
+
     def count(self, position: int, foreseen: Foreseen | None, *, was_prepared: bool) -> None:
         """Counts one verdict on a drafted tree."""
         if foreseen is not None:

@@ -1,4 +1,4 @@
-"""Rounds on the device for the drafts that lend what they take."""
+"""Rounds on the device: with what drafts lend for them, or with what drafts push."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.rounds.device_rounds import DeviceRounds
+from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
+from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 
 
@@ -25,10 +27,19 @@ class RoundFactory:
         """Returns rounds with the head of a draft; None where it lends none, or where they cannot
         be: they draw by the coupled rule, and the model is whole on one device."""
         source, spec = attachment.rounds, attachment.feature_spec
-        is_coupled = self.verifier.mode is VerificationMode.COUPLED
-        is_whole = self.runner.decoder.group is None
-        if source is None or spec is None or not (is_coupled and is_whole):
+        if source is None or spec is None or not self._can_be:
             return None
         store = self.features.kept(spec)
         assert store is not None, "the draft attached without its features"
         return DeviceRounds(source, self.runner, self.leases, store, attachment.identity.algorithm)
+
+    def selected_rounds(self, limits: RoundLimits) -> SelectedRounds | None:
+        """Returns rounds whose trees remote drafts push; None where they cannot be, as above."""
+        if not self._can_be:
+            return None
+        return SelectedRounds(self.runner, self.leases, limits)
+
+    @property
+    def _can_be(self) -> bool:
+        is_coupled = self.verifier.mode is VerificationMode.COUPLED
+        return is_coupled and self.runner.decoder.group is None

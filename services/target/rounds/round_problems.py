@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.target.fallback import Fallback
 from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement
 from services.target.verifier import VerificationMode
 
@@ -20,9 +21,25 @@ def round_problems(settings: TargetSettings) -> list[str]:
         return []
     problems = []
     if settings.draft is not DraftPlacement.EMBEDDED:
-        problems.append(f"{_FLAG} needs --draft embedded: rounds take the head of such a draft")
+        problems += _remote_problems(settings)
     if settings.tp_size > 1:
         problems.append(f"{_FLAG} needs the model on one device; --tp-size is {settings.tp_size}")
     if settings.verification is VerificationMode.POINT_MASS:
         problems.append(f"{_FLAG} needs the coupled rule; --verification-mode is point-mass")
+    return problems
+
+
+def _remote_problems(settings: TargetSettings) -> list[str]:
+    """The device selects among whole trees that drafts have pushed."""
+    problems = []
+    if settings.speculative_adaptive:
+        problems.append(
+            f"{_FLAG} with --draft remote needs --speculative-adaptive=false: trees are cut on the "
+            f"host"
+        )
+    if settings.speculative_fallback is not Fallback.NONE:
+        problems.append(
+            f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
+            f"{settings.speculative_fallback.value}, whose trees are made on the host"
+        )
     return problems

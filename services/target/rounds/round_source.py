@@ -10,7 +10,7 @@ from shared.models.heads.head import DraftHead
 from shared.tokens import TreeShape
 
 # Verification of more rows is bound by arithmetic, which hides what the host costs.
-_MAX_ROWS = 512
+MAX_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,5 +40,5 @@ class RoundSource:
 def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShape, int]:
     """Returns the most sequences of a round with trees of each shape."""
     return {
-        shape: min(max_sequences, max(_MAX_ROWS // shape.num_draft_tokens, 1)) for shape in shapes
+        shape: min(max_sequences, max(MAX_ROWS // shape.num_draft_tokens, 1)) for shape in shapes
     }

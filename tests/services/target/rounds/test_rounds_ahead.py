@@ -3,93 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.patience import Patience
-from services.target.engine import Engine
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
-from shared.tokens import (
-    Candidate,
-    Condition,
-    Outcome,
-    SamplingParams,
-    StopParams,
-    TokenTree,
-    Verdict,
-)
+from shared.tokens import Outcome, SamplingParams, StopParams
 from tests.helpers.ahead_cases import total_outcomes
+from tests.helpers.ahead_draft import DEPTH, AheadDraft
 from tests.helpers.engines import build_engine, request, run, tiny_decoder
 
 PROMPT = [1, 2, 3, 4, 5]
-DEPTH = 3
-NEVER_S = 1e9
 SAMPLING = SamplingParams(seed=7)
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return tiny_decoder(tmp_path_factory.mktemp("decoder"))
-
-
-@dataclass
-class AheadDraft:
-    """Knows the right answer, and after its first tree sends only what is for the round after the
-    one under way. The target would wait for it for ever.
-
-    Attributes:
-        is_held: keeps what it would send in `held`.
-    """
-
-    engine: Engine
-    answer: Sequence[int]
-    verdicts: list[Verdict] = field(default_factory=list)
-    held: list[list[Candidate]] = field(default_factory=list)
-    is_held: bool = False
-    num_sent: int = 0
-
-    def attach(self) -> None:
-        identity = DraftIdentity("ahead", "ahead", "m", "SCRIPTED", 64, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(NEVER_S)))
-
-    def send(self, message: DraftMessage) -> bool:
-        for verdict in message.verdicts:
-            self.verdicts.append(verdict)
-            self._answer(verdict)
-        return True
-
-    def close(self) -> None:
-        raise AssertionError("the target gave the draft up")
-
-    def release(self) -> None:
-        """Sends what was held."""
-        while self.held:
-            self.engine.offer("ahead", self.held.pop(0))
-
-    def _answer(self, verdict: Verdict) -> None:
-        count, round_ = verdict.committed_token_count, verdict.round + 1
-        batch: list[Candidate] = []
-        if verdict.candidate_id is None:
-            batch.append(self._candidate(verdict.sequence_id, round_, count, count, None))
-        verified = self.num_sent
-        after = count + DEPTH + 1
-        condition = Condition(DEPTH - 1, self.answer[after - 1], verified)
-        batch.append(self._candidate(verdict.sequence_id, round_, count, after, condition))
-        self.held.append(batch)
-        if not self.is_held:
-            self.release()
-
-    def _candidate(
-        self, sequence_id: int, round_: int, count: int, start: int, condition: Condition | None
-    ) -> Candidate:
-        self.num_sent += 1
-        tree = TokenTree.chain(self.answer[start : start + DEPTH])
-        return Candidate(sequence_id, round_, count, tree, condition, self.num_sent)
 
 
 def _plain(decoder: Decoder, num_tokens: int) -> list[int]:
@@ -104,7 +36,7 @@ def _run_ahead(
     """Every step must do something: a target that waits would do nothing for ever."""
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
-    draft = AheadDraft(engine, [*PROMPT, *_plain(decoder, 60)], is_held=is_held)
+    draft = AheadDraft(engine, [[*PROMPT, *_plain(decoder, 60)]], is_held=is_held)
     draft.attach()
     collector = run(engine, [request(PROMPT, SAMPLING)], each_step=lambda step: each_step(draft))
     return collector.token_ids(0), draft, reports
@@ -168,8 +100,7 @@ def test_wrong_condition_is_no_hit(decoder: Decoder) -> None:
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     answer = [*PROMPT, *_plain(decoder, 60)]
-    draft = AheadDraft(engine, [*answer[:9], answer[9] + 1, *answer[10:]])
-    draft.attach()
+    AheadDraft(engine, [answer], foresees=lambda number, round_: False).attach()
     with pytest.raises(AssertionError, match="does not come to an end"):
         run(engine, [request(PROMPT, SAMPLING)])
     assert total_outcomes(reports).num_hits == 0

@@ -1,0 +1,121 @@
+"""Which trees the next round on the device may verify. No torch but for the types of rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.target.clock import Clock
+from services.target.drafts.assignment import Assignment
+from services.target.drafts.attachments import Attachments
+from services.target.rounds.selected_round import SelectedRound, conditional_trees
+from services.target.scheduler import Scheduler
+from services.target.sequence import Sequence
+from shared.runtime.prepared_trees import PreparedTree
+from shared.tokens import EMPTY_TREE, Candidate, TokenTree
+
+
+@dataclass(slots=True, eq=False)
+class NextTrees:
+    """What is prepared for the next round.
+
+    Attributes:
+        trees, offered: as of `SelectedRound`.
+        hit_rates: how likely each sequence takes part.
+    """
+
+    prepared: dict[Sequence, tuple[PreparedTree, ...]]
+    trees: dict[int, TokenTree]
+    offered: dict[int, tuple[Candidate, ...]]
+    hit_rates: list[float]
+
+    @classmethod
+    def none(cls) -> NextTrees:
+        return cls({}, {}, {}, [])
+
+    def add(self, sequence: Sequence, tree: TokenTree, *, num_tokens: int) -> None:
+        """Prepares a tree that is verified whatever the round under way ends in."""
+        self.prepared[sequence] = (PreparedTree(num_tokens, tree),)
+        self.trees[sequence.sequence_id] = tree
+        self.hit_rates.append(1.0)
+
+    @property
+    def sure(self) -> tuple[Sequence, ...]:
+        """The sequences that certainly take part."""
+        return tuple(each for each in self.prepared if each.sequence_id in self.trees)
+
+
+class TreeForecast:
+    """Looks at what drafts have pushed. Owned by the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, attachments: Attachments, clock: Clock) -> None:
+        self._scheduler = scheduler
+        self._assignments = attachments.assignments
+        self._readiness = attachments.readiness
+        self._clock = clock
+
+    @property
+    def is_any_announced(self) -> bool:
+        """Whether a draft has sent a tree for whose verdicts it drafts ahead."""
+        return any(
+            assignment is not None and assignment.is_announced
+            for assignment in map(self._assignment, self._scheduler.running)
+        )
+
+    def of_ready(self) -> NextTrees:
+        """Returns the trees, perhaps empty, of the sequences that wait for nothing. None of them is
+        under way."""
+        trees, now_s = NextTrees.none(), self._clock()
+        for sequence in self._scheduler.running:
+            self._join(sequence, trees, now_s)
+        return trees
+
+    def is_complete(self, under_way: SelectedRound) -> bool:
+        """Whether nothing is to come any more that decides on the round after this one, but its
+        end."""
+        return all(self._is_foreseen(each, under_way) for each in self._scheduler.running)
+
+    def after(self, under_way: SelectedRound) -> NextTrees:
+        """Returns what is prepared for the end of a round, and hands it to the device: it stays as
+        it is until the verdict."""
+        trees, now_s = NextTrees.none(), self._clock()
+        for sequence in self._scheduler.running:
+            verified = under_way.trees.get(sequence.sequence_id)
+            if verified is None:
+                self._join(sequence, trees, now_s)
+            elif sequence.num_remaining > 1:
+                self._foresee(sequence, verified, trees)
+        return trees
+
+    def _join(self, sequence: Sequence, trees: NextTrees, now_s: float) -> None:
+        """A sequence that sits out takes part in the next round if it waits for nothing."""
+        if self._readiness.is_ready(sequence, now_s):
+            tree = self._assignments.candidate_tree(sequence)
+            trees.add(sequence, tree, num_tokens=len(sequence.token_ids))
+
+    def _foresee(self, sequence: Sequence, verified: TokenTree, trees: NextTrees) -> None:
+        """Prepares for the ends of a sequence's part of the round under way."""
+        assignment = self._assignment(sequence)
+        if assignment is None:
+            # Without a draft the round brings it one token, whichever.
+            trees.add(sequence, EMPTY_TREE, num_tokens=len(sequence.token_ids) + 1)
+        elif assignment.is_announced:
+            found = conditional_trees(sequence, verified, assignment.seal())
+            if found:
+                trees.prepared[sequence] = tuple(tree for _, tree in found)
+                trees.offered[sequence.sequence_id] = tuple(each for each, _ in found)
+                trees.hit_rates.append(assignment.attachment.outcomes.hit_rate)
+
+    def _is_foreseen(self, sequence: Sequence, under_way: SelectedRound) -> bool:
+        verified = under_way.trees.get(sequence.sequence_id)
+        if verified is None or sequence.num_remaining == 1:
+            return True
+        assignment = self._assignment(sequence)
+        if assignment is None:
+            return not verified.token_ids
+        if not assignment.is_announced:
+            # Its draft answers verdicts only, which is waited for unless the draft is silent.
+            return not assignment.attachment.patience.is_cold
+        return assignment.has_pushed
+
+    def _assignment(self, sequence: Sequence) -> Assignment | None:
+        return self._assignments.get(sequence.sequence_id)

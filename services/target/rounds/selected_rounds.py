@@ -1,0 +1,131 @@
+"""Sequences in rounds whose trees drafts pushed ahead and the device selects; their pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from services.target.rounds.round_source import MAX_ROWS
+from services.target.sequence import Sequence
+from shared.kv.leases import KvLeases
+from shared.runtime.prepared_trees import PreparedTree
+from shared.runtime.round_runner import RoundLimits
+from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.runner import ModelRunner
+from shared.runtime.selection_runner import SelectionRunner
+from shared.runtime.selection_shapes import covering_shape
+from shared.tokens import TreeShape
+
+logger = logging.getLogger(__name__)
+
+
+class SelectedRounds:
+    """Owned by the engine thread."""
+
+    def __init__(self, runner: ModelRunner, leases: KvLeases, limits: RoundLimits) -> None:
+        self._leases = leases
+        self._limits = limits
+        self._max_sequences = limits.max_sequences
+        self._runner = SelectionRunner(decoder=runner.decoder, pool=runner.pool, limits=limits)
+        self._sequences: dict[int, Sequence] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether sequences have slots, or results wait to be read."""
+        return bool(self._sequences) or self.num_pending > 0
+
+    @property
+    def num_pending(self) -> int:
+        """Rounds that are launched and not read."""
+        return self._runner.num_pending
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the oldest unread round can be read without waiting."""
+        return self._runner.is_done
+
+    def takes(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether there are slots for all of these, and none is too long."""
+        longest = self._limits.max_context_tokens
+        return len(sequences) <= self._max_sequences and all(
+            len(each.token_ids) <= longest for each in sequences
+        )
+
+    def prepare(self, prepared: Mapping[Sequence, SequenceOf[PreparedTree]]) -> TreeShape | None:
+        """Has the device choose the trees of the next round once the one under way has ended; see
+        `SelectionRunner.prepare`. Sequences that are new to rounds get a slot.
+
+        Returns:
+            The shape of the round; None, with nothing prepared, where trees are too large, or pages
+            or memory are missing.
+        """
+        shape = covering_shape(each.tree for trees in prepared.values() for each in trees)
+        new = [each for each in prepared if each.sequence_id not in self._sequences]
+        if shape is None or self._num_rows(len(new), shape) > MAX_ROWS:
+            return None
+        if not all(self._has_pages(sequence, shape) for sequence in prepared):
+            return None
+        self._place(new)
+        for sequence in prepared:
+            self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages)
+        try:
+            by_id = {sequence.sequence_id: trees for sequence, trees in prepared.items()}
+            self._runner.prepare(by_id, shape)
+        except torch.OutOfMemoryError:
+            self._max_sequences = len(self._sequences) - 1
+            logger.warning(
+                "no memory for rounds on the device of %d sequences that drafts push trees for; "
+                "from now on such rounds have %d at most",
+                *(len(self._sequences), self._max_sequences),
+            )
+            return None
+        return shape
+
+    def has_chosen(self) -> bool:
+        """Waits for the round under way, and for the choice that was prepared for its end; whether
+        any sequence takes part in the next one."""
+        return self._runner.has_chosen()
+
+    def launch(self) -> None:
+        """Launches what was prepared."""
+        self._runner.launch()
+
+    def read(self) -> list[tuple[Sequence | None, SequenceRound]]:
+        """Waits for the oldest unread round; returns what it did, with None in place of sequences
+        that have ended since."""
+        return [(self._sequences.get(each.sequence_id), each) for each in self._runner.result()]
+
+    def leave(self) -> None:
+        """Takes all sequences from their slots; every round has been read. They may come back."""
+        assert self.num_pending == 0, "a round would be lost"
+        self._runner.remove(self._sequences)
+        self._sequences.clear()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Lets go of a sequence that has ended. Whoever takes its pages next queues its work behind
+        the rounds under way."""
+        if self._sequences.pop(sequence.sequence_id, None) is not None:
+            self._runner.remove([sequence.sequence_id])
+
+    def _num_rows(self, num_new: int, shape: TreeShape) -> int:
+        return self._runner.num_computed(num_new) * shape.num_draft_tokens
+
+    def _has_pages(self, sequence: Sequence, shape: TreeShape) -> bool:
+        """Makes the pages cover the round; nobody is preempted for it."""
+        if sequence.sequence_id in self._sequences:
+            num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
+        else:
+            num_tokens = len(sequence.token_ids) - 1 + shape.num_draft_tokens
+        return self._leases.try_grow(sequence.open_lease, num_tokens)
+
+    def _place(self, sequences: SequenceOf[Sequence]) -> None:
+        newcomers = [
+            Newcomer(each.sequence_id, each.token_ids, each.sampling, each.open_lease.pages, (), 0)
+            for each in sequences
+        ]
+        if newcomers:
+            self._runner.place(newcomers)
+            self._sequences.update({each.sequence_id: each for each in sequences})

@@ -1,0 +1,217 @@
+"""Steps of the loop that are rounds with trees of remote drafts, selected on the device.
+
+While the device verifies the trees of a round, drafts push those for its ends. Once they are here
+they are uploaded, and the next round can be launched before the host has read the last one. What
+the host makes of that, tokens, events and verdicts, is then off the critical path. A sequence that
+nothing was pushed for sits rounds out until its tree comes, as it is left out of steps of the
+general path; whatever rounds cannot do sends all sequences there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+
+from services.target.clock import Clock
+from services.target.drafts.attachments import Attachments
+from services.target.drafts.feature_feed import FeatureFeed
+from services.target.host_gap import HostGap
+from services.target.rounds.early_launch import EarlyLaunch
+from services.target.rounds.next_trees import NextTrees, TreeForecast
+from services.target.rounds.round_requests import can_be_round
+from services.target.rounds.selected_round import SelectedRound
+from services.target.rounds.selected_rounds import SelectedRounds
+from services.target.rounds.selection_commits import SelectionCommits
+from services.target.scheduler import Scheduler
+from services.target.sequence import Sequence
+from shared.tokens import TreeShape
+
+POLL_S = 1e-4
+"""How often to look whether a round is done while trees for its end are awaited."""
+
+
+class Turn(enum.Enum):
+    """What became of a turn of the loop."""
+
+    DONE = enum.auto()
+    WAITING = enum.auto()
+    ELSEWHERE = enum.auto()
+
+
+class SelectionSteps:
+    """Takes the loop's step where it can be such a round. Owned by the engine thread.
+
+    Args:
+        rounds: None leaves every step to the general path.
+        host_gap: that of the loop.
+        take_offers: takes what drafts pushed meanwhile.
+    """
+
+    def __init__(
+        self,
+        *,
+        rounds: SelectedRounds | None,
+        scheduler: Scheduler,
+        attachments: Attachments,
+        features: FeatureFeed,
+        commits: SelectionCommits,
+        clock: Clock,
+        host_gap: HostGap,
+        take_offers: Callable[[], None],
+    ) -> None:
+        self._rounds = rounds
+        self._scheduler = scheduler
+        self._attachments = attachments
+        self._features = features
+        self._commits = commits
+        self._clock = clock
+        self._host_gap = host_gap
+        self._take_offers = take_offers
+        self._forecast = TreeForecast(scheduler, attachments, clock)
+        self._early = EarlyLaunch()
+        self._launched: deque[SelectedRound] = deque()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is launched and not read."""
+        return bool(self._launched)
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """Of the trees of the round under way; None while there is none."""
+        return self._launched[0].shape if self._launched else None
+
+    def step(self, settle: Callable[[], None]) -> Turn:
+        """Does what can be done of a round.
+
+        Args:
+            settle: reads and commits the general path's step in flight.
+
+        Returns:
+            WAITING where there is nothing to do but to wait for the device or for drafts, and
+            ELSEWHERE where the step is the general path's.
+        """
+        rounds = self._rounds
+        if rounds is None:
+            return Turn.ELSEWHERE
+        if not self._suits(rounds):
+            self.settle()
+            return Turn.ELSEWHERE
+        if self._launched:
+            return self._go_on(rounds)
+        if not rounds.is_running:
+            if not self._forecast.is_any_announced:
+                return Turn.ELSEWHERE
+            settle()
+            if not self._suits(rounds):  # who was in flight has ended
+                return Turn.ELSEWHERE
+        return self._launch_ready(rounds, is_idle=True)
+
+    def settle(self) -> None:
+        """Reads and commits the rounds under way, and leaves the sequences to the general path."""
+        rounds = self._rounds
+        if rounds is not None and rounds.is_running:
+            while self._launched:
+                self._commit(rounds)
+            rounds.leave()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Lets go of a sequence that has ended; its pages are freed after this."""
+        if self._rounds is not None:
+            self._rounds.forget(sequence)
+
+    def _suits(self, rounds: SelectedRounds) -> bool:
+        """Whether the next step of all running sequences can be a round, once the host has read
+        those before it."""
+        running = self._scheduler.running
+        return (
+            bool(running)
+            and not self._scheduler.may_admit
+            # Rounds store no features; later there would be holes.
+            and not self._features.is_used
+            and rounds.takes(running)
+            and all(map(self._takes, running))
+        )
+
+    def _takes(self, sequence: Sequence) -> bool:
+        assignment = self._attachments.assignments.get(sequence.sequence_id)
+        wanted = sequence.request.draft_algorithm or ""
+        algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
+        is_decoding = sequence.num_uncomputed == 1 and sequence.num_computed > 0
+        return is_decoding and can_be_round(sequence.request, algorithm)
+
+    def _launch_ready(self, rounds: SelectedRounds, *, is_idle: bool) -> Turn:
+        """Launches a round of the sequences that wait for nothing, if a tree is among theirs that
+        is drafted ahead of; others are better left to the general path.
+
+        Args:
+            is_idle: nothing was under way when the turn began.
+        """
+        now_s, trees = self._clock(), self._forecast.of_ready()
+        if not trees.prepared:
+            self._host_gap.wait()
+            return Turn.WAITING
+        if not self._forecast.is_any_announced:
+            self.settle()
+            return Turn.ELSEWHERE
+        if is_idle:
+            # Else the time since the last turn was that of a round, which nobody waited for.
+            self._attachments.controller.wake(now_s)
+        shape = self._prepare(rounds, trees)
+        if shape is None:
+            self.settle()
+            return Turn.ELSEWHERE
+        self._launch(rounds, shape, trees)
+        return Turn.DONE
+
+    def _go_on(self, rounds: SelectedRounds) -> Turn:
+        """With a round under way: launches the next one ahead, if what was pushed for it is here,
+        or reads the one under way once it is done."""
+        under_way = self._launched[0]
+        if self._forecast.is_complete(under_way):
+            self._launch_ahead(rounds, self._forecast.after(under_way))
+        elif not rounds.is_done:
+            return Turn.WAITING
+        self._commit(rounds)
+        if not self._launched and self._suits(rounds):
+            self._launch_ready(rounds, is_idle=False)
+        return Turn.DONE
+
+    def _launch_ahead(self, rounds: SelectedRounds, trees: NextTrees) -> None:
+        """Has trees chosen for the end of the round under way, and launches the next one: at once,
+        or when it is known that any was."""
+        shape = self._prepare(rounds, trees) if trees.prepared else None
+        if shape is None:
+            return
+        known = [each.patience.response_s or 0.0 for each in self._attachments.drafts.live]
+        if not self._early.pays(trees.hit_rates, min(known, default=0.0)):
+            if not rounds.has_chosen():
+                return
+            self._host_gap.read(self._clock())
+        self._launch(rounds, shape, trees)
+
+    def _prepare(self, rounds: SelectedRounds, trees: NextTrees) -> TreeShape | None:
+        """Hands trees to the device; None where they cannot be a round."""
+        readiness = self._attachments.readiness
+        readiness.prepare(self._scheduler.running, self._clock())
+        shape = rounds.prepare(trees.prepared)
+        if shape is not None:
+            readiness.begin_rounds(trees.sure)
+        return shape
+
+    def _launch(self, rounds: SelectedRounds, shape: TreeShape, trees: NextTrees) -> None:
+        rounds.launch()
+        now_s = self._clock()
+        gap_s = self._host_gap.launched(now_s)
+        self._launched.append(SelectedRound(trees.trees, trees.offered, shape, now_s, gap_s))
+
+    def _commit(self, rounds: SelectedRounds) -> None:
+        """Reads the oldest round and commits it."""
+        results, round_ = rounds.read(), self._launched.popleft()
+        next_round = self._launched[0] if self._launched else None
+        now_s = self._clock()
+        if next_round is None:
+            self._host_gap.read(now_s)
+        self._take_offers()
+        self._early.timed(self._commits.commit(round_, results, next_round, now_s))

@@ -1,0 +1,97 @@
+"""A draft that knows the right answers, and which verdicts it foresees is the test's to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.patience import Patience
+from services.target.engine import Engine
+from shared.tokens import Candidate, Condition, TokenTree, Verdict
+
+DEPTH = 3
+NEVER_S = 1e9
+
+
+@dataclass
+class AheadDraft:
+    """Sends a tree for a verdict on none of its own, and with it, or for any other verdict, only
+    what is for the round after the one under way. The target would wait for it for ever.
+
+    Attributes:
+        answers: whole sequences, prompt and output, that begin differently.
+        foresees: whether it is right about how the round of an answer ends.
+        recovers: sends a tree for a verdict that it did not foresee, too.
+        is_held: keeps what it would send in `held`.
+        offer: the way to the engine; None is the engine's own.
+    """
+
+    engine: Engine
+    answers: Sequence[Sequence[int]]
+    foresees: Callable[[int, int], bool] = lambda number, round_: True
+    recovers: bool = False
+    is_held: bool = False
+    name: str = "ahead"
+    max_sequences: int = 64
+    offer: Callable[[str, list[Candidate]], None] | None = None
+    verdicts: list[Verdict] = field(default_factory=list)
+    held: list[list[Candidate]] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _num_sent: dict[int, int] = field(default_factory=dict)
+    _pushed: dict[int, Condition] = field(default_factory=dict)
+
+    def attach(self) -> None:
+        identity = DraftIdentity(self.name, self.name, "m", "SCRIPTED", self.max_sequences, 0.0)
+        self.engine.attach(Attachment(identity, self, Patience(NEVER_S)))
+
+    def send(self, message: DraftMessage) -> bool:
+        for opened in message.opened:
+            length = opened.num_prompt_tokens
+            self._numbers[opened.sequence_id] = next(
+                number
+                for number, answer in enumerate(self.answers)
+                if tuple(answer[:length]) == opened.token_ids[:length]
+            )
+        for verdict in message.verdicts:
+            self.verdicts.append(verdict)
+            self._answer(verdict)
+        return True
+
+    def close(self) -> None:
+        raise AssertionError("the target gave the draft up")
+
+    def release(self) -> None:
+        """Sends what was held."""
+        while self.held:
+            (self.offer or self.engine.offer)(self.name, self.held.pop(0))
+
+    def _answer(self, verdict: Verdict) -> None:
+        sequence_id, number = verdict.sequence_id, self._numbers[verdict.sequence_id]
+        answer = self.answers[number]
+        count, round_ = verdict.committed_token_count, verdict.round + 1
+        was_foreseen = self._pushed.get(sequence_id) == verdict.condition
+        batch: list[Candidate] = []
+        if verdict.candidate_id is None or (self.recovers and not was_foreseen):
+            batch.append(self._candidate(sequence_id, round_, count, answer[count:], None))
+        after = count + DEPTH + 1
+        bonus = answer[after - 1] + (not self.foresees(number, round_))
+        self._pushed[sequence_id] = Condition(DEPTH - 1, bonus, self._num_sent[sequence_id])
+        batch.append(
+            self._candidate(sequence_id, round_, count, answer[after:], self._pushed[sequence_id])
+        )
+        self.held.append(batch)
+        if not self.is_held:
+            self.release()
+
+    def _candidate(
+        self,
+        sequence_id: int,
+        round_: int,
+        count: int,
+        rest: Sequence[int],
+        condition: Condition | None,
+    ) -> Candidate:
+        self._num_sent[sequence_id] = number = self._num_sent.get(sequence_id, 0) + 1
+        tree = TokenTree.chain(rest[:DEPTH])
+        return Candidate(sequence_id, round_, count, tree, condition, number)

@@ -1,0 +1,407 @@
+"""Rounds whose trees the device selects change no token, and need the host for no hit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from services.draft.fan_out import FanOut
+from services.target.control.speculation_controller import SpeculationController
+from services.target.engine import Engine
+from services.target.fallback import NgramFallback
+from services.target.requests.request import GenerationRequest
+from services.target.rounds.early_launch import EarlyLaunch
+from services.target.rounds.selection_steps import SelectionSteps
+from services.target.step_report import StepReport
+from services.target.verifier import VerificationMode
+from shared.models.decoder import Decoder
+from shared.runtime.selection_runner import SelectionRunner
+from shared.tokens import Candidate, Outcome, SamplingParams, StopParams, TreeShape
+from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
+from tests.helpers.ahead_draft import DEPTH, AheadDraft
+from tests.helpers.engines import Collector, build_engine, request, run, settle, tiny_decoder
+from tests.helpers.lossy_draft import LossyDraft
+from tests.helpers.standalone_drafts import standalone
+from tests.helpers.wired_draft import WiredDraft
+
+PROMPTS = ([1, 2, 3, 4, 5], [9, 8, 7])
+GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(seed=7)
+BUDGET = FanOut(6)
+CHOICES: dict[str, Callable[[EarlyLaunch, Iterable[float], float], bool]] = {
+    "early": lambda early, rates, response_s: True,
+    "asked": lambda early, rates, response_s: False,
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def other_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A draft that is often wrong: other weights, the same vocabulary."""
+    return tiny_decoder(tmp_path_factory.mktemp("other"), seed=4)
+
+
+@pytest.fixture(params=CHOICES)
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Launches before it is known that anyone takes part, or asks first."""
+    monkeypatch.setattr(EarlyLaunch, "pays", CHOICES[request.param])
+    return str(request.param)
+
+
+def _plain(decoder: Decoder, asked: Sequence[GenerationRequest]) -> list[list[int]]:
+    collector = run(build_engine(decoder), asked)
+    return [collector.token_ids(key) for key in range(len(asked))]
+
+
+def _answers(decoder: Decoder, sampling: SamplingParams, num_tokens: int = 80) -> list[list[int]]:
+    asked = [request(prompt, sampling, StopParams(num_tokens)) for prompt in PROMPTS]
+    found = _plain(decoder, asked)
+    return [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, found, strict=True)]
+
+
+def _num_rounds(reports: Iterable[StepReport]) -> int:
+    """Returns how many draws were of rounds on the device."""
+    return sum(each.num_rounds for each in reports if each.round_shape is not None)
+
+
+@dataclass
+class Setup:
+    """An engine and a draft that knows what it answers to `PROMPTS`."""
+
+    decoder: Decoder
+    sampling: SamplingParams = SEEDED
+    reports: list[StepReport] = field(default_factory=list)
+    clock: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        self.engine = build_engine(
+            self.decoder,
+            on_step=self.reports.append,
+            poisons_free_pages=True,
+            clock=self.clock,
+            selects=True,
+        )
+        self.answers = _answers(self.decoder, self.sampling)
+        self.draft = AheadDraft(self.engine, self.answers)
+        self.draft.attach()
+
+    def requests(self, num_tokens: int = 40, count: int = 2) -> list[GenerationRequest]:
+        return [
+            request(prompt, self.sampling, StopParams(num_tokens)) for prompt in PROMPTS[:count]
+        ]
+
+    def check(self, collector: Collector, num_tokens: int = 40, count: int = 2) -> None:
+        for key, prompt in enumerate(PROMPTS[:count]):
+            expected = self.answers[key][len(prompt) : len(prompt) + num_tokens]
+            assert collector.token_ids(key) == expected
+
+
+def test_a_hit_is_launched_before_the_last_round_is_read(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its verdict is told after that."""
+    setup, order = Setup(decoder), _recorded(monkeypatch)
+    setup.check(run(setup.engine, setup.requests(25, 1)), 25, 1)
+    # The first token is the prompt's; 4 a round cover 24 more. No round is launched after those.
+    assert order == [*("launch", "launch", "read") * 1, *("launch", "read") * 4, "read"]
+    assert [each.outcome for each in setup.draft.verdicts[1:]] == [Outcome.VERIFIED_NEXT_READY] * 5
+    assert total_outcomes(setup.reports).hits == {(DEPTH, 0): 5}
+    assert sum(each.host_gap_s > 0 for each in setup.reports if each.round_shape) <= 1
+
+
+def test_one_that_asks_first_launches_before_it_commits(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the order above, and its order: asked, launched, read."""
+    monkeypatch.setattr(EarlyLaunch, "pays", CHOICES["asked"])
+    setup, order = Setup(decoder), _recorded(monkeypatch)
+    setup.check(run(setup.engine, setup.requests(25, 1)), 25, 1)
+    assert order == ["launch", *("ask", "launch", "read") * 5, "read"]
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    order: list[str] = []
+
+    def record(method: str, name: str) -> None:
+        do = getattr(SelectionRunner, method)
+
+        def recorded(runner: SelectionRunner) -> object:
+            order.append(name)
+            return do(runner)
+
+        monkeypatch.setattr(SelectionRunner, method, recorded)
+
+    record("launch", "launch")
+    record("has_chosen", "ask")
+    record("result", "read")
+    return order
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.usefixtures("choice")
+def test_output_is_that_of_plain_decoding(
+    decoder: Decoder, sampling: str, shape: TreeShape
+) -> None:
+    asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
+    engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
+    WiredDraft(engine, standalone(decoder), shape, BUDGET).attach()
+    assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
+    tally = total_outcomes(reports)
+    assert tally.num_hits > 5 * max(tally.num_misses, 1)
+    assert _num_rounds(reports) > 0.8 * sum(each.num_rounds for each in reports)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_delays_losses_repetitions_and_reconnects_change_nothing(
+    decoder: Decoder,
+    other_decoder: Decoder,
+    sampling: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = random.Random(seed)
+    monkeypatch.setattr(EarlyLaunch, "pays", lambda early, rates, s: source.random() < 0.5)
+    asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
+    engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
+    drafter = standalone((decoder, other_decoder)[seed // 2 % 2])
+    draft = LossyDraft(
+        engine,
+        drafter,
+        (CHAIN, TREE)[seed % 2],
+        BUDGET,
+        seed=seed,
+        delay=2 + seed,
+        loss=(0.0, 0.2)[seed % 2],
+    )
+    draft.attach()
+    found = outputs(run(engine, asked, each_step=draft.each_step))
+    assert found == outputs(run(build_engine(decoder), asked))
+    drafter.check()
+    tally = total_outcomes(reports)
+    assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
+    assert _num_rounds(reports) > 0
+
+
+@pytest.mark.usefixtures("choice")
+def test_a_sequence_that_misses_delays_no_other(decoder: Decoder) -> None:
+    """It sits a round out while its draft sends a tree for the verdict; the other goes on."""
+    setup = Setup(decoder)
+    setup.draft.foresees = lambda number, round_: number == 0 or round_ % 3 != 0
+    setup.draft.recovers = True
+    collector = run(setup.engine, setup.requests(37))
+    setup.check(collector, 37)
+    first, second = (collector.finished(key).stats for key in range(2))
+    assert first.num_rounds == second.num_rounds == 10
+    sizes = [each.num_rounds for each in setup.reports if each.round_shape is not None]
+    assert sizes[:3] == [2, 2, 2]
+    assert 1 in sizes[3:]
+    assert total_outcomes(setup.reports).num_misses >= 2
+
+
+@pytest.mark.usefixtures("choice")
+def test_a_stale_fence_is_never_verified(decoder: Decoder) -> None:
+    """Trees for other states than the one the verdict leaves, as of a draft that counts wrong."""
+    setup = Setup(decoder)
+    source, offer = random.Random(3), setup.engine.offer
+
+    def falsify(attachment_id: str, candidates: Sequence[Candidate]) -> None:
+        off = [int(source.random() < 0.3) for _ in candidates]
+        offer(
+            attachment_id,
+            [
+                replace(each, committed_token_count=each.committed_token_count + by)
+                for each, by in zip(candidates, off, strict=True)
+            ],
+        )
+
+    setup.draft.offer = falsify
+    collector = Collector()
+    for key, each in enumerate(setup.requests(40)):
+        setup.engine.submit(each, collector, key)
+    for _ in range(60):
+        setup.engine.step()
+    for key, prompt in enumerate(PROMPTS):
+        found = collector.token_ids(key)
+        assert found == setup.answers[key][len(prompt) : len(prompt) + len(found)]
+        setup.engine.cancel(collector, key)
+    settle(setup.engine)
+
+
+@pytest.mark.usefixtures("choice")
+def test_late_blocks_are_verified_all_the_same(decoder: Decoder) -> None:
+    setup = Setup(decoder)
+    setup.draft.is_held = True
+
+    def each_step(step: int) -> None:
+        if step % 3 == 2:
+            setup.draft.release()
+
+    setup.check(run(setup.engine, setup.requests(40, 1), each_step=each_step), 40, 1)
+    tally = total_outcomes(setup.reports)
+    assert tally.num_late_hits > 1
+    assert _num_rounds(setup.reports) > 5
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("step", range(2, 8))
+def test_a_draft_that_dies_in_a_round_costs_no_token(decoder: Decoder, step: int) -> None:
+    setup = Setup(decoder)
+
+    def each_step(now: int) -> None:
+        if now == step:
+            assert setup.engine._loop._selections.is_under_way
+            setup.engine.detach("ahead")
+
+    setup.check(run(setup.engine, setup.requests(40), each_step=each_step), 40)
+    assert setup.reports[-1].round_shape is None
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("step", range(2, 7))
+def test_a_sequence_cancelled_in_a_round_leaves_its_pages(decoder: Decoder, step: int) -> None:
+    setup, collector = Setup(decoder), Collector()
+    for key, each in enumerate(setup.requests(60)):
+        setup.engine.submit(each, collector, key)
+    for _ in range(step):
+        setup.engine.step()
+    setup.engine.cancel(collector, 0)
+    for _ in range(3):
+        setup.engine.step()
+    found = collector.token_ids(0)
+    assert found == setup.answers[0][len(PROMPTS[0]) : len(PROMPTS[0]) + len(found)]
+    settle(setup.engine)
+    assert collector.token_ids(1) == setup.answers[1][len(PROMPTS[1]) :][:60]
+
+
+@pytest.mark.usefixtures("choice")
+def test_stops_are_where_they_were(decoder: Decoder) -> None:
+    setup = Setup(decoder)
+    stop_ids = frozenset({setup.answers[0][20], setup.answers[1][14]})
+    asked = [request(prompt, SEEDED, StopParams(60, stop_token_ids=stop_ids)) for prompt in PROMPTS]
+    collector, expected = run(setup.engine, asked), run(build_engine(decoder), asked)
+    for key in range(2):
+        assert collector.token_ids(key) == expected.token_ids(key)
+        assert collector.finished(key).reason == expected.finished(key).reason
+        assert collector.finished(key).stop_token_id == expected.finished(key).stop_token_id
+    assert _num_rounds(setup.reports) > 2
+
+
+@pytest.mark.usefixtures("choice")
+def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
+    decoder: Decoder,
+) -> None:
+    """It comes while the others are in rounds, and they return to rounds when it has ended."""
+    setup, collector = Setup(decoder), Collector()
+    for key, each in enumerate(setup.requests(60)):
+        setup.engine.submit(each, collector, key)
+    for _ in range(4):
+        setup.engine.step()
+    assert setup.engine.gauges_now().round_shape is not None
+    other = request([5, 4, 3], GREEDY, StopParams(9), top_logprobs=2, speculation_disabled=True)
+    setup.engine.submit(other, collector, 2)
+    setup.engine.step()
+    assert setup.engine.gauges_now().round_shape is None
+    settle(setup.engine)
+    setup.check(collector, 60)
+    assert collector.token_ids(2) == _plain(decoder, [other])[0]
+    is_round = [each.round_shape is not None for each in setup.reports]
+    assert is_round.index(False, is_round.index(True)) < len(is_round) - 1
+    assert is_round[-1]
+
+
+@pytest.mark.usefixtures("choice")
+def test_prompts_that_come_later_join(decoder: Decoder) -> None:
+    setup, collector = Setup(decoder), Collector()
+    for key, each in enumerate(setup.requests(60)):
+        setup.engine.submit(each, collector, key)
+        for _ in range(5):
+            setup.engine.step()
+    settle(setup.engine)
+    setup.check(collector, 60)
+    assert max(each.num_rounds for each in setup.reports if each.round_shape is not None) == 2
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("num_pages", [12, 16, 20])
+def test_where_pages_run_out_the_general_path_goes_on(decoder: Decoder, num_pages: int) -> None:
+    asked, reports = requests(SAMPLINGS["sampled"], 24), list[StepReport]()
+    engine = build_engine(
+        decoder,
+        num_pages=num_pages,
+        on_step=reports.append,
+        poisons_free_pages=True,
+        selects=True,
+    )
+    WiredDraft(engine, standalone(decoder), TREE, BUDGET).attach()
+    assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
+    assert _num_rounds(reports) > 0
+
+
+def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, asked = SelectionRunner.prepare, list[int]()
+
+    def prepare_few(runner: SelectionRunner, *arguments: object) -> None:
+        asked.append(len(runner.sequence_ids))
+        if asked[-1] > 1:
+            raise torch.OutOfMemoryError("no room")
+        prepare(runner, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SelectionRunner, "prepare", prepare_few)
+    setup = Setup(decoder)
+    setup.check(run(setup.engine, setup.requests(40)), 40)
+    assert asked == [2]
+    setup.check(run(setup.engine, setup.requests(40, 1)), 40, 1)
+    assert set(asked[1:]) == {1}
+
+
+def test_sequences_without_a_draft_go_along(decoder: Decoder) -> None:
+    """The draft has room for one."""
+    setup = Setup(decoder)
+    setup.engine.detach("ahead")
+    draft = AheadDraft(setup.engine, setup.answers, name="narrow", max_sequences=1)
+    draft.attach()
+    setup.check(run(setup.engine, setup.requests(40)), 40)
+    sizes = [each.num_rounds for each in setup.reports if each.round_shape is not None]
+    assert sizes.count(2) > 5
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda decoder: build_engine(decoder, selects=True, speculation=SpeculationController()),
+        lambda decoder: build_engine(decoder, selects=True, fallback=NgramFallback()),
+        lambda decoder: build_engine(decoder, selects=True, mode=VerificationMode.POINT_MASS),
+    ],
+    ids=["adaptive", "fallback", "point-mass"],
+)
+def test_where_the_host_decides_rounds_step_aside(
+    decoder: Decoder, build: Callable[[Decoder], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SelectionSteps, "_launch_ready", None)
+    engine, answers = build(decoder), _answers(decoder, GREEDY)
+    AheadDraft(engine, answers, recovers=True).attach()
+    collector = run(engine, [request(PROMPTS[0], GREEDY)])
+    assert collector.token_ids(0) == answers[0][len(PROMPTS[0]) :][:24]
+
+
+def test_launching_early_is_weighed_against_a_round_for_nobody() -> None:
+    early = EarlyLaunch()
+    assert early.pays([0.1], 0.0)  # nothing is known of the time of rounds
+    early.timed(0.008)
+    assert early.pays([1.0], 0.0)
+    assert not early.pays([0.8], 0.004)
+    assert early.pays([0.8], 0.009)  # the tree for the verdict takes longer than a round
+    assert early.pays([0.8] * 4, 0.004)
+    assert not early.pays([0.8] * 2, 0.004)
