@@ -137,9 +137,11 @@ class TargetMetrics:
 
     def _observe_gap(self, report: StepReport) -> None:
         """A gap follows the verdicts of the step before. There is none where that step was not the
-        last to be read, or where something else was awaited in between."""
+        last to be read, or where something else was awaited in between. A round on the device
+        behind hits was launched before they were read: the device did not wait at all."""
         self._host_gap.inc(report.host_gap_s)
-        if self._follows_hits and report.host_gap_s > 0.0:
+        is_known = report.host_gap_s > 0.0 or report.round_shape is not None
+        if self._follows_hits and is_known:
             self._hit_gaps.observe(report.host_gap_s)
         self._follows_hits = report.outcomes.is_all_hits
 

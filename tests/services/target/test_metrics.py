@@ -8,9 +8,10 @@ from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import Foreseen, OutcomeTally
 from services.target.metrics import TargetMetrics
 from services.target.step_report import StepReport
+from shared.tokens import TreeShape
 
 
-def _report(host_gap_s: float, *verdicts: bool) -> StepReport:
+def _report(host_gap_s: float, *verdicts: bool, shape: TreeShape | None = None) -> StepReport:
     outcomes = OutcomeTally()
     for is_hit in verdicts:
         outcomes.count(1, Foreseen(1, 0) if is_hit else None, was_prepared=True)
@@ -27,6 +28,7 @@ def _report(host_gap_s: float, *verdicts: bool) -> StepReport:
         outcomes=outcomes,
         num_discarded=0,
         speculation=SpeculationCounts(),
+        round_shape=shape,
     )
 
 
@@ -40,8 +42,10 @@ def test_gaps_behind_foreseen_verdicts_are_counted_apart() -> None:
         _report(2.0, True),  # behind a hit and a miss
         _report(0.0),  # behind a hit, but something was awaited
         _report(4.0),  # behind no verdict
+        _report(0.5, True, shape=TreeShape(3, 1, 4)),
+        _report(0.0, shape=TreeShape(3, 1, 4)),  # behind a hit, launched before that was read
     ):
         metrics.observe_step(report)
     assert registry.get_sample_value("outrider_target_hit_gap_seconds_sum") == 0.75
-    assert registry.get_sample_value("outrider_target_hit_gap_seconds_count") == 2.0
-    assert registry.get_sample_value("outrider_target_host_gap_seconds_total") == 7.75
+    assert registry.get_sample_value("outrider_target_hit_gap_seconds_count") == 3.0
+    assert registry.get_sample_value("outrider_target_host_gap_seconds_total") == 8.25
