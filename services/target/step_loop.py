@@ -117,6 +117,7 @@ class StepLoop:
             clock=clock,
             host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),
+            runs_ahead=overlaps,
         )
         self.drafts = DraftExchange(
             self.attachments, self._features, self._rounds, clock, self._selections.settle

@@ -14,8 +14,8 @@ from shared.runtime.round_growth_jit import choose_tokens, grow_level, score_blo
 from shared.runtime.round_layout_jit import finish_trees, lay_open_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import LENGTH, OFFSET, OPEN, SEED, TAIL, RoundState
+from shared.runtime.unwritten_trees import UnwrittenTrees
 from shared.speculation.growth import Children
-from shared.speculation.tree_rows import TreeRows
 
 _BLOCK = 1024
 # A warp needs no barrier to agree on a maximum, but holds only so many keys.
@@ -179,31 +179,19 @@ class FusedGrowth:
         float32 of each node's path; the root's is 0."""
         state, shape, device = self._state, self._shape, self._tokens.device
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
-        wide = torch.empty((6, num_slots, num_rows), dtype=torch.int64, device=device).unbind()
-        token_ids, parents, depths, batch_tokens, positions, slots = wide
-        visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
+        tree = UnwrittenTrees.of(num_slots, num_rows, device)
         paths = torch.empty((num_slots, num_rows), device=device)
-        lengths, prefixes = torch.empty((2, num_slots), dtype=torch.int32, device=device).unbind()
         finish_trees[(num_slots,)](
             self._tokens, self._parents, self._paths, self._rows,
-            token_ids, parents, depths, paths, visible,
-            batch_tokens, positions, slots, lengths, prefixes,
+            tree.token_ids, tree.parents, tree.depths, paths, tree.visible,
+            tree.batch_tokens, tree.positions, tree.slots, tree.kv_lengths, tree.prefix_lengths,
             state.numbers, state.page_table, state.numbers.stride(0), state.page_table.stride(0),
             NUM_CANDIDATES=self._num_candidates, NUM_ROWS=num_rows, MAX_DEPTH=shape.tree.num_steps,
             LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=self._batches.page_size,
             BLOCK_CANDIDATES=triton.next_power_of_2(self._num_candidates),
             CHUNK=_RANK_CHUNK, BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
         )  # fmt: skip
-        batch = self._batches.fixed(
-            token_ids=batch_tokens,
-            positions=positions,
-            slots=slots,
-            kv_lengths=lengths,
-            prefix_lengths=prefixes,
-            page_table=state.page_table,
-            tail_mask=None if shape.is_chain else visible.flatten(0, 1),
-        )
-        return RoundTree(TreeRows(token_ids, parents, depths, visible), batch), paths
+        return tree.written(state, self._batches), paths
 
 
 def _level_warps(num_keys: int) -> int:

@@ -8,6 +8,35 @@ import triton.language as tl
 from shared.speculation.topk_jit import NO_KEY, keys_of
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def lay_tree(  # type: ignore[no-untyped-def]
+    parents, depths, visible, positions, slots, kv_lengths, prefix_lengths,
+    pages, sequence, length,
+    NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Lays out the rows of one tree whose parents are stored, behind `length - 1` tokens."""
+    own = sequence * NUM_ROWS
+    tl.debug_barrier()
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows < NUM_ROWS
+    seen = (rows[:, None] == rows[None, :]) | (rows[None, :] == 0)
+    ancestors = tl.load(parents + own + rows, mask=is_row, other=0)
+    for _ in range(MAX_DEPTH - 1):
+        seen = seen | (rows[None, :] == ancestors[:, None])
+        ancestors = tl.load(parents + own + ancestors)
+    depth = tl.sum((seen & is_row[None, :]).to(tl.int64), 1) - 1
+    is_square = is_row[:, None] & is_row[None, :]
+    tl.store(visible + (own + rows)[:, None] * NUM_ROWS + rows[None, :], seen, mask=is_square)
+    tl.store(depths + own + rows, depth, mask=is_row)
+    index = length - 1 + rows
+    page = tl.load(pages + index // PAGE_SIZE, mask=is_row, other=0)
+    tl.store(positions + own + rows, length - 1 + depth, mask=is_row)
+    tl.store(slots + own + rows, page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE, mask=is_row)
+    tl.store(kv_lengths + sequence, (length - 1 + NUM_ROWS).to(tl.int32))
+    tl.store(prefix_lengths + sequence, (length - 1).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["number_stride", "page_stride"])  # type: ignore[untyped-decorator]
 def finish_trees(  # type: ignore[no-untyped-def]
     candidate_tokens, candidate_parents, candidate_paths, candidate_rows,
@@ -53,24 +82,11 @@ def finish_trees(  # type: ignore[no-untyped-def]
     tl.store(batch_tokens + own, root)
     tl.store(parents + own, root * 0)
     tl.store(row_paths + own, 0.0)
-    tl.debug_barrier()
-    rows = tl.arange(0, BLOCK_ROWS)
-    is_row = rows < NUM_ROWS
-    seen = (rows[:, None] == rows[None, :]) | (rows[None, :] == 0)
-    ancestors = tl.load(parents + own + rows, mask=is_row, other=0)
-    for _ in range(MAX_DEPTH - 1):
-        seen = seen | (rows[None, :] == ancestors[:, None])
-        ancestors = tl.load(parents + own + ancestors)
-    depth = tl.sum((seen & is_row[None, :]).to(tl.int64), 1) - 1
-    is_square = is_row[:, None] & is_row[None, :]
-    tl.store(visible + (own + rows)[:, None] * NUM_ROWS + rows[None, :], seen, mask=is_square)
-    tl.store(depths + own + rows, depth, mask=is_row)
-    index = length - 1 + rows
-    page = tl.load(page_table + sequence * page_stride + index // PAGE_SIZE, mask=is_row, other=0)
-    tl.store(positions + own + rows, length - 1 + depth, mask=is_row)
-    tl.store(slots + own + rows, page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE, mask=is_row)
-    tl.store(kv_lengths + sequence, (length - 1 + NUM_ROWS).to(tl.int32))
-    tl.store(prefix_lengths + sequence, (length - 1).to(tl.int32))
+    lay_tree(
+        parents, depths, visible, positions, slots, kv_lengths, prefix_lengths,
+        page_table + sequence * page_stride, sequence, length,
+        NUM_ROWS, MAX_DEPTH, PAGE_SIZE, BLOCK_ROWS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["number_stride", "page_stride", "feature_page_stride"])  # type: ignore[untyped-decorator]

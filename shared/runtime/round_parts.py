@@ -54,9 +54,10 @@ class SelectionParts:
         if not has_triton(device):
             return cls(RoundSelection, RoundVerification)
         # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_selection_fused import FusedRoundSelection
         from shared.runtime.round_verification_fused import FusedRoundVerification
 
-        return cls(RoundSelection, FusedRoundVerification)
+        return cls(FusedRoundSelection, FusedRoundVerification)
 
 
 PLAIN = RoundParts(RoundDraft, RoundVerification)

@@ -10,16 +10,22 @@ import torch
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.prepared_trees import Ending, PreparedTree
+from shared.runtime.prepared_trees import MAX_PREPARED, Ending, PreparedTree
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
 from shared.runtime.selection_shapes import covering_shape
-from shared.tokens import SamplingParams, StopParams, TokenTree
-from tests.helpers.engines import PAGE_SIZE, build_engine, request, run
+from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
+from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE, build_engine, request, run
 
-NUM_PAGES = 120
+NUM_PAGES = 160
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=7),
+    SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05, seed=1),
+    SamplingParams(temperature=0.7, seed=2**63 + 9),
+)
 
 
 def plain_answers(
@@ -91,6 +97,21 @@ class SelectedRounds:
         start = self.committed[number] if start is None else start
         return TokenTree.chain(self.answers[number][start : start + num_nodes])
 
+    def bushy(
+        self, number: int, num_nodes: int, source: random.Random, start: int | None = None
+    ) -> TokenTree:
+        """Returns the right chain hidden among wrong nodes, some with a sibling's token."""
+        start = self.committed[number] if start is None else start
+        tokens: list[int] = []
+        parents: list[int | None] = []
+        path: int | None = None
+        for right in self.answers[number][start : start + num_nodes]:
+            wrong = [source.randrange(VOCAB_SIZE) for _ in range(source.randrange(3))]
+            tokens += [*wrong, right]
+            parents += [path] * (len(wrong) + 1)
+            path = len(tokens) - 1
+        return TokenTree(tuple(tokens), tuple(parents))
+
     def after(self, number: int, tree: TokenTree) -> tuple[int, Ending]:
         """Returns how many tokens are committed when a tree was verified behind those that are
         now, and how that round ends."""
@@ -125,3 +146,39 @@ class SelectedRounds:
         batch = build_batch([rows], page_size=PAGE_SIZE, device=self._decoder.device)
         with torch.inference_mode():
             ModelRunner(self._decoder, self._pool).run(batch)
+
+
+def play(rounds: SelectedRounds, source: random.Random, *, num_tokens: int) -> None:
+    """Runs rounds of any shapes, of some of the sequences, with their next ones launched ahead or
+    not, until one has that many tokens more."""
+    starts = dict(rounds.committed)
+    while max(rounds.committed[each] - starts[each] for each in starts) < num_tokens:
+        trees = {
+            number: rounds.bushy(number, source.randrange(8), source)
+            for number in starts
+            if source.random() < 0.8
+        }
+        if not trees:
+            continue
+        rounds.launch(
+            {
+                number: [PreparedTree(rounds.committed[number], tree)]
+                for number, tree in trees.items()
+            }
+        )
+        if source.random() < 0.5:
+            rounds.result()
+            continue
+        prepared = {}
+        for number, tree in trees.items():
+            count, ending = rounds.after(number, tree)
+            right = rounds.bushy(number, source.randrange(5), source, count)
+            others = [
+                PreparedTree(count, EMPTY_TREE, Ending(source.randrange(9), VOCAB_SIZE))
+                for _ in range(source.randrange(MAX_PREPARED))
+            ]
+            prepared[number] = [*others, PreparedTree(count, right, ending)]
+        rounds.launch(prepared)
+        rounds.result()
+        found = rounds.result()
+        assert {number for number, each in found.items() if each.token_ids} == set(trees)

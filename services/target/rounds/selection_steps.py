@@ -46,6 +46,7 @@ class SelectionSteps:
         rounds: None leaves every step to the general path.
         host_gap: that of the loop.
         take_offers: takes what drafts pushed meanwhile.
+        runs_ahead: whether anything is prepared before the round under way is read.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class SelectionSteps:
         clock: Clock,
         host_gap: HostGap,
         take_offers: Callable[[], None],
+        runs_ahead: bool,
     ) -> None:
         self._rounds = rounds
+        self._runs_ahead = runs_ahead
         self._scheduler = scheduler
         self._attachments = attachments
         self._features = features
@@ -169,7 +172,7 @@ class SelectionSteps:
         """With a round under way: launches the next one ahead, if what was pushed for it is here,
         or reads the one under way once it is done."""
         under_way = self._launched[0]
-        if self._forecast.is_complete(under_way):
+        if self._runs_ahead and self._forecast.is_complete(under_way):
             self._launch_ahead(rounds, self._forecast.after(under_way))
         elif not rounds.is_done:
             return Turn.WAITING

@@ -9,20 +9,13 @@ from dataclasses import replace
 import pytest
 
 from shared.models.decoder import Decoder
-from shared.runtime.prepared_trees import MAX_PREPARED, Ending, PreparedTree
+from shared.runtime.prepared_trees import Ending, PreparedTree
 from shared.runtime.selection_shapes import MAX_TREE_ROWS, covering_shape
-from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree, TreeShape
-from tests.helpers.engines import VOCAB_SIZE, tiny_decoder
-from tests.helpers.selected_rounds import SelectedRounds, plain_answers
+from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
+from tests.helpers.engines import tiny_decoder
+from tests.helpers.selected_rounds import SAMPLINGS, SelectedRounds, plain_answers, play
 
 PROMPTS = ([1, 2, 3, 4, 5], [7], [3] * 13, [11, 3, 8, 8])
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLINGS = (
-    GREEDY,
-    SamplingParams(seed=7),
-    SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05, seed=1),
-    SamplingParams(temperature=0.7, seed=2**63 + 9),
-)
 STARTS = [len(prompt) + 1 for prompt in PROMPTS]
 
 
@@ -36,6 +29,12 @@ def answers(decoder: Decoder) -> list[list[int]]:
     return plain_answers(decoder, PROMPTS, SAMPLINGS, 70)
 
 
+@pytest.fixture(scope="module")
+def short_answers(decoder: Decoder) -> list[list[int]]:
+    """Few tokens, since Triton's interpreter takes its time."""
+    return plain_answers(decoder, PROMPTS, SAMPLINGS, 14)
+
+
 def _rounds(decoder: Decoder, answers: Sequence[Sequence[int]], count: int = 4) -> SelectedRounds:
     rounds = SelectedRounds(decoder, answers)
     for number in range(count):
@@ -47,27 +46,11 @@ def _sure(rounds: SelectedRounds, number: int, tree: TokenTree) -> PreparedTree:
     return PreparedTree(rounds.committed[number], tree)
 
 
-def _bushy(
-    rounds: SelectedRounds, number: int, start: int, num_nodes: int, source: random.Random
-) -> TokenTree:
-    """The right chain hidden among wrong nodes, some of which repeat a sibling's token."""
-    right, parents, tokens = rounds.answers[number], [], []
-    path: int | None = None
-    for place in range(start, start + num_nodes):
-        for _ in range(source.randrange(3)):
-            parents.append(path)
-            tokens.append(source.randrange(VOCAB_SIZE))
-        parents.append(path)
-        tokens.append(right[place])
-        path = len(tokens) - 1
-    return TokenTree(tuple(tokens), tuple(parents))
-
-
 @pytest.mark.interpreter
 def test_the_tree_for_the_right_ending_is_verified_next(
-    decoder: Decoder, answers: list[list[int]]
+    decoder: Decoder, short_answers: list[list[int]]
 ) -> None:
-    rounds = _rounds(decoder, answers)
+    rounds = _rounds(decoder, short_answers)
     trees = {number: rounds.right(number, number) for number in range(4)}
     rounds.launch({number: [_sure(rounds, number, tree)] for number, tree in trees.items()})
     prepared = {}
@@ -85,7 +68,6 @@ def test_the_tree_for_the_right_ending_is_verified_next(
     assert [len(each.token_ids) for each in second.values()] == [4] * 4
 
 
-@pytest.mark.interpreter
 def test_a_slot_that_nothing_fits_sits_out_and_goes_on_later(
     decoder: Decoder, answers: list[list[int]]
 ) -> None:
@@ -135,33 +117,9 @@ def test_trees_of_any_shape_in_any_order_commit_what_plain_decoding_does(
     decoder: Decoder, answers: list[list[int]], seed: int
 ) -> None:
     """Shapes change from round to round, and results are read late or at once."""
-    source = random.Random(seed)
     rounds = _rounds(decoder, answers)
-    while max(rounds.committed[n] - STARTS[n] for n in range(4)) < 45:
-        in_flight = {}
-        for number in range(4):
-            if source.random() < 0.8:
-                size = source.randrange(8)
-                in_flight[number] = _bushy(rounds, number, rounds.committed[number], size, source)
-        if not in_flight:
-            continue
-        rounds.launch({n: [_sure(rounds, n, tree)] for n, tree in in_flight.items()})
-        if source.random() < 0.5:
-            rounds.result()
-            continue
-        prepared = {}
-        for number, tree in in_flight.items():
-            count, ending = rounds.after(number, tree)
-            right = _bushy(rounds, number, count, source.randrange(5), source)
-            others = [
-                PreparedTree(count, EMPTY_TREE, Ending(source.randrange(9), VOCAB_SIZE))
-                for _ in range(source.randrange(MAX_PREPARED))
-            ]
-            prepared[number] = [*others, PreparedTree(count, right, ending)]
-        rounds.launch(prepared)
-        rounds.result()
-        second = rounds.result()
-        assert {n for n, each in second.items() if each.token_ids} == set(in_flight)
+    play(rounds, random.Random(seed), num_tokens=45)
+    assert min(rounds.committed[number] - STARTS[number] for number in range(4)) > 8
 
 
 def test_sequences_come_and_go(decoder: Decoder, answers: list[list[int]]) -> None:

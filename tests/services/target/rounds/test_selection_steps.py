@@ -79,14 +79,14 @@ class Setup:
     decoder: Decoder
     sampling: SamplingParams = SEEDED
     reports: list[StepReport] = field(default_factory=list)
-    clock: Callable[[], float] | None = None
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         self.engine = build_engine(
             self.decoder,
             on_step=self.reports.append,
             poisons_free_pages=True,
-            clock=self.clock,
+            overlaps=self.overlaps,
             selects=True,
         )
         self.answers = _answers(self.decoder, self.sampling)
@@ -125,6 +125,14 @@ def test_one_that_asks_first_launches_before_it_commits(
     setup, order = Setup(decoder), _recorded(monkeypatch)
     setup.check(run(setup.engine, setup.requests(25, 1)), 25, 1)
     assert order == ["launch", *("ask", "launch", "read") * 5, "read"]
+
+
+def test_a_loop_that_may_not_run_ahead_reads_each_round_first(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, order = Setup(decoder, overlaps=False), _recorded(monkeypatch)
+    setup.check(run(setup.engine, setup.requests(25, 1)), 25, 1)
+    assert order == ["launch", "read"] * 6
 
 
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
