@@ -53,12 +53,7 @@ class PeerSlots:
 
 
 def exchanged_norm(
-    part: Tensor,
-    hidden: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    slots: PeerSlots,
-    ahead: Tensor | None = None,
+    part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden` plus the sum of every rank's `part`, and its norm, `[T, D]` each.
 
@@ -68,11 +63,10 @@ def exchanged_norm(
         part: `[T, D]`, of one shape and dtype, which all ranks queue alike.
         hidden: `[T, D]`; None is nothing to add.
         weight: `[D]` of the norm.
-        ahead: a matrix that the next kernel reads, see `shared.kernels.ahead`.
     """
     from shared.kernels.exchange_norm_triton import launch
 
-    return launch(part.contiguous(), hidden, weight, eps, slots, ahead)
+    return launch(part.contiguous(), hidden, weight, eps, slots)
 
 
 def exchanged_sum(part: Tensor, peers: PeerAddresses) -> Tensor:

@@ -20,20 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shared.kernels.ahead_jit import ask_ahead
 from shared.kernels.dependent_jit import begin
 from shared.kernels.fused_jit import normed_row
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_rows", "num_pieces", "piece_stride"]
-)
+@triton.jit  # type: ignore[untyped-decorator]
 def exchange_norm(  # type: ignore[no-untyped-def]
     part, hidden, weight, sums, normed, slots, turns, num_columns, hidden_stride, eps,
-    num_rows, ahead, num_pieces, piece_stride,
     RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SLOT: tl.constexpr,
-    LARGEST: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    LARGEST: tl.constexpr, HAS_HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `hidden` plus the sum of every rank's `part`, and its norm.
 
@@ -42,14 +38,9 @@ def exchange_norm(  # type: ignore[no-untyped-def]
         slots: `[SIZE]` addresses of the ranks' `[2, SIZE, MAX_ROWS, SLOT]` slots, of such integers:
             by turn, sender and row.
         turns: `[MAX_ROWS]` int32, the slot of the row's next sum.
-        num_rows: programs with a row each; those after them ask for pieces of `ahead`.
         LARGEST: the largest of the integers, a NaN too.
     """
     begin(IS_DEPENDENT)
-    if HAS_AHEAD:
-        if tl.program_id(0) >= num_rows:
-            ask_ahead(ahead, tl.program_id(0) - num_rows, num_pieces, piece_stride)
-            return
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < num_columns

@@ -6,8 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.ahead import pieces_of
-from shared.kernels.ahead_jit import PROGRAM_PIECES
 from shared.kernels.dependent import dependent_launch
 from shared.kernels.exchange import PeerSlots
 from shared.kernels.exchange_norm_jit import exchange_norm
@@ -17,12 +15,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def launch(
-    part: Tensor,
-    hidden: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    slots: PeerSlots,
-    ahead: Tensor | None,
+    part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
 ) -> tuple[Tensor, Tensor]:
     """Computes `exchange.exchanged_norm` of contiguous parts."""
     assert part.is_contiguous()
@@ -33,19 +26,13 @@ def launch(
     sums, normed = torch.empty_like(part), torch.empty_like(part)
     bits = _BITS[part.itemsize]
     block = triton.next_power_of_2(num_columns)
-    options = dependent_launch(part.device, num_rows)
-    # Devices that launch dependently are those that can be asked.
-    pieces = pieces_of(ahead) if ahead is not None and options["IS_DEPENDENT"] else None
-    num_asking = triton.cdiv(pieces.count, PROGRAM_PIECES) if pieces is not None else 0
-    exchange_norm[(num_rows + num_asking,)](
+    exchange_norm[(num_rows,)](
         part.view(bits), part if hidden is None else hidden, weight, sums, normed,
         slots.places, slots.turns, num_columns, 0 if hidden is None else hidden.stride(0), eps,
-        num_rows, weight if ahead is None else ahead,
-        0 if pieces is None else pieces.count, 0 if pieces is None else pieces.stride_bytes,
         RANK=slots.rank, SIZE=len(slots.places), MAX_ROWS=len(slots.turns),
         SLOT=slots.slot_bytes // part.itemsize, LARGEST=torch.iinfo(bits).max,
-        HAS_HIDDEN=hidden is not None, HAS_AHEAD=pieces is not None, BLOCK=block,
-        num_warps=norm_warps(block), **options,
+        HAS_HIDDEN=hidden is not None, BLOCK=block, num_warps=norm_warps(block),
+        **dependent_launch(part.device, num_rows),
     )  # fmt: skip
     return sums, normed
 

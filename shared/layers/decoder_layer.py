@@ -47,8 +47,6 @@ class DecoderLayer:
             The stream that enters, the stream between the two blocks, and what the second one adds
             to it. Sums are left to the next norm, which reads the stream anyway.
         """
-        entered, normed = self.attention_norm.add_parts(hidden, update, self.attention.qkv.stored)
-        between, normed = self.mlp_norm.add_parts(
-            entered, self.attention.part(normed, context), self.mlp.gate_up.stored
-        )
+        entered, normed = self.attention_norm.add_parts(hidden, update)
+        between, normed = self.mlp_norm.add_parts(entered, self.attention.part(normed, context))
         return entered, between, self.mlp.part(normed)

@@ -52,11 +52,6 @@ class Linear:
             return self
         return replace(self, weight=self.weight.steadied())
 
-    @property
-    def stored(self) -> Tensor:
-        """The weight as it lies in memory, which may be packed."""
-        return self.weight.values
-
     def dense(self) -> Tensor:
         """Returns the weight as it multiplies, `[N, K]`; a copy where it is packed."""
         if isinstance(self.weight, QuantisedWeight):

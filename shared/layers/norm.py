@@ -31,16 +31,12 @@ class RmsNorm:
         return add_rms_norm(hidden, update, self.weight, self.eps, rows)
 
     def add_parts(
-        self, hidden: Tensor | Part, update: Tensor | Part | None, ahead: Tensor
+        self, hidden: Tensor | Part, update: Tensor | Part | None
     ) -> tuple[Tensor, Tensor]:
-        """Does what `add` does; either may be a part of a sum over a group, but not both.
-
-        Args:
-            ahead: the matrix that the norm is multiplied with.
-        """
+        """Does what `add` does; either may be a part of a sum over a group, but not both."""
         if isinstance(hidden, Part):
             assert update is None
-            return hidden.group.add_norm(hidden.values, None, self.weight, self.eps, ahead)
+            return hidden.group.add_norm(hidden.values, None, self.weight, self.eps)
         if isinstance(update, Part):
-            return update.group.add_norm(update.values, hidden, self.weight, self.eps, ahead)
+            return update.group.add_norm(update.values, hidden, self.weight, self.eps)
         return self.add(hidden, update)

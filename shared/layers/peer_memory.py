@@ -48,16 +48,11 @@ class PeerMemory:
         return exchanged_sum(part, self.addresses)
 
     def add_norm(
-        self,
-        part: Tensor,
-        hidden: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        ahead: Tensor | None = None,
+        self, part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Returns `hidden` plus the sum, and its norm, of parts that fit the slots; see
         `exchanged_norm`."""
-        return exchanged_norm(part, hidden, weight, eps, self.slots, ahead)
+        return exchanged_norm(part, hidden, weight, eps, self.slots)
 
 
 def problem_with(device: torch.device, device_indices: list[int]) -> str | None:

@@ -55,21 +55,12 @@ class TensorGroup:
         return plain_sum(self._gathered(part))
 
     def add_norm(
-        self,
-        part: Tensor,
-        hidden: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        ahead: Tensor | None = None,
+        self, part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Returns `hidden` plus the `sum` of parts, and its norm, `[T, D]` each; no `hidden` adds
-        nothing. Both have the bits of `sum` and `add_rms_norm`, whether one kernel or two.
-
-        Args:
-            ahead: a matrix that the next kernel reads.
-        """
+        nothing. Both have the bits of `sum` and `add_rms_norm`, whether one kernel or two."""
         if self.peers is not None and self.peers.slots.fits(part):
-            return self.peers.add_norm(part, hidden, weight, eps, ahead)
+            return self.peers.add_norm(part, hidden, weight, eps)
         total = self.sum(part)
         if hidden is None:
             return add_rms_norm(total, None, weight, eps)

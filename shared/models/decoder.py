@@ -100,9 +100,7 @@ class Decoder:
             entered, hidden, update = layer.advance(hidden, update, context)
             if index in capture_layers:
                 captured[index] = entered
-        captured[len(self.layers)], normed = self.norm.add_parts(
-            hidden, update, self.lm_head.stored
-        )
+        captured[len(self.layers)], normed = self.norm.add_parts(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 

@@ -8,8 +8,7 @@ microseconds of one sum inside a graph of 64.
 
 Then the sum with the residual and norm after it, in one kernel and in two: their bits must agree
 for each number of rows, in replayed graphs, and over 10,000 sums. Times are those of sum, residual
-and norm; last with the product after them, whose matrix is asked for ahead or not. At the end the
-processes leave as a target and its follower do.
+and norm. At the end the processes leave as a target and its follower do.
 
 `--norms` leaves out the sums without one. Needs two GPUs that can read each other's memory. Ends
 with 1 if a sum is wrong, and after 80 s.
@@ -18,20 +17,18 @@ with 1 if a sum is wrong, and after 80 s.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared.layers.tensor_group import TensorGroup
 from tests.bench.device_clock import device_ms
 from tests.helpers.gpu_ranks import run_ranks
-from tests.helpers.norm_sums import EPS, NormSums, Way, captured, wrong_norms
+from tests.helpers.norm_sums import NormSums, Way, captured, wrong_norms
 from tests.helpers.norm_sums import chained as chained_norms
 
 NCCL = "NCCL"
@@ -42,9 +39,6 @@ TIMED_ROWS = (1, 8, 64, 300, 2048)
 LARGEST_SHARED = 300
 CHAIN = 64
 NORM_ROWS = (1, 8, 32, 64, 128)
-# Queries, keys and values of half an 8B, and its gates.
-CHANNELS, AHEAD_ROWS = (3072, 14336), (1, 8)
-_BEYOND_CACHE_BYTES = 400 * 2**20
 _LIMIT_S = 80.0
 
 
@@ -137,40 +131,6 @@ def norm_time_us(sums: NormSums, way: Way, count: int) -> float:
     return device_ms(graph.replay) * 1e3 / CHAIN
 
 
-def products_ahead(sums: NormSums) -> None:
-    """Times a norm with the product after it, its matrix asked for ahead or not; rank 0 prints."""
-    for channels, count in itertools.product(CHANNELS, AHEAD_ROWS):
-        size_bytes = channels * HIDDEN * sums.dtype.itemsize
-        matrices = [
-            torch.randn(channels, HIDDEN, device=sums.device).to(sums.dtype)
-            for _ in range(-(-_BEYOND_CACHE_BYTES // size_bytes))
-        ]
-        times = [product_time_us(sums, matrices, count, asks=asks) for asks in (False, True)]
-        if sums.group.rank == 0:
-            print(
-                f"one kernel and a product of {channels} channels, {count} rows: "
-                f"us {times[0]:.2f}, its matrix asked for ahead {times[1]:.2f}",
-                flush=True,
-            )
-
-
-def product_time_us(sums: NormSums, matrices: list[Tensor], count: int, *, asks: bool) -> float:
-    """Returns the time of sum, residual, norm and product of `count` rows inside a graph."""
-    part, hidden, weight = sums.part(1, count), sums.drawn(1, count), sums.drawn(0, 1)[0]
-
-    def work() -> Tensor:
-        stream, update = hidden, part
-        for place in range(CHAIN):
-            matrix = matrices[place % len(matrices)]
-            ahead = matrix if asks else None
-            stream, update = sums.group.add_norm(update, stream, weight, EPS, ahead)
-            F.linear(update, matrix)
-        return update
-
-    graph, _ = captured(work, sums.group)
-    return device_ms(graph.replay) * 1e3 / CHAIN
-
-
 def sums_are_right(group: TensorGroup, device: torch.device) -> bool:
     """Returns whether all sums of this rank are right, with norms and without."""
     is_right = report(NCCL, replace(group, peers=None), device)
@@ -182,11 +142,7 @@ def sums_are_right(group: TensorGroup, device: torch.device) -> bool:
 
 def only_norms_are_right(group: TensorGroup, device: torch.device) -> bool:
     """Returns whether all sums of this rank with a norm after them are right."""
-    if group.peers is None:
-        return False
-    is_right = norms_are_right(group, device)
-    products_ahead(NormSums(group, device))
-    return is_right
+    return group.peers is not None and norms_are_right(group, device)
 
 
 def main() -> int:

@@ -108,11 +108,11 @@ def test_a_norm_takes_the_sum_of_parts(dtype: torch.dtype) -> None:
     hidden, weight = parts[1], parts[2, 0]
     group, norm = _group(parts), RmsNorm(weight, 1e-5)
     total = plain_sum(parts)
-    part, ahead = Part(parts[0], group), torch.empty(0)
+    part = Part(parts[0], group)
     for found, expected in (
-        (norm.add_parts(hidden, part, ahead), norm.add(hidden, total)),
-        (norm.add_parts(part, None, ahead), norm.add(total, None)),
-        (norm.add_parts(hidden, total, ahead), norm.add(hidden, total)),
+        (norm.add_parts(hidden, part), norm.add(hidden, total)),
+        (norm.add_parts(part, None), norm.add(total, None)),
+        (norm.add_parts(hidden, total), norm.add(hidden, total)),
     ):
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
@@ -126,12 +126,7 @@ def test_a_group_adds_and_normalises_few_rows_in_one_kernel(
     weight, hidden = parts[1, 0], parts[1] if has_hidden else None
 
     def kernel(
-        part: Tensor,
-        hidden: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        slots: PeerSlots,
-        ahead: Tensor | None,
+        part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
     ) -> tuple[Tensor, Tensor]:
         assert slots is peers.slots
         fused.append(len(part))
