@@ -185,7 +185,8 @@ class StepLoop:
     def prepare_next(self) -> bool:
         """Makes something that a later step would have to wait for; returns whether there was
         anything to make."""
-        return self._runner.prepare_next() or self._rounds.prepare_next()
+        sources = (self._runner, self._rounds, self._selections)
+        return any(each.prepare_next() for each in sources)
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""

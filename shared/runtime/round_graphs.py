@@ -63,9 +63,13 @@ class RoundGraphs:
         self._grown: tuple[RoundState, RoundTree, RoundSampling] | None = None
         self._replayed: CapturedRound | None = None
 
+    def is_made(self, num_slots: int, sampling: RoundSampling) -> bool:
+        """Whether a round needs no graphs that are not there."""
+        return self._memory is None or (self.num_computed(num_slots), sampling) in self._captured
+
     def make(self, num_slots: int, sampling: RoundSampling) -> None:
         """Makes sure that the graphs of a round are there, if it takes any."""
-        if self._memory is not None:
+        if not self.is_made(num_slots, sampling):
             self.of(num_slots, sampling)
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ next without the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,16 @@ from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.round_slots import RoundSlots
 from shared.runtime.round_state import RoundState
-from shared.runtime.selection_shapes import MAX_TREE_DEPTH, MAX_TREE_ROWS
-from shared.tokens import TreeShape
+from shared.runtime.selection_shapes import (
+    MAX_TREE_DEPTH,
+    MAX_TREE_ROWS,
+    closest_shape,
+    covering_shape,
+)
+from shared.tokens import TokenTree, TreeShape
+
+_USUAL_SIZES = (1, 2, 4, 8)
+_USUAL_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
 
 
 class SelectionRunner:
@@ -86,9 +95,34 @@ class SelectionRunner:
         """Whether the oldest unread round can be read without waiting."""
         return self._slots.oldest.result.is_done
 
-    def num_computed(self, num_sequences: int) -> int:
-        """Returns how many slots a round computes that this many more sequences join."""
-        return num_computed(self._slots.num_used + num_sequences, self.limits.max_sequences)
+    @property
+    def num_computed(self) -> int:
+        """Slots that a round computes."""
+        return num_computed(self._slots.num_used, self.limits.max_sequences)
+
+    def shape_for(self, trees: Iterable[TokenTree]) -> TreeShape | None:
+        """Returns the shape of a round of all that are placed with such trees; None where rounds
+        take none that large."""
+        wanted, slots = covering_shape(trees), self._slots
+        if wanted is None:
+            return None
+        kind = slots.sampling
+        made = [e for e, rounds in self._rounds.items() if rounds.is_made(slots.num_used, kind)]
+        return closest_shape(wanted, made) if self._graph_memory is not None else wanted
+
+    def capture_next(self) -> bool:
+        """Makes graphs for other numbers of sequences in a shape that was needed; whether any were
+        left.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit the device's memory.
+        """
+        for rounds in self._rounds.values():
+            for count, kind in itertools.product(_USUAL_SIZES, _USUAL_KINDS):
+                if count <= self.limits.max_sequences and not rounds.is_made(count, kind):
+                    rounds.make(count, kind)
+                    return True
+        return False
 
     def num_kv_tokens(self, sequence_id: int, shape: TreeShape) -> int:
         """Returns how many tokens the pages of a sequence must cover for the next round."""

@@ -32,6 +32,19 @@ def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
     return TreeShape(min(depth, rows - 1), _BRANCHED, rows)
 
 
+def closest_shape(wanted: TreeShape, made: Iterable[TreeShape]) -> TreeShape:
+    """Returns the smallest shape that takes what `wanted` takes: of those whose graphs are made, if
+    it has fewer than twice the rows; to make some takes as long as many rounds."""
+    near = [
+        shape
+        for shape in made
+        if wanted.num_draft_tokens <= shape.num_draft_tokens < 2 * wanted.num_draft_tokens
+        and wanted.num_steps <= shape.num_steps
+        and wanted.topk <= shape.topk
+    ]
+    return min(near, key=lambda shape: shape.num_draft_tokens, default=wanted)
+
+
 def _is_chain(tree: TokenTree) -> bool:
     return all(parent == node - 1 for node, parent in enumerate(tree.parent_indices) if node) and (
         not tree.parent_indices or tree.parent_indices[0] is None

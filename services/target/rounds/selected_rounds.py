@@ -16,7 +16,6 @@ from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
-from shared.runtime.selection_shapes import covering_shape
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -29,6 +28,7 @@ class SelectedRounds:
         self._leases = leases
         self._limits = limits
         self._max_sequences = limits.max_sequences
+        self._has_memory = True
         self._runner = SelectionRunner(decoder=runner.decoder, pool=runner.pool, limits=limits)
         self._sequences: dict[int, Sequence] = {}
 
@@ -60,15 +60,14 @@ class SelectedRounds:
 
         Returns:
             The shape of the round; None, with nothing prepared, where trees are too large, or pages
-            or memory are missing.
+            or memory are missing. Sequences have their slots all the same.
         """
-        shape = covering_shape(each.tree for trees in prepared.values() for each in trees)
-        new = [each for each in prepared if each.sequence_id not in self._sequences]
-        if shape is None or self._num_rows(len(new), shape) > MAX_ROWS:
+        self._place([each for each in prepared if each.sequence_id not in self._sequences])
+        shape = self._runner.shape_for(each.tree for trees in prepared.values() for each in trees)
+        if shape is None or self._runner.num_computed * shape.num_draft_tokens > MAX_ROWS:
             return None
         if not all(self._has_pages(sequence, shape) for sequence in prepared):
             return None
-        self._place(new)
         for sequence in prepared:
             self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages)
         try:
@@ -110,15 +109,17 @@ class SelectedRounds:
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._runner.remove([sequence.sequence_id])
 
-    def _num_rows(self, num_new: int, shape: TreeShape) -> int:
-        return self._runner.num_computed(num_new) * shape.num_draft_tokens
+    def prepare_next(self) -> bool:
+        """Makes graphs that a later round would wait for; returns whether any were left."""
+        try:
+            return self._has_memory and self._runner.capture_next()
+        except torch.OutOfMemoryError:
+            self._has_memory = False
+            return False
 
     def _has_pages(self, sequence: Sequence, shape: TreeShape) -> bool:
         """Makes the pages cover the round; nobody is preempted for it."""
-        if sequence.sequence_id in self._sequences:
-            num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
-        else:
-            num_tokens = len(sequence.token_ids) - 1 + shape.num_draft_tokens
+        num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
         return self._leases.try_grow(sequence.open_lease, num_tokens)
 
     def _place(self, sequences: SequenceOf[Sequence]) -> None:

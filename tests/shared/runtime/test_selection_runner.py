@@ -10,7 +10,7 @@ import pytest
 
 from shared.models.decoder import Decoder
 from shared.runtime.prepared_trees import Ending, PreparedTree
-from shared.runtime.selection_shapes import MAX_TREE_ROWS, covering_shape
+from shared.runtime.selection_shapes import MAX_TREE_ROWS, closest_shape, covering_shape
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.selected_rounds import SAMPLINGS, SelectedRounds, plain_answers, play
@@ -145,5 +145,10 @@ def test_shapes_cover_their_trees() -> None:
     assert covering_shape([chain, bushy]) == TreeShape(4, 2, 6)
     assert covering_shape([TokenTree((1, 2), (None, None))]) == TreeShape(2, 2, 4)
     assert covering_shape([TokenTree.chain(range(32))]) is not None
+    wanted = TreeShape(3, 1, 4)
+    assert closest_shape(wanted, []) == wanted
+    assert closest_shape(wanted, [TreeShape(5, 1, 6), TreeShape(4, 2, 6)]) == TreeShape(5, 1, 6)
+    assert closest_shape(wanted, [TreeShape(1, 1, 2), TreeShape(7, 1, 8)]) == wanted
+    assert closest_shape(TreeShape(2, 2, 4), [TreeShape(5, 1, 6)]) == TreeShape(2, 2, 4)
     assert covering_shape([TokenTree.chain(range(33))]) is None
     assert covering_shape([TokenTree((1,) * MAX_TREE_ROWS, (None,) * MAX_TREE_ROWS)]) is None
