@@ -47,6 +47,7 @@ class Engine:
         on_step: called after each step on the engine thread.
         overlaps: whether steps are launched before the last one is read, where they can be.
         fallback: drafts where no draft does; None where nobody should.
+        waits_always: see `MissLadder`.
         speculation: decides what is wanted of drafts; by default whatever they send.
         selection: of rounds on the device with trees that remote drafts push; None has none.
     """
@@ -64,6 +65,7 @@ class Engine:
         on_step: Callable[[StepReport], None] = lambda report: None,
         overlaps: bool = True,
         fallback: NgramFallback | None = None,
+        waits_always: bool = True,
         speculation: SpeculationController | None = None,
         selection: RoundLimits | None = None,
     ) -> None:
@@ -81,6 +83,7 @@ class Engine:
             on_step=on_step,
             overlaps=overlaps,
             fallback=fallback,
+            waits_always=waits_always,
             speculation=speculation or SpeculationController(None),
             selection=selection,
         )

@@ -1,8 +1,8 @@
 """What a sequence does in a round that nothing was pushed ahead for. No torch.
 
 The rungs: the candidate that matches the verdict; a tree of the target's own; waiting for the
-draft, up to the budget; a plain token. A sequence that has a tree of the target's own waits for
-the draft's all the same if that promises more tokens a second, and now and then to find out.
+draft, up to the budget; a plain token. A sequence waits for the draft's tree if that promises more
+tokens a second than what the target can do at once, and now and then to find out.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from shared.tokens import EMPTY_TREE, TokenTree
 
 SMOOTHING = 0.05
 ROUNDS_A_PROBE = 16
+PROBE_COST = 0.04
+"""Share of the time that finding out may cost."""
 
 
 class MissLadder:
     """Chooses the rung, a sequence and round at a time, by what steps and trees were worth.
 
     Args:
-        fallback: None waits as long as the draft's patience says.
+        fallback: the source of the target's own trees; None for none.
+        waits_always: where the target has no tree, as long as the draft's patience says; else only
+            while that promises more than plain tokens.
     """
 
-    def __init__(self, fallback: NgramFallback | None = None) -> None:
+    def __init__(self, fallback: NgramFallback | None = None, *, waits_always: bool = True) -> None:
         self._fallback = fallback
+        self._waits_always = waits_always
         self._step_s: float | None = None
         self._drafted_tokens: float | None = None
         self._local_tokens: float | None = None
@@ -40,20 +45,25 @@ class MissLadder:
         return self._fallback.tree(sequence)
 
     def waits(self, sequence: Sequence, response_s: float | None) -> bool:
-        """Whether to wait for the draft's tree rather than step with the target's own.
+        """Whether to wait for the draft's tree rather than step with the target's own, or none.
 
         Args:
             response_s: how long the draft usually takes; None when that is not known.
         """
-        if not self.tree(sequence).token_ids or self._drafted_tokens is None or response_s is None:
+        has_tree = bool(self.tree(sequence).token_ids)
+        if self._drafted_tokens is None or response_s is None:
             return True
-        if self._step_s is None or self._local_tokens is None:
+        if not has_tree and (self._waits_always or self._step_s is None):
+            return True
+        local_tokens = self._local_tokens if has_tree else 1.0
+        if self._step_s is None or local_tokens is None:
             return False  # its own trees have not been tried yet
         drafted_rate = self._drafted_tokens / (response_s + self._step_s)
-        if drafted_rate >= self._local_tokens / self._step_s:
+        if drafted_rate >= local_tokens / self._step_s:
             return True
         self._num_preferred += 1
-        return self._num_preferred % ROUNDS_A_PROBE == 0
+        rounds_a_probe = max(ROUNDS_A_PROBE, round(response_s / (PROBE_COST * self._step_s)))
+        return self._num_preferred % rounds_a_probe == 0
 
     def stepped(self, duration_s: float) -> None:
         """A step was done."""

@@ -120,6 +120,9 @@ class TargetSettings(ServiceSettings):
     candidate_wait_ms: float = setting(
         250.0, "longest wait for a draft's trees before a step goes without", minimum=0.0
     )
+    candidate_wait_always: bool = setting(
+        False, "wait for trees even while plain steps bring more tokens a second"
+    )
 
     max_grammar_bytes: int = setting(
         65_536, "largest JSON schema, regex or grammar of a request", minimum=1

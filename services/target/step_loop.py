@@ -59,6 +59,7 @@ class StepLoop:
         on_step: Callable[[StepReport], None],
         overlaps: bool,
         fallback: NgramFallback | None,
+        waits_always: bool,
         speculation: SpeculationController,
         selection: RoundLimits | None,
     ) -> None:
@@ -75,7 +76,7 @@ class StepLoop:
             hidden_size=config.hidden_size,
             device=runner.device,
         )
-        self._ladder = MissLadder(fallback)
+        self._ladder = MissLadder(fallback, waits_always=waits_always)
         self.attachments = Attachments(self._ladder, speculation)
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()

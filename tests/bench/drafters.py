@@ -159,7 +159,8 @@ class Bench:
         self._steps: list[StepReport] = []
         arguments = ["--model-path", str(DEMO_TARGET), "--device", options.device]
         # The wait is for the draft however slow it is: the figures are per round.
-        arguments += ["--candidate-wait-ms", "5000", "--disable-radix-cache"]
+        arguments += ["--candidate-wait-ms", "5000", "--candidate-wait-always"]
+        arguments += ["--disable-radix-cache"]
         arguments += [*RULES[options.rule], "--draft", "embedded"]
         self.settings, _ = read_settings(arguments, {})
         self.prompts = TextReader(DEMO_TARGET).prompts(options.prompts)[: options.limit]

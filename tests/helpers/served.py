@@ -83,6 +83,7 @@ async def serving_target(
         "context_length": 256,
         "candidate_wait_ms": 10_000.0,
         # Whether speculation pays for a tiny model depends on what else the machine does.
+        "candidate_wait_always": True,
         "speculative_adaptive": False,
     }
     chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]

@@ -30,6 +30,8 @@ class CandidateIntake:
         if attachment is None:
             return
         attachment.report = offer.report
+        if offer.candidates:
+            attachment.patience.stirred()
         for candidate in offer.candidates:
             assignment = self._assignments.get(candidate.sequence_id)
             if assignment is None or assignment.attachment is not attachment:

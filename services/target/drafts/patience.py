@@ -1,8 +1,9 @@
 """How long the target waits for one draft's candidates. No torch; the clock is an argument.
 
 A draft that answers is waited for, a few times as long as it usually takes. A draft that has gone
-silent is not waited for at all, but for a probe now and then, each twice as long after the last,
-so that a frozen process costs next to nothing and one that thaws is found again.
+silent is given a chance now and then, each twice as long after the last, and a longer one if
+something of it has arrived since, however late. So a frozen process costs next to nothing, one that
+thaws is found again, and one that has become slow is, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ LAST_PROBE_S = 8.0
 WAIT_PER_RESPONSE = 4.0
 SMOOTHING = 0.2
 SHORTEST_WAIT_S = 0.02
+STIRRING_FACTOR = 4.0
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Patience:
     _response_s: float | None = None
     _num_misses: int = 0
     _last_miss_s: float | None = None
+    _is_stirring: bool = False
     _probe_s: float = 0.0
     _probe_gap_s: float = field(default=FIRST_PROBE_S)
 
@@ -58,7 +61,13 @@ class Patience:
             return now_s
         self._probe_s = now_s + self._probe_gap_s
         self._probe_gap_s = min(2.0 * self._probe_gap_s, LAST_PROBE_S)
-        return now_s + self.longest_wait_s
+        is_stirring, self._is_stirring = self._is_stirring, False
+        given_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
+        return now_s + min(given_s, self.longest_wait_s)
+
+    def stirred(self) -> None:
+        """Candidates arrived, for whatever round."""
+        self._is_stirring = True
 
     def heard(self, response_s: float | None) -> None:
         """A candidate for a current round arrived.

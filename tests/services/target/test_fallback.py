@@ -129,7 +129,30 @@ def test_draft_is_waited_for_where_the_target_has_no_tree() -> None:
 
 def test_draft_that_does_not_pay_is_tried_again_now_and_then() -> None:
     ladder, sequence = _ladder(1, local=2, step_s=1.0), _sequence([1, 2, 1, 2, 1, 2])
-    waits = [ladder.waits(sequence, 1.0) for _ in range(2 * ROUNDS_A_PROBE)]
+    waits = [ladder.waits(sequence, 0.5) for _ in range(2 * ROUNDS_A_PROBE)]
+    assert waits.count(True) == 2
+
+
+@pytest.mark.parametrize(
+    ("response_s", "expected"), [(None, True), (2.9, True), (3.1, False)], ids=str
+)
+def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
+    response_s: float | None, expected: bool
+) -> None:
+    # Four tokens a round, and a second for a step.
+    ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
+    ladder.counted(4, is_local=False)
+    assert ladder.waits(sequence, response_s)
+    ladder.stepped(1.0)
+    assert ladder.waits(sequence, response_s) is expected
+
+
+def test_the_slower_a_draft_the_rarer_it_is_tried_again() -> None:
+    ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
+    ladder.counted(4, is_local=False)
+    ladder.stepped(1.0)
+    waits = [ladder.waits(sequence, 40.0) for _ in range(2000)]
+    # At most 4 % of the time: each of them costs 40 steps.
     assert waits.count(True) == 2
 
 

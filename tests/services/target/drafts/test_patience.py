@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from services.target.drafts.patience import FIRST_PROBE_S, MISSES_UNTIL_COLD, Patience
+import pytest
+
+from services.target.drafts.patience import (
+    FIRST_PROBE_S,
+    MISSES_UNTIL_COLD,
+    SHORTEST_WAIT_S,
+    STIRRING_FACTOR,
+    Patience,
+)
+
+
+def _cold() -> Patience:
+    patience = Patience(0.1)
+    patience.heard(0.001)
+    for step in range(MISSES_UNTIL_COLD):
+        patience.stirred()
+        assert patience.deadline_s(float(step)) > step
+        patience.missed(step + 0.1)
+    return patience
 
 
 def test_silent_draft_is_waited_for_only_now_and_then() -> None:
-    patience = Patience(0.1)
-    for step in range(MISSES_UNTIL_COLD):
-        assert patience.deadline_s(float(step)) > step
-        patience.missed(step + 0.1)
-    now_s = 100.0
-    assert patience.deadline_s(now_s) == now_s + 0.1
-    assert patience.deadline_s(now_s + 0.01) == now_s + 0.01
-    assert patience.deadline_s(now_s + FIRST_PROBE_S) > now_s + FIRST_PROBE_S
-    assert patience.deadline_s(now_s + 2 * FIRST_PROBE_S) == now_s + 2 * FIRST_PROBE_S
+    patience, now_s = _cold(), 100.0
+    assert patience.deadline_s(now_s) > now_s
+    for after_s, is_waited_for in (
+        (0.01, False), (FIRST_PROBE_S, True), (2 * FIRST_PROBE_S, False), (3 * FIRST_PROBE_S, True)
+    ):  # fmt: skip
+        assert (patience.deadline_s(now_s + after_s) > now_s + after_s) is is_waited_for
+
+
+def test_chance_of_a_silent_draft_is_long_once_something_arrives() -> None:
+    patience = _cold()
+    # Something of it arrived before it fell silent.
+    assert patience.deadline_s(100.0) == pytest.approx(100.0 + STIRRING_FACTOR * SHORTEST_WAIT_S)
+    assert patience.deadline_s(101.0) == pytest.approx(101.0 + SHORTEST_WAIT_S)
+    patience.stirred()
+    assert patience.deadline_s(110.0) == pytest.approx(110.0 + STIRRING_FACTOR * SHORTEST_WAIT_S)
 
 
 def test_draft_that_answers_again_is_waited_for_again() -> None:
