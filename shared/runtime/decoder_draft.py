@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.round_batches import RoundBatches
-from shared.runtime.round_draft import ScoredRows, scored_rows
+from shared.runtime.round_draft import GrowthLevels, scored_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.speculation.growth import Children, TreeGrowth, choose_children
@@ -27,7 +26,7 @@ class DecoderDraft:
 
     Attributes:
         num_choices: W, tokens to find after the root and each computed node, at least as many as
-            children; the best leaves are computed then, too. 0 for none.
+            children; the best leaves are computed for it when the trees are there. 0 for none.
     """
 
     decoder: Decoder
@@ -37,22 +36,27 @@ class DecoderDraft:
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> Generator[None, None, ScoredRows]:
+    ) -> GrowthLevels:
         """See `TreeDraft.grow_levels`; no features are read."""
         tree = self.batches.shape.tree
         growth, beams = TreeGrowth(tree), []
         batch, _ = self.batches.of_open_rows(state)
         levels = [self._children(batch, state, sampling, depth=0)]
         growth.add(levels[0].best(tree.topk))
-        for level in range(tree.num_steps if self.num_choices else tree.num_steps - 1):
-            yield
+        for level in range(tree.num_steps - 1):
+            yield None
             beams.append(growth.select_beam())
             batch = self.batches.of_beam(state, beams[-1], level)
             levels.append(self._children(batch, state, sampling, depth=level + 1))
-            if not growth.is_complete:
-                growth.add(levels[-1].best(tree.topk))
-        choices = _joined(levels) if self.num_choices else None
-        return scored_rows(growth.select(), state, tree, beams, choices)
+            growth.add(levels[-1].best(tree.topk))
+        if self.num_choices:
+            beams.append(growth.select_beam())
+        yield scored_rows(growth.select(), state, tree, beams)
+        if not self.num_choices:
+            return None
+        batch = self.batches.of_beam(state, beams[-1], tree.num_steps - 1)
+        levels.append(self._children(batch, state, sampling, depth=tree.num_steps))
+        return _joined(levels)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.runtime.decoder_draft import DecoderDraft
-from shared.runtime.round_draft import ScoredRows
+from shared.runtime.round_draft import GrowthLevels, ScoredRows
 from shared.runtime.round_growth import FusedGrowth, lay_out_open_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
@@ -21,22 +20,22 @@ class FusedDecoderDraft(DecoderDraft):
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> Generator[None, None, ScoredRows]:
+    ) -> GrowthLevels:
         """See `DecoderDraft.grow_levels`."""
         growth = FusedGrowth(state, self.batches, sampling, None, self.num_choices)
         batch, _ = lay_out_open_rows(state, self.batches)
         growth.add(self._logits(batch))
         for _ in range(self.batches.shape.tree.num_steps - 1):
-            yield
+            yield None
             batch, _ = growth.beam()
             growth.add(self._logits(batch))
-        if self.num_choices:
-            yield
-            batch, _ = growth.beam()
-            growth.look(self._logits(batch))
         tree, paths = growth.finish()
-        choices = growth.choices() if self.num_choices else None
-        return ScoredRows(tree.rows, paths, growth.beams(), choices)
+        yield ScoredRows(tree.rows, paths, growth.beams())
+        if not self.num_choices:
+            return None
+        batch, _ = growth.beam()
+        growth.look(self._logits(batch))
+        return growth.choices()
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,16 +33,19 @@ class ScoredRows:
 
     Attributes:
         paths: `[S, T]` float32, score of the path to each row; the root's is 0.
-        beams: `[2, S, L, K]` int64, token of each node that was computed on each of L levels, and
+        beams: `[2, S, L, K]` int64, token of each node that is computed on each of L levels, and
             the place of its parent in the level before.
-        choices: what may follow the root and each node that was computed, `[S, 1 + L * K, W]`;
-            None where nobody asked.
     """
 
     rows: TreeRows
     paths: Tensor
     beams: Tensor
-    choices: Children | None = None
+
+
+GrowthLevels: TypeAlias = Generator[ScoredRows | None, None, Children | None]
+"""Trees that grow in parts: nothing after each forward that others follow, then the trees, and at
+the end, where it was asked for, what may follow the root and each of their computed nodes,
+`[S, 1 + L * K, W]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +82,10 @@ class RoundDraft:
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> Generator[None, None, ScoredRows]:
-        """See `TreeDraft.grow_levels`: a head's forwards are too short to stop between them."""
-        yield from ()
-        return self.grow_scored(state, sampling, feature_slots)
+    ) -> GrowthLevels:
+        """See `GrowthLevels`: a head's forwards are too short to stop between them."""
+        yield self.grow_scored(state, sampling, feature_slots)
+        return None
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """Returns the kind that does all that this draft does for `sampling`."""
@@ -120,17 +124,12 @@ class RoundDraft:
 
 
 def scored_rows(
-    nodes: SelectedNodes,
-    state: RoundState,
-    tree: TreeShape,
-    beams: Sequence[Beam],
-    choices: Children | None = None,
+    nodes: SelectedNodes, state: RoundState, tree: TreeShape, beams: Sequence[Beam]
 ) -> ScoredRows:
     """Lays out selected nodes behind the last committed tokens.
 
     Args:
-        beams: of each level that was computed.
-        choices: see `ScoredRows`.
+        beams: of each level that is computed.
     """
     roots = state.roots
     none = roots.new_empty((2, state.num_slots, 0, tree.topk))
@@ -139,5 +138,4 @@ def scored_rows(
         tree_rows(nodes, roots, tree.num_steps),
         torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1),
         torch.cat((none, *levels), dim=2),
-        choices,
     )

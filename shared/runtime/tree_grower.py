@@ -18,8 +18,9 @@ from torch import Tensor
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_model import TreeModel
-from shared.runtime.tree_pass import Levels, PassLimits, TreePass, ended, step
+from shared.runtime.tree_pass import Levels, PassLimits, TreePass
 from shared.tokens import TokenTree, TreeShape
 
 # Most shapes whose graphs are kept.
@@ -33,10 +34,9 @@ class PassTree:
     """What a pass grew for one sequence.
 
     Attributes:
-        levels: tokens of the nodes whose rows were computed, and the places of their parents in
-            the level before; level by level.
-        choices: the best tokens after the root, then after each of those nodes; none where nobody
-            asked.
+        levels: tokens of the nodes whose rows are computed, and the places of their parents in the
+            level before; level by level.
+        choices: what may follow the root and each of those nodes.
     """
 
     tree: TokenTree
@@ -44,18 +44,16 @@ class PassTree:
     choices: Choices
 
 
-@dataclass(frozen=True, slots=True)
 class Choices:
-    """The `width` best tokens after each of R rows, end to end, and their scores."""
+    """The best tokens after the rows of one sequence, which the device may still be at."""
 
-    width: int
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
+    def __init__(self, growing: GrowingTrees, place: int) -> None:
+        self._growing, self._place = growing, place
 
     def after(self, row: int) -> tuple[tuple[int, float], ...]:
-        """Returns tokens and scores of one row, best first."""
-        found = slice(row * self.width, (row + 1) * self.width)
-        return tuple(zip(self.token_ids[found], self.log_probs[found], strict=True))
+        """Returns tokens and scores of one row, best first; waits for the device. None where nobody
+        asked, or the pass was given up."""
+        return self._growing.choices(self._place, row)
 
 
 class GrowingTrees:
@@ -64,54 +62,97 @@ class GrowingTrees:
     def __init__(self, levels: Levels, num_sequences: int, grown: TreePass, max_nodes: int) -> None:
         self._levels, self._num_sequences = levels, num_sequences
         self._pass, self._max_nodes = grown, max_nodes
-        self._copy: HostCopy | None = None
-        self._queued: torch.cuda.Event | None = None
+        self._trees: HostCopy | None = None
+        self._choices: HostCopy | None = None
+        self._host_choices: tuple[list[list[int]], list[list[float]]] | None = None
+        self._is_queued = False
+        self._part: torch.cuda.Event | None = None
 
-    @torch.inference_mode()
+    @property
+    def has_trees(self) -> bool:
+        """Whether the trees are queued."""
+        return self._trees is not None
+
     def advance(self) -> bool:
         """Queues a part and waits until the device is at work on it, so that another part, or
         something else, can be queued in time; returns whether some was left."""
-        if self._copy is not None:
-            return False
-        result, queued = step(self._levels), self._queued
-        if result is not None:
-            self._copy = HostCopy(result[: self._num_sequences])
-        elif self._pass.is_on_gpu:
-            self._queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._queued.record()
-        if queued is not None:
-            queued.synchronize()
-        return True
+        before, self._part = self._part, None
+        is_left = self._queue_part()
+        if is_left and self._pass.is_on_gpu:
+            self._part = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._part.record()
+        if before is not None:
+            before.synchronize()
+        return is_left
 
-    @torch.inference_mode()
     def queue(self) -> None:
         """Queues all that is left; waits for nothing."""
-        if self._copy is None:
-            self._copy = HostCopy(ended(self._levels)[: self._num_sequences])
+        while self._queue_part():
+            pass
+
+    def run_on(self) -> bool:
+        """Queues all that is left if that takes the host no time; returns whether some is left."""
+        if self._pass.is_on_gpu:
+            self.queue()
+        return not self._is_queued
+
+    def give_up(self) -> None:
+        """Queues no more: another pass takes its place."""
+        self._is_queued = True
 
     def read(self) -> list[PassTree]:
-        """Waits for the device and returns what grew for each sequence."""
-        self.queue()
-        assert self._copy is not None
-        rows = self._copy.read().contiguous()
+        """Waits for the trees and returns what grew for each sequence."""
+        while self._trees is None:
+            self._queue_part()
+        rows = self._trees.read().contiguous()
         scores = rows.view(torch.float32).tolist()
-        return [self._tree(*each) for each in zip(rows.tolist(), scores, strict=True)]
+        return [
+            self._tree(place, *each)
+            for place, each in enumerate(zip(rows.tolist(), scores, strict=True))
+        ]
 
-    def _tree(self, row: list[int], scores: list[float]) -> PassTree:
-        """Takes a row of `packed` apart; each number is read as what it is, `scores` being the
-        same bits."""
+    def choices(self, place: int, row: int) -> tuple[tuple[int, float], ...]:
+        """See `Choices.after`."""
+        self.queue()
+        if self._choices is None:
+            return ()
+        if self._host_choices is None:
+            numbers = self._choices.read().contiguous()
+            self._host_choices = numbers.tolist(), numbers.view(torch.float32).tolist()
+        (numbers_of, scores_of), width = self._host_choices, self._pass.num_choices
+        first, half = row * width, len(numbers_of[place]) // 2
+        tokens = numbers_of[place][first : first + width]
+        return tuple(zip(tokens, scores_of[place][half + first :][:width], strict=True))
+
+    @torch.inference_mode()
+    def _queue_part(self) -> bool:
+        if self._is_queued:
+            return False
+        try:
+            trees = next(self._levels)
+        except StopIteration as end:
+            self._is_queued = True
+            if end.value is None:
+                return False
+            self._choices = HostCopy(end.value[: self._num_sequences])
+            return True
+        if trees is not None:
+            self._trees = HostCopy(trees[: self._num_sequences])
+        return True
+
+    def _tree(self, place: int, row: list[int], scores: list[float]) -> PassTree:
+        """Takes a row of `packed_trees` apart; each number is read as what it is, `scores` being
+        the same bits."""
         num_rows, topk = self._pass.shape.num_tree_rows, self._pass.shape.tree.topk
-        num_beam_rows, width = self._pass.num_levels * topk, self._pass.num_choices
+        num_beam_rows = self._pass.num_levels * topk
         tokens, parents = row[:num_rows], row[num_rows : 2 * num_rows]
         paths, beams = scores[2 * num_rows : 3 * num_rows], row[3 * num_rows :]
         levels = tuple(
             (beams[first : first + topk], beams[num_beam_rows + first :][:topk])
             for first in range(0, num_beam_rows, topk)
         )
-        first = 3 * num_rows + 2 * num_beam_rows
-        num_choices = (1 + num_beam_rows) * width
-        choices = Choices(width, row[first : first + num_choices], scores[first + num_choices :])
-        return PassTree(best_tree(tokens, parents, paths, self._max_nodes), levels, choices)
+        tree = best_tree(tokens, parents, paths, self._max_nodes)
+        return PassTree(tree, levels, Choices(self, place))
 
 
 class TreeGrower:
@@ -124,6 +165,7 @@ class TreeGrower:
     def __init__(self, model: TreeModel, limits: PassLimits, *, is_split: bool = False) -> None:
         assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
         self._model, self.limits, self._is_split = model, limits, is_split
+        self._kinds: dict[RoundSampling, None] = {}
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
         self._passes: OrderedDict[tuple[TreeShape, int], TreePass] = OrderedDict()
 
@@ -134,7 +176,9 @@ class TreeGrower:
     def split(self) -> TreeGrower:
         """Returns a grower of the same trees whose passes can stop. It has memory of its own, so
         that passes of this one can be run meanwhile."""
-        return TreeGrower(self._model, self.limits, is_split=True)
+        other = TreeGrower(self._model, self.limits, is_split=True)
+        other._kinds = self._kinds
+        return other
 
     def begin(
         self,
@@ -154,6 +198,7 @@ class TreeGrower:
             num_choices: how many tokens to find after each computed row, see `DecoderDraft`; a few
                 more may be found.
         """
+        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
         chosen = self._pass_of(tree, num_choices)
         levels = chosen.begin(sequences, features)
         return GrowingTrees(levels, len(sequences), chosen, tree.max_node_count)
@@ -172,10 +217,11 @@ class TreeGrower:
         return growing
 
     def capture_next(self, tree: TreeShape, *, num_choices: int = 0) -> bool:
-        """Captures one graph that further batches of a shape may want, once there was one; returns
-        whether one was left. A launch that comes before its graph captures it."""
-        grown = self._passes.get(self._key(tree, num_choices))
-        return grown is not None and grown.capture_next()
+        """Captures one graph that batches of a shape may want, of the kinds of sampling met so far;
+        returns whether one was left. A launch that comes before its graph captures it."""
+        if not (self._kinds and self.limits.has_graphs):
+            return False
+        return self._pass_of(tree, num_choices).capture_next(self._kinds)
 
     def _pass_of(self, tree: TreeShape, num_choices: int) -> TreePass:
         key = self._key(tree, num_choices)

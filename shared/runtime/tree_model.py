@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.decoder_draft import DecoderDraft
 from shared.runtime.round_batches import RoundBatches
-from shared.runtime.round_draft import ScoredRows
+from shared.runtime.round_draft import GrowthLevels
 from shared.runtime.round_parts import RoundParts, fits_kernels
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
@@ -26,8 +25,8 @@ class TreeDraft(Protocol):
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> Generator[None, None, ScoredRows]:
-        """Grows as `RoundDraft.grow_scored` says; may stop after each forward but the last."""
+    ) -> GrowthLevels:
+        """Grows as `RoundDraft.grow_scored` says, in parts."""
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
         """See `RoundDraft.kind_of`."""

@@ -7,9 +7,9 @@ is: without CUDA, where graphs are not wanted, and where memory does not hold an
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_draft import ScoredRows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_model import TreeDraft, TreeModel
+from shared.speculation.growth import Children
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _SLOT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -41,25 +43,29 @@ class PassLimits:
     has_graphs: bool
 
 
-Levels: TypeAlias = Generator[None, None, Tensor]
-"""A pass under way: each step queues some of it on the device, and the last returns the result, see
-`packed`, which holds until the next pass."""
+Levels: TypeAlias = Generator[Tensor | None, None, Tensor | None]
+"""A pass under way: each step queues a part of it on the device. One of them returns the trees, see
+`packed_trees`, and the end what may follow their nodes, see `packed_choices`, or None; both hold
+until the next pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedPass:
-    """Graphs that follow one another and what they write."""
+    """Graphs that follow one another, each with what it has made: nothing, the last one the trees;
+    then that of the choices, where there are any."""
 
-    graphs: tuple[torch.cuda.CUDAGraph, ...]
-    result: Tensor
+    parts: Sequence[tuple[torch.cuda.CUDAGraph, Tensor | None]]
+    last: tuple[torch.cuda.CUDAGraph, Tensor] | None
 
     def levels(self) -> Levels:
-        *first, last = self.graphs
-        for graph in first:
+        for graph, trees in self.parts:
             graph.replay()
-            yield
-        last.replay()
-        return self.result
+            yield trees
+        if self.last is None:
+            return None
+        graph, choices = self.last
+        graph.replay()
+        return choices
 
 
 def slot_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -72,7 +78,7 @@ class TreePass:
 
     Args:
         num_choices: see `DecoderDraft`.
-        is_split: graphs end where a draft can stop.
+        is_split: each part is a graph; else all up to the trees are one.
         memory: of `torch.cuda.graph_pool_handle`, for all graphs of a model; None without graphs.
     """
 
@@ -138,10 +144,10 @@ class TreePass:
         return captured.levels()
 
     @torch.inference_mode()
-    def capture_next(self) -> bool:
-        """Captures a graph that the kinds of sampling met so far may want: those of the most slots
-        first, whose memory the others reuse, then the smallest. Returns whether one was left."""
-        kinds = dict.fromkeys(kind for _, kind in self._captured)
+    def capture_next(self, kinds: Iterable[RoundSampling]) -> bool:
+        """Captures a graph that some kinds of sampling may want: those of the most slots first,
+        whose memory the others reuse, then the smallest. Returns whether one was left."""
+        kinds = dict.fromkeys(map(self._captured_draft.kind_of, kinds))
         for num_slots in (self._buckets[-1], *self._buckets):
             for kind in kinds:
                 if (num_slots, kind) not in self._captured:
@@ -181,7 +187,13 @@ class TreePass:
 
     def _grown(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Levels:
         kind, slots = draft.kind_of(sampling), inputs.feature_slots.flatten()
-        return packed((yield from draft.grow_levels(inputs.state, kind, slots)))
+        levels = draft.grow_levels(inputs.state, kind, slots)
+        trees = None
+        while trees is None:
+            trees = next(levels)
+            yield None if trees is None else packed_trees(trees)
+        choices = ended(levels)
+        return None if choices is None else packed_choices(choices)
 
     def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass | None:
         """Returns the graph, captured when first asked for; None if it cannot be."""
@@ -203,39 +215,46 @@ class TreePass:
         # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
         nobody = OpenInputs(inputs.state.emptied(), torch.zeros_like(inputs.feature_slots))
         ended(self._grown(draft, nobody, sampling))
-        levels, result = self._grown(draft, inputs, sampling), None
-        graphs: list[torch.cuda.CUDAGraph] = []
-        while result is None:
-            graphs.append(torch.cuda.CUDAGraph())
-            with capturing(graphs[-1], self._memory):
-                result = step(levels) if self._is_split else ended(levels)
-        return _CapturedPass(tuple(graphs), result)
+        levels, trees = self._grown(draft, inputs, sampling), None
+        parts: list[tuple[torch.cuda.CUDAGraph, Tensor | None]] = []
+        while trees is None:
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, self._memory):
+                trees = next(levels) if self._is_split else next(filter(_is_there, levels))
+            parts.append((graph, trees))
+        if not self.num_choices:
+            return _CapturedPass(parts, None)
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, self._memory):
+            choices = ended(levels)
+        assert choices is not None
+        return _CapturedPass(parts, (graph, choices))
 
 
-def step(levels: Levels) -> Tensor | None:
-    """Queues the next part of a pass; returns the result if that was the last."""
-    try:
-        next(levels)
-    except StopIteration as end:
-        result: Tensor = end.value
-        return result
-    return None
+def ended(levels: Generator[object, None, T]) -> T:
+    """Queues all that is left; returns what comes at the end."""
+    while True:
+        try:
+            next(levels)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
-def ended(levels: Levels) -> Tensor:
-    """Queues all that is left of a pass."""
-    while (result := step(levels)) is None:
-        pass
-    return result
-
-
-def packed(trees: ScoredRows) -> Tensor:
-    """Returns what the host reads of trees as one tensor `[S, 3 T + 2 L K + 2 (1 + L K) W]` int32:
-    tokens, parents and the bits of the scores of T rows, then tokens and parents of the rows of L
-    levels, then tokens and the bits of the scores of W choices after the root and each of them."""
+def packed_trees(trees: ScoredRows) -> Tensor:
+    """Returns trees as one tensor `[S, 3 T + 2 L K]` int32: tokens, parents and the bits of the
+    scores of T rows, then tokens and parents of the rows of L levels."""
     rows, beams = trees.rows, trees.beams.flatten(2).int().unbind()
-    parts = [rows.token_ids.int(), rows.parents.int(), trees.paths.view(torch.int32), *beams]
-    if trees.choices is not None:
-        scores = trees.choices.log_probs.contiguous().view(torch.int32)
-        parts += [trees.choices.token_ids.int().flatten(1), scores.flatten(1)]
-    return torch.cat(parts, dim=1)
+    bits = trees.paths.view(torch.int32)
+    return torch.cat((rows.token_ids.int(), rows.parents.int(), bits, *beams), dim=1)
+
+
+def packed_choices(choices: Children) -> Tensor:
+    """Returns choices `[S, N, W]` as one tensor `[S, 2 N W]` int32: tokens, then the bits of their
+    scores."""
+    bits = choices.log_probs.contiguous().view(torch.int32)
+    return torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1)
+
+
+def _is_there(trees: Tensor | None) -> bool:
+    return trees is not None

@@ -70,10 +70,15 @@ class _Growing:
     behind: GrownRows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pass:
+    """Attributes:
+    grown: by branch, once the trees are there; what may follow their nodes is yet to be found.
+    """
+
     trees: GrowingTrees
     branches: Sequence[_Growing]
+    grown: Sequence[GrownRows] = ()
 
 
 class BranchDrafter:
@@ -172,17 +177,36 @@ class BranchDrafter:
         self._pass = self._pass or self._begin()
         if self._pass is None:
             return []
-        if not any(map(self._is_of_use, self._pass.branches)):
-            for each in self._pass.branches:
-                self._contexts.leases.drop_branch(each.kv)
+        if not self._is_of_use(self._pass):
+            self._give_up(self._pass)
+            return []
+        self._pass.trees.advance()
+        if self._pass.grown:
             self._pass = None
             return []
-        if self._pass.trees.advance():
-            return []
-        done, self._pass = self._pass, None
-        grown = zip(done.branches, done.trees.read(), strict=True)
-        taken = [self._take(each, GrownRows(rows)) for each, rows in grown]
+        return self._take_trees(self._pass) if self._pass.trees.has_trees else []
+
+    def _take_trees(self, growing: _Pass) -> list[Proposal]:
+        is_left = growing.trees.run_on()
+        growing.grown = list(map(GrownRows, growing.trees.read()))
+        self._pass = growing if is_left else None
+        taken = map(self._take, growing.branches, growing.grown)
         return [proposal for proposal in taken if proposal is not None]
+
+    def _give_up(self, growing: _Pass) -> None:
+        """No verdict can fall any more that a pass is for."""
+        growing.trees.give_up()
+        if not growing.grown:
+            for each in growing.branches:
+                self._contexts.leases.drop_branch(each.kv)
+        self._pass = None
+
+    def _is_of_use(self, growing: _Pass) -> bool:
+        by_key = {each.wanted.sequence.key: each for each in growing.branches}
+        return any(
+            self._rows.get(key) in (each.behind, *growing.grown) or key in self._fallen
+            for key, each in by_key.items()
+        )
 
     def _begin(self) -> _Pass | None:
         """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
@@ -218,10 +242,6 @@ class BranchDrafter:
         num_rows = 1 + shape.num_steps * shape.topk
         kv = self._contexts.branch(sequence, rows.line(wanted.accepted), num_rows)
         return None if kv is None else _Growing(wanted, kv, rows)
-
-    def _is_of_use(self, growing: _Growing) -> bool:
-        key = growing.wanted.sequence.key
-        return self._rows.get(key) is growing.behind or self._fallen.get(key) is growing
 
     def _take(self, growing: _Growing, rows: GrownRows) -> Proposal | None:
         """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""

@@ -57,12 +57,17 @@ class CandidateIntake:
 
 def _take(assignment: Assignment, candidate: Candidate, now_s: float) -> None:
     """Takes a candidate for the current round, whatever the last verdict was."""
+    patience = assignment.attachment.patience
     if not assignment.awaits(candidate):
         assignment.attachment.counters.num_stale_candidates += 1
         assignment.stale_in_round = True
+        if assignment.fences(candidate):
+            # The round went without it, but it came before the round's end: such a draft is worth
+            # waiting for.
+            patience.heard(_response_s(assignment, now_s))
         return
     assignment.receive(candidate, now_s)
-    assignment.attachment.patience.heard(_response_s(assignment, now_s))
+    patience.heard(_response_s(assignment, now_s))
 
 
 def _response_s(assignment: Assignment, now_s: float) -> float | None:

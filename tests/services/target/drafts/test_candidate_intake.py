@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from services.target.drafts.patience import MISSES_UNTIL_COLD
 from shared.tokens import EMPTY_TREE, Candidate, Condition, TokenTree
 from tests.helpers.one_draft import (
     TREE,
@@ -47,6 +50,25 @@ def test_unknown_sequence_is_dropped() -> None:
     attachments, attachment, _ = with_one_draft()
     offer(attachments, [make_candidate(make_sequence(77))], 0.0)
     assert attachment.counters.num_stale_candidates == 1
+
+
+def test_answer_that_comes_before_the_end_of_its_round_says_how_fast_the_draft_is() -> None:
+    attachments, attachment, sequence = with_one_draft()
+    offer(attachments, [make_candidate(sequence)], 0.0)
+    commit(attachments, sequence, (5,), was_verified=True)
+    for step in range(MISSES_UNTIL_COLD):
+        attachment.patience.missed(float(step))
+    attachments.readiness.begin_rounds([sequence])
+    assignment = attachments.assignments.get(sequence.sequence_id)
+    assert assignment is not None
+    assert assignment.asked_s is not None
+    assert attachment.patience.is_cold
+    offer(attachments, [make_candidate(sequence, round=0)], assignment.asked_s + 0.004)
+    assert attachment.patience.is_cold, "it is for the round before"
+    offer(attachments, [make_candidate(sequence)], assignment.asked_s + 0.004)
+    assert not attachment.patience.is_cold
+    assert attachment.patience.response_s == pytest.approx(0.004)
+    assert assignment.candidate is None, "the round is under way without it"
 
 
 def test_candidate_pushed_ahead_that_comes_after_its_verdict_is_taken() -> None:
