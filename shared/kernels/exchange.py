@@ -1,8 +1,8 @@
 """Sums over the processes of a group, which must not depend on the rows beside a row.
 
-Parts are added in the order of ranks, in float32, and rounded once: by one kernel that reads the
-memory of the other GPUs, by one that writes to it and computes the norm as well, or in plain torch
-once the parts have been gathered.
+Parts are added in the order of ranks, in float32, and rounded once: by a kernel that writes to the
+memory of the other GPUs and computes the norm as well, or in plain torch once the parts have been
+gathered.
 """
 
 from __future__ import annotations
@@ -13,38 +13,25 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PeerAddresses:
-    """Where the GPUs of a group lay their parts and wait for each other.
-
-    Attributes:
-        rank: of this process.
-        buffers: `[size]` int64 on this GPU, where it finds each rank's memory, 16-byte aligned.
-        flags: `[size]` int64 likewise; zeros, which no other kernel writes.
-        max_programs: programs that the flags suffice for.
-    """
-
-    rank: int
-    buffers: Tensor
-    flags: Tensor
-    max_programs: int
-
-
-@dataclass(frozen=True, slots=True)
 class PeerSlots:
-    """Where the GPUs of a group send each other rows; see `exchange_norm_jit`.
+    """Memory in which the GPUs of a group send each other rows; see `exchange_norm_jit`.
 
     Attributes:
         rank: of this process.
-        places: `[size]` int64 on this GPU, where it finds each rank's slots, `[2, size, max_rows,
-            slot_bytes]` bytes that were all ones before any rank sent a row; 16-byte aligned.
+        memory: this GPU's slots, `[2, size, max_rows, slot_bytes]` bytes that were all ones before
+            any rank sent a row. No other kernel writes to it.
+        places: `[size]` int64 on this GPU, where it finds each rank's memory, 16-byte aligned.
         turns: `[max_rows]` int32 on this GPU, zeros at first; which no other kernel writes.
         slot_bytes: of the longest row, a multiple of 16.
+        max_programs: that this GPU can hold at the same time.
     """
 
     rank: int
+    memory: Tensor
     places: Tensor
     turns: Tensor
     slot_bytes: int
+    max_programs: int
 
     def fits(self, part: Tensor) -> bool:
         """Whether `exchanged_norm` takes such parts `[T, D]`; the same answer on every rank."""
@@ -57,23 +44,16 @@ def exchanged_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden` plus the sum of every rank's `part`, and its norm, `[T, D]` each.
 
-    The bits are those of `exchanged_sum` and, after it, `add_rms_norm`.
+    The bits are those of `plain_sum` and, after it, `add_rms_norm`.
 
     Args:
-        part: `[T, D]`, of one shape and dtype, which all ranks queue alike.
+        part: `[T, D]`, of one shape and dtype, which all ranks queue alike, on one stream each.
         hidden: `[T, D]`; None is nothing to add.
         weight: `[D]` of the norm.
     """
     from shared.kernels.exchange_norm_triton import launch
 
     return launch(part.contiguous(), hidden, weight, eps, slots)
-
-
-def exchanged_sum(part: Tensor, peers: PeerAddresses) -> Tensor:
-    """Returns the sum of every rank's `part`, of one shape and dtype, which all queue alike."""
-    from shared.kernels.exchange_triton import launch
-
-    return launch(part.contiguous(), peers)
 
 
 def plain_sum(parts: Tensor) -> Tensor:

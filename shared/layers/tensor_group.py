@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from shared.kernels.exchange import plain_sum
+from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
 from shared.kernels.norm import add_rms_norm
-from shared.layers.peer_memory import PeerMemory, open_peer_memory, problem_with
+from shared.layers.peer_memory import open_peer_slots, problem_with
 
 logger = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 10.0
@@ -32,14 +32,14 @@ class TensorGroup:
         rank: of this process, from 0.
         size: processes, at least 2.
         gather: fills its first argument with every process's second.
-        peers: adds small messages; None where the devices cannot read each other's memory.
+        slots: for sums of few rows; None where the devices cannot read each other's memory.
         graphs: CUDA graphs that hold collectives of the group, which cannot close before they end.
     """
 
     rank: int
     size: int
     gather: Callable[[Tensor, Tensor], object]
-    peers: PeerMemory | None = None
+    slots: PeerSlots | None = None
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list, compare=False)
 
     def sum(self, part: Tensor) -> Tensor:
@@ -47,11 +47,9 @@ class TensorGroup:
 
         An all-reduce may add in another order for another number of elements. Here parts are added
         in the order of ranks, in float32, and rounded once, so that a row's bits do not depend on
-        the rows beside it, nor on the way that the message takes. Large parts are gathered: two
-        processes exchange as many bytes as they would in an all-reduce, four twice as many.
+        the rows beside it, nor on the way that the message takes. Parts are gathered: two processes
+        exchange as many bytes as they would in an all-reduce, four twice as many.
         """
-        if self.peers is not None and self.peers.fits(part):
-            return self.peers.sum(part)
         return plain_sum(self._gathered(part))
 
     def add_norm(
@@ -59,8 +57,8 @@ class TensorGroup:
     ) -> tuple[Tensor, Tensor]:
         """Returns `hidden` plus the `sum` of parts, and its norm, `[T, D]` each; no `hidden` adds
         nothing. Both have the bits of `sum` and `add_rms_norm`, whether one kernel or two."""
-        if self.peers is not None and self.peers.slots.fits(part):
-            return self.peers.add_norm(part, hidden, weight, eps)
+        if self.slots is not None and self.slots.fits(part):
+            return exchanged_norm(part, hidden, weight, eps, self.slots)
         total = self.sum(part)
         if hidden is None:
             return add_rms_norm(total, None, weight, eps)
@@ -127,24 +125,24 @@ def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> T
     )
     if device.type != "cuda":
         return group
-    return TensorGroup(rank, size, group.gather, _peers(group, device))
+    return TensorGroup(rank, size, group.gather, _slots(group, device))
 
 
-def _peers(group: TensorGroup, device: torch.device) -> PeerMemory | None:
-    """Returns the group's peer memory, or None on every rank when one cannot have it."""
+def _slots(group: TensorGroup, device: torch.device) -> PeerSlots | None:
+    """Returns slots in memory that the group shares; None on every rank when one cannot have it."""
     index = torch.tensor([[device.index]], device=device)
     indices = group.joined(index).flatten().tolist()
     problem = problem_with(device, indices)
-    peers = None
+    slots = None
     if _agree(group, problem is None, device):
         try:
             # Its name; the group itself is what newer versions want.
             name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-            peers = open_peer_memory(device, group.rank, indices, name)
+            slots = open_peer_slots(device, group.rank, indices, name)
         except RuntimeError as error:
             problem = str(error)
         if _agree(group, problem is None, device):
-            return peers
+            return slots
     if group.rank == 0:
         reason = problem or "another process cannot share its memory"
         logger.warning("sums of small messages go through NCCL, which is slower: %s", reason)

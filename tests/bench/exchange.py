@@ -1,14 +1,14 @@
-"""`python -m tests.bench.exchange`: one sum over two GPUs, checked bit by bit and timed.
+"""`python -m tests.bench.exchange`: sums over two GPUs, checked bit by bit and timed.
 
-Two processes, one a GPU, add bfloat16 rows of 4,096 through each way that a `TensorGroup` has:
-NCCL, which takes any size, and the memory that GPUs share. Every sum must equal the float32 sum
-rounded once, for each number of rows, so that no row's bits depend on the rows beside it; inside
-replayed CUDA graphs too, where a chain of sums shows a part that was read too early. Times are
-microseconds of one sum inside a graph of 64.
+Two processes, one a GPU, add bfloat16 rows of 4,096 through NCCL, which takes any size. Every sum
+must equal the float32 sum rounded once, for each number of rows, so that no row's bits depend on
+the rows beside it; inside replayed CUDA graphs too. Times are microseconds of one sum inside a
+graph of 64.
 
-Then the sum with the residual and norm after it, in one kernel and in two: their bits must agree
-for each number of rows, in replayed graphs, and over 10,000 sums. Times are those of sum, residual
-and norm. At the end the processes leave as a target and its follower do.
+Then the sum with the residual and norm after it, in one kernel over the memory that GPUs share, and
+through NCCL: their bits must agree for each number of rows, in replayed graphs, and over 10,000
+sums. Times are those of sum, residual and norm. At the end the processes leave as a target and its
+follower do.
 
 `--norms` leaves out the sums without one. Needs two GPUs that can read each other's memory. Ends
 with 1 if a sum is wrong, and after 80 s.
@@ -20,7 +20,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,14 +30,12 @@ from tests.helpers.gpu_ranks import run_ranks
 from tests.helpers.norm_sums import NormSums, Way, captured, wrong_norms
 from tests.helpers.norm_sums import chained as chained_norms
 
-NCCL = "NCCL"
 SIZE = 2
 HIDDEN = 4096
 ROWS = (*range(1, 65), 300)
 TIMED_ROWS = (1, 8, 64, 300, 2048)
-LARGEST_SHARED = 300
 CHAIN = 64
-NORM_ROWS = (1, 8, 32, 64, 128)
+NORM_ROWS = (1, 8, 32, 64, 128, 300, 512)
 _LIMIT_S = 80.0
 
 
@@ -61,30 +58,30 @@ def expected(all_parts: list[Tensor]) -> Tensor:
     return total.bfloat16()
 
 
-def chained(way: TensorGroup, rows: Tensor) -> Tensor:
+def chained(group: TensorGroup, rows: Tensor) -> Tensor:
     """Returns the sum after `CHAIN` sums of sums: each after the first doubles every element."""
     for _ in range(CHAIN):
-        rows = way.sum(rows)
+        rows = group.sum(rows)
     return rows
 
 
-def wrong_sums(way: TensorGroup, device: torch.device) -> Iterator[str]:
+def wrong_sums(group: TensorGroup, device: torch.device) -> Iterator[str]:
     """Yields what differs from the float32 sums."""
     all_parts = parts(1, device)
-    reference, own = expected(all_parts), all_parts[way.rank]
+    reference, own = expected(all_parts), all_parts[group.rank]
     for count in ROWS:
-        if not torch.equal(way.sum(own[:count]), reference[:count]):
+        if not torch.equal(group.sum(own[:count]), reference[:count]):
             yield f"{count} rows"
     for count in (1, 2, 7, 64, 300):
         static = own[:count].clone()
-        graph, total = captured(lambda rows=static: way.sum(rows), way)
+        graph, total = captured(lambda rows=static: group.sum(rows), group)
         for seed in (2, 3, 4):
             drawn = parts(seed, device)
-            static.copy_(drawn[way.rank][:count])
+            static.copy_(drawn[group.rank][:count])
             graph.replay()
             if not torch.equal(total, expected(drawn)[:count]):
                 yield f"{count} rows in a graph, seed {seed}"
-        graph, total = captured(lambda rows=static: chained(way, rows), way)
+        graph, total = captured(lambda rows=static: chained(group, rows), group)
         doubled = expected(drawn)[:count] * 2.0 ** (CHAIN - 1)
         for replay in range(20):
             graph.replay()
@@ -92,32 +89,33 @@ def wrong_sums(way: TensorGroup, device: torch.device) -> Iterator[str]:
                 yield f"{count} rows in a chain of {CHAIN}, replay {replay}"
 
 
-def time_us(way: TensorGroup, count: int, device: torch.device) -> float:
+def time_us(group: TensorGroup, count: int, device: torch.device) -> float:
     """Returns the time of one sum of `count` rows inside a graph."""
     rows = torch.zeros(count, HIDDEN, dtype=torch.bfloat16, device=device)
-    graph, _ = captured(lambda: chained(way, rows), way)
+    graph, _ = captured(lambda: chained(group, rows), group)
     return device_ms(graph.replay) * 1e3 / CHAIN
 
 
-def report(name: str, way: TensorGroup, device: torch.device) -> bool:
-    """Checks and times one way; rank 0 prints. Returns whether all sums are right."""
-    counts = [count for count in TIMED_ROWS if count <= LARGEST_SHARED or name == NCCL]
-    wrong = list(wrong_sums(way, device))
-    times = [f"{count} rows {time_us(way, count, device):.1f}" for count in counts]
+def sums_are_right(group: TensorGroup, device: torch.device) -> bool:
+    """Checks and times sums without a norm; rank 0 prints. Returns whether all are right."""
+    wrong = list(wrong_sums(group, device))
+    times = [f"{count} rows {time_us(group, count, device):.1f}" for count in TIMED_ROWS]
     verdict = f"{len(wrong)} WRONG: {'; '.join(wrong[:8])}" if wrong else "all sums right"
-    if way.rank == 0 or wrong:
-        print(f"{name}, rank {way.rank}: {verdict}; us a sum: {', '.join(times)}", flush=True)
+    if group.rank == 0 or wrong:
+        print(f"NCCL, rank {group.rank}: {verdict}; us a sum: {', '.join(times)}", flush=True)
     return not wrong
 
 
 def norms_are_right(group: TensorGroup, device: torch.device) -> bool:
     """Checks and times sums with a norm after them; rank 0 prints. Returns whether all agree."""
+    if group.slots is None:
+        return False
     wrong = list(wrong_norms(group, device))
     verdict = f"{len(wrong)} DIFFER: {'; '.join(wrong[:8])}" if wrong else "all bits agree"
     sums = NormSums(group, device)
     if group.rank == 0 or wrong:
         print(f"sum, residual and norm, rank {group.rank}: {verdict}", flush=True)
-    for name, way in zip(("one kernel", "two kernels"), sums.ways(), strict=True):
+    for name, way in zip(("one kernel", "NCCL"), sums.ways(), strict=True):
         times = [f"{count} rows {norm_time_us(sums, way, count):.2f}" for count in NORM_ROWS]
         if group.rank == 0:
             print(f"{name}: us a sum and norm: {', '.join(times)}", flush=True)
@@ -131,18 +129,10 @@ def norm_time_us(sums: NormSums, way: Way, count: int) -> float:
     return device_ms(graph.replay) * 1e3 / CHAIN
 
 
-def sums_are_right(group: TensorGroup, device: torch.device) -> bool:
+def all_are_right(group: TensorGroup, device: torch.device) -> bool:
     """Returns whether all sums of this rank are right, with norms and without."""
-    is_right = report(NCCL, replace(group, peers=None), device)
-    if group.peers is None:
-        return False
-    is_right = report("shared memory", group, device) and is_right
-    return only_norms_are_right(group, device) and is_right
-
-
-def only_norms_are_right(group: TensorGroup, device: torch.device) -> bool:
-    """Returns whether all sums of this rank with a norm after them are right."""
-    return group.peers is not None and norms_are_right(group, device)
+    is_right = sums_are_right(group, device)
+    return norms_are_right(group, device) and is_right
 
 
 def main() -> int:
@@ -152,7 +142,7 @@ def main() -> int:
     if torch.cuda.device_count() < SIZE:
         sys.exit(f"needs {SIZE} GPUs; this host has {torch.cuda.device_count()}")
     start_s = time.monotonic()
-    work = only_norms_are_right if arguments.norms else sums_are_right
+    work = norms_are_right if arguments.norms else all_are_right
     codes = run_ranks(work, size=SIZE, limit_s=_LIMIT_S)
     print(f"exit codes {codes} after {time.monotonic() - start_s:.1f} s")
     return int(any(code != 0 for code in codes))

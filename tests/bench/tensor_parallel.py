@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="folder for 17 GB; a temporary one when unset")
     flags = parser.parse_args()
     if sum(size > 1 for size in flags.sizes) > 1:
-        # See `open_peer_memory`.
+        # See `open_peer_slots`.
         parser.error(f"--sizes is {flags.sizes}; a process can lead one group, so one size above 1")
     plan = replace(Plan(), batches=tuple(flags.batches), output_tokens=flags.output_tokens)
     print(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, {torch.__version__}")

@@ -1,4 +1,4 @@
-"""Sums over GPUs with the residual and norm after them: in one kernel, and in two."""
+"""Sums over GPUs with the residual and norm after them: in one kernel, and through NCCL."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shared.runtime.capture import capturing
 EPS = 1e-5
 WIDTHS = ((torch.bfloat16, 4096), (torch.float16, 768), (torch.float32, 100))
 NUM_SUMS = 10_000
-_FEW_ROWS, _MANY_ROWS = (1, 2, 7, 64), (*range(1, 65), 100, 128)
+_FEW_ROWS, _MANY_ROWS = (1, 2, 7, 64), (*range(1, 65), 100, 133, 300, 512)
 # Odd and even numbers of sums, so that graphs leave their rows at either slot.
-_CHAINS = ((1, 3), (5, 1), (64, 5), (33, 2), (128, 3), (2, 4))
+_CHAINS = ((1, 3), (5, 1), (64, 5), (33, 2), (300, 3), (2, 4))
 _NUM_REPLAYS = 60
 Way = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class NormSums:
         return self.drawn(1000 * (1 + self.group.rank) + seed, rows)
 
     def ways(self) -> tuple[Way, Way]:
-        """Returns what computes sum and norm in one kernel, and in two."""
+        """Returns what computes sum and norm in one kernel, and through NCCL."""
         weight = self.drawn(0, 1)[0]
 
         def one(part: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def captured(work: Callable[[], Result], group: TensorGroup) -> tuple[torch.cuda
 
 
 def wrong_norms(group: TensorGroup, device: torch.device) -> Iterator[str]:
-    """Yields everything that differs between one kernel and two."""
+    """Yields everything that differs between one kernel and NCCL's way."""
     for dtype, columns in WIDTHS:
         sums = NormSums(group, device, dtype, columns)
         counts = _MANY_ROWS if columns == WIDTHS[0][1] else _FEW_ROWS

@@ -17,9 +17,9 @@ from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.norm import add_rms_norm
 
-MAX_ROWS, SLOT_BYTES, EPS = 3, 256, 1e-5
+MAX_ROWS, MAX_PROGRAMS, SLOT_BYTES, EPS = 5, 2, 256, 1e-5
 # Rows of one sum after another: each row's slots are taken at sums of their own.
-COUNTS = (3, 1, 3, 2, 1, 1, 3)
+COUNTS = (3, 1, 5, 2, 1, 1, 4)
 LIMIT_S = 120.0
 
 
@@ -62,7 +62,8 @@ def slots_of(folder: Path, rank: int, size: int) -> tuple[PeerSlots, list[Tensor
     size_bytes = 2 * size * MAX_ROWS * SLOT_BYTES
     memory = [mapped(folder / f"slots-{other}", size_bytes) for other in range(size)]
     places = torch.tensor([each.data_ptr() for each in memory])
-    return PeerSlots(rank, places, torch.zeros(MAX_ROWS, dtype=torch.int32), SLOT_BYTES), memory
+    turns = torch.zeros(MAX_ROWS, dtype=torch.int32)
+    return PeerSlots(rank, memory[rank], places, turns, SLOT_BYTES, MAX_PROGRAMS), memory
 
 
 def add(folder: Path, rank: int, case: Case) -> None:
@@ -143,8 +144,8 @@ def test_no_number_is_taken_for_one_that_has_not_come(tmp_path: Path) -> None:
     ("shape", "dtype", "fits"),
     [
         ((1, 128), torch.float16, True),
-        ((3, 64), torch.float32, True),
-        ((4, 64), torch.float32, False),
+        ((5, 64), torch.float32, True),
+        ((6, 64), torch.float32, False),
         ((0, 64), torch.float32, False),
         ((1, 129), torch.bfloat16, False),
         ((1, 65), torch.float32, False),
@@ -154,5 +155,6 @@ def test_what_fits_follows_from_the_shape(
     shape: tuple[int, int], dtype: torch.dtype, fits: bool
 ) -> None:
     nowhere = torch.zeros(2, dtype=torch.int64)
-    slots = PeerSlots(0, nowhere, torch.zeros(MAX_ROWS, dtype=torch.int32), SLOT_BYTES)
+    turns = torch.zeros(MAX_ROWS, dtype=torch.int32)
+    slots = PeerSlots(0, torch.empty(0), nowhere, turns, SLOT_BYTES, MAX_PROGRAMS)
     assert slots.fits(torch.empty(shape, dtype=dtype)) is fits

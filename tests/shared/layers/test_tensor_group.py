@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.exchange import PeerAddresses, PeerSlots, plain_sum
+from shared.kernels.exchange import PeerSlots, plain_sum
 from shared.kernels.norm import add_rms_norm
-from shared.layers import peer_memory
+from shared.layers import tensor_group
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
-from shared.layers.peer_memory import MAX_BYTES, PeerMemory, problem_with
+from shared.layers.peer_memory import problem_with
 from shared.layers.tensor_group import Part, TensorGroup, ends_within
 
 CPU = torch.device("cpu")
@@ -54,54 +54,6 @@ def test_a_sum_is_that_of_float32_rounded_once_for_every_number_of_rows(
         assert torch.equal(total, exact.to(dtype)[:rows])
 
 
-def _peers(size: int, num_bytes: int, num_rows: int = 0) -> PeerMemory:
-    """Returns the memory of `size` processes that has room for so much."""
-    nowhere = torch.zeros(size, dtype=torch.int64)
-    return PeerMemory(
-        torch.empty(num_bytes, dtype=torch.uint8),
-        PeerAddresses(0, nowhere, nowhere, max_programs=1),
-        PeerSlots(0, nowhere, torch.zeros(num_rows, dtype=torch.int32), slot_bytes=1024),
-    )
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize(
-    ("shape", "dtype", "fits"),
-    [
-        ((1, 4096), torch.bfloat16, True),
-        ((512, 4096), torch.bfloat16, True),
-        ((513, 4096), torch.bfloat16, False),
-        ((256, 4096), torch.float32, True),
-        ((257, 4096), torch.float32, False),
-        ((0, 4096), torch.bfloat16, False),
-        ((1, 3), torch.float16, True),
-    ],
-)
-def test_what_fits_follows_from_the_shape(
-    size: int, shape: tuple[int, int], dtype: torch.dtype, fits: bool
-) -> None:
-    assert _peers(size, MAX_BYTES).fits(torch.empty(shape, dtype=dtype)) is fits
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_group_adds_in_shared_memory_what_fits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts, peers, shared = _parts(3, dtype), _peers(3, 8 * 64 * dtype.itemsize), []
-
-    def kernel(part: Tensor, addresses: PeerAddresses) -> Tensor:
-        assert addresses is peers.addresses
-        shared.append(len(part))
-        return plain_sum(parts[:, : len(part)])
-
-    monkeypatch.setattr(peer_memory, "exchanged_sum", kernel)
-    group = replace(_group(parts), peers=peers)
-    exact = _group(parts).sum(parts[0])
-    assert torch.equal(group.sum(parts[0, :8]), exact[:8])
-    assert torch.equal(group.sum(parts[0]), exact)
-    assert shared == [8]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_takes_the_sum_of_parts(dtype: torch.dtype) -> None:
     parts = _parts(3, dtype)
@@ -122,20 +74,22 @@ def test_a_norm_takes_the_sum_of_parts(dtype: torch.dtype) -> None:
 def test_a_group_adds_and_normalises_few_rows_in_one_kernel(
     has_hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, peers, fused = _parts(2, torch.float32), _peers(2, 0, num_rows=8), []
+    parts, fused = _parts(2, torch.float32), []
+    nowhere, turns = torch.zeros(2, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+    own_slots = PeerSlots(0, torch.empty(0), nowhere, turns, slot_bytes=1024, max_programs=1)
     weight, hidden = parts[1, 0], parts[1] if has_hidden else None
 
     def kernel(
         part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
     ) -> tuple[Tensor, Tensor]:
-        assert slots is peers.slots
+        assert slots is own_slots
         fused.append(len(part))
         total = plain_sum(parts[:, : len(part)])
         pair = (total, None) if hidden is None else (hidden, total)
         return add_rms_norm(*pair, weight, eps)
 
-    monkeypatch.setattr(peer_memory, "exchanged_norm", kernel)
-    group = replace(_group(parts), peers=peers)
+    monkeypatch.setattr(tensor_group, "exchanged_norm", kernel)
+    group = replace(_group(parts), slots=own_slots)
     exact = _group(parts).add_norm(parts[0], hidden, weight, 1e-5)
     for rows in (8, 33):
         few = None if hidden is None else hidden[:rows]
