@@ -159,7 +159,8 @@ class TreeGrower:
     """Passes of one model for trees of any shape, one at a time. Owned by one thread.
 
     Args:
-        is_split: whether a pass can stop, and others be run, between two of its forwards.
+        is_split: whether a pass can stop, and others be run, between two of its forwards; it then
+            takes sequences with one open row.
     """
 
     def __init__(self, model: TreeModel, limits: PassLimits, *, is_split: bool = False) -> None:
@@ -171,11 +172,11 @@ class TreeGrower:
 
     def max_open_rows(self, tree: TreeShape) -> int:
         """Returns most open rows of a sequence that a pass of this shape takes."""
-        return tree.num_steps + 1
+        return 1 if self._is_split else tree.num_steps + 1
 
     def split(self) -> TreeGrower:
-        """Returns a grower of the same trees whose passes can stop. It has memory of its own, so
-        that passes of this one can be run meanwhile."""
+        """Returns a grower of the same trees behind one open row, whose passes can stop. It has
+        memory of its own, so that passes of this one can be run meanwhile."""
         other = TreeGrower(self._model, self.limits, is_split=True)
         other._kinds = self._kinds
         return other

@@ -78,7 +78,8 @@ class TreePass:
 
     Args:
         num_choices: see `DecoderDraft`.
-        is_split: each part is a graph; else all up to the trees are one.
+        is_split: each part is a graph, and sequences have one open row each; else all up to the
+            trees is one graph.
         memory: of `torch.cuda.graph_pool_handle`, for all graphs of a model; None without graphs.
     """
 
@@ -95,7 +96,7 @@ class TreePass:
         self._model, self._pool = model, model.pool
         self.shape, self.num_choices = shape, num_choices
         self._limits, self._is_split, self._memory = limits, is_split, memory
-        self.max_open_rows = shape.max_committed
+        self.max_open_rows = 1 if is_split else shape.max_committed
         # Graphs read the features and the inputs at addresses that never change.
         self._features = torch.zeros(
             (limits.max_sequences * self.max_open_rows, model.feature_width),
