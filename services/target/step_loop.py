@@ -121,7 +121,7 @@ class StepLoop:
             runs_ahead=overlaps,
         )
         self.drafts = DraftExchange(
-            self.attachments, self._features, self._rounds, clock, self._selections.settle
+            self.attachments, self._features, self._rounds, self._selections, clock
         )
         self._in_flight: LaunchedStep | None = None
 

@@ -9,14 +9,17 @@ next without the host.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.prepared_trees import PreparedBlock, PreparedTree
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
@@ -44,6 +47,8 @@ class SelectionRunner:
 
     Args:
         pool: the target's KV.
+        features: what is kept of the rows that are committed; None keeps nothing.
+        feature_rows: `[num_slots, W]`, where.
         graph_memory: see `RoundGraphs`.
     """
 
@@ -53,11 +58,15 @@ class SelectionRunner:
         decoder: Decoder,
         pool: KvPool,
         limits: RoundLimits,
+        features: FeatureSpec | None = None,
+        feature_rows: Tensor | None = None,
         graph_memory: Any | None = None,
     ) -> None:
         self.limits = limits
         self._decoder = decoder
         self._pool = pool
+        self._features = features
+        self._feature_rows = feature_rows
         if graph_memory is None and pool.device.type == "cuda":
             # Rounds of two shapes follow one another, so their graphs share memory.
             graph_memory = torch.cuda.graph_pool_handle()
@@ -75,6 +84,10 @@ class SelectionRunner:
         self._block = PreparedBlock(limits.max_sequences, MAX_TREE_ROWS, pool.device)
         self._rounds: dict[TreeShape, RoundGraphs] = {}
         self._prepared: _Prepared | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._begun: torch.cuda.Event | None = None
 
     @property
     def sequence_ids(self) -> frozenset[int]:
@@ -162,6 +175,9 @@ class SelectionRunner:
         for each in placed.values():
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         self._prepared = None
+        if self._stream is not None:
+            self._begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._begun.record(torch.cuda.current_stream(self._pool.device))
         rounds, sampling = self._rounds_of(shape), self._slots.sampling
         # Graphs that are missing are made before the trees that they will read are queued.
         rounds.make(self._slots.num_used, sampling)
@@ -170,6 +186,17 @@ class SelectionRunner:
         rounds.grow(self._slots.num_used, sampling)
         taking_part = HostCopy(self._slots.state.is_active.contiguous())
         self._prepared = _Prepared(rounds, shape, sampling, taking_part)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What the body queues comes behind everything that was queued before the last round was
+        prepared, and beside that round. It may read what earlier rounds committed."""
+        if self._stream is None or self._begun is None:
+            yield
+            return
+        self._stream.wait_event(self._begun)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def has_chosen(self) -> bool:
         """Waits for the choice that was prepared; whether any sequence takes part."""
@@ -195,7 +222,9 @@ class SelectionRunner:
             parts = SelectionParts.of(self._pool.device)
             self._rounds[shape] = RoundGraphs(
                 parts.selection(self._block, batches),
-                parts.verification(self._decoder, self._pool, sizes, None, None),
+                parts.verification(
+                    self._decoder, self._pool, sizes, self._features, self._feature_rows
+                ),
                 self._slots.state,
                 self._graph_memory,
             )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.feature_store import FeatureSpec
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from shared.tokens import Candidate, Condition, TokenTree, Verdict
@@ -25,6 +27,7 @@ class AheadDraft:
         recovers: sends a tree for a verdict that it did not foresee, too.
         is_held: keeps what it would send in `held`.
         offer: the way to the engine; None is the engine's own.
+        features: what it was sent, by answer.
     """
 
     engine: Engine
@@ -34,6 +37,8 @@ class AheadDraft:
     is_held: bool = False
     name: str = "ahead"
     max_sequences: int = 64
+    feature_spec: FeatureSpec | None = None
+    features: dict[int, list[FeatureRows]] = field(default_factory=dict)
     offer: Callable[[str, list[Candidate]], None] | None = None
     verdicts: list[Verdict] = field(default_factory=list)
     held: list[list[Candidate]] = field(default_factory=list)
@@ -43,7 +48,7 @@ class AheadDraft:
 
     def attach(self) -> None:
         identity = DraftIdentity(self.name, self.name, "m", "SCRIPTED", self.max_sequences, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(NEVER_S)))
+        self.engine.attach(Attachment(identity, self, Patience(NEVER_S), self.feature_spec))
 
     def send(self, message: DraftMessage) -> bool:
         for opened in message.opened:
@@ -53,6 +58,8 @@ class AheadDraft:
                 for number, answer in enumerate(self.answers)
                 if tuple(answer[:length]) == opened.token_ids[:length]
             )
+        for rows in message.features:
+            self.features.setdefault(self._numbers[rows.sequence_id], []).append(rows)
         for verdict in message.verdicts:
             self.verdicts.append(verdict)
             self._answer(verdict)

@@ -95,31 +95,45 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("greedy", TREE), ("sampled", CHAIN), ("penalised", TREE)],
-    ids=["greedy tree", "sampled chain", "penalised tree"],
+    ("name", "shape", "selects"),
+    [
+        ("greedy", TREE, False),
+        ("sampled", CHAIN, False),
+        ("penalised", TREE, False),
+        ("greedy", CHAIN, True),
+        ("sampled", TREE, True),
+    ],
+    ids=[
+        *("greedy tree", "sampled chain", "penalised tree"),
+        *("greedy chain on the device", "sampled tree on the device"),
+    ],
 )
 def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
-    head: Head, name: str, shape: TreeShape
+    head: Head, name: str, shape: TreeShape, selects: bool
 ) -> None:
     decoder, build = head
     sampling = SAMPLINGS[name]
     expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
-    engine = build_engine(decoder, on_step=reports.append)
+    engine = build_engine(decoder, on_step=reports.append, selects=selects)
     drafter = build(200)
     WiredDraft(engine, drafter, shape, BUDGET).attach()
     assert outputs(run(engine, requests(sampling))) == expected
     drafter.check()
     assert total_outcomes(reports).num_hits > 0
+    assert any(each.round_shape is not None for each in reports) == selects
 
 
-@pytest.mark.parametrize("seed", range(len(SAMPLINGS)))
-def test_delays_losses_repetitions_and_reconnects_change_nothing(head: Head, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "selects"), [(0, False), (1, False), (2, False), (0, True), (1, True)]
+)
+def test_delays_losses_repetitions_and_reconnects_change_nothing(
+    head: Head, seed: int, selects: bool
+) -> None:
     decoder, build = head
     sampling = list(SAMPLINGS.values())[seed]
     expected = outputs(run(build_engine(decoder), requests(sampling)))
-    engine = build_engine(decoder)
+    engine = build_engine(decoder, selects=selects)
     drafter, shape = build(200), (CHAIN, TREE)[seed % 2]
     draft = LossyDraft(
         engine, drafter, shape, BUDGET, seed=seed, delay=2 + seed, loss=(0.0, 0.2)[seed % 2]

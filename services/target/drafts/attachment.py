@@ -174,6 +174,11 @@ class Attachment:
         return self.feature_spec is not None
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether it reads nothing that the target's device has yet to write."""
+        return self.feature_spec is None or self.outlet.hands_over
+
+    @property
     def base_shape(self) -> TreeShape:
         """The shape of its trees while no other is wanted."""
         return self.identity.shape or UNSAID_SHAPE

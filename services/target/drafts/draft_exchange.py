@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.rounds.round_steps import RoundSteps
+from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
 
 logger = logging.getLogger(__name__)
@@ -28,17 +29,15 @@ class DraftExchange:
         attachments: Attachments,
         features: FeatureFeed,
         rounds: RoundSteps,
+        selections: SelectionSteps,
         clock: Clock,
-        settle_rounds: Callable[[], None],
     ) -> None:
-        """`settle_rounds` commits the rounds under way, whose trees belong to the drafts that have
-        the sequences now."""
         self.offers: deque[Offer] = deque()
         self.attachments = attachments
         self._features = features
         self._rounds = rounds
+        self._selections = selections
         self._clock = clock
-        self._settle_rounds = settle_rounds
 
     def attach(self, attachment: Attachment, started: Iterable[TargetSequence]) -> None:
         """Adds a draft and hands it the sequences that have left the queue and have none."""
@@ -49,7 +48,8 @@ class DraftExchange:
 
     def detach(self, attachment_id: str) -> None:
         """Forgets a draft."""
-        self._settle_rounds()
+        # The trees under way belong to the drafts that have the sequences now.
+        self._selections.settle()
         self._rounds.close(self.attachments.detach(attachment_id, self._clock()))
 
     def take_offers(self) -> None:
@@ -60,12 +60,13 @@ class DraftExchange:
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
         """Takes sequences back from a draft."""
-        self._settle_rounds()
+        self._selections.settle()
         self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
 
     def tell(self) -> None:
         """Sends each draft what it does not know yet, in one message."""
-        self._features.send()
+        with self._selections.aside():
+            self._features.send()
         for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):
                 logger.warning("draft %s does not keep up", attachment.identity.worker_id)

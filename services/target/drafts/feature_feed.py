@@ -24,9 +24,9 @@ class FeatureFeed:
         self._page_size = page_size
 
     @property
-    def is_used(self) -> bool:
-        """Whether any draft ever asked for features."""
-        return self._stores.is_used
+    def stores(self) -> tuple[FeatureStore, ...]:
+        """Where features are kept, also of drafts that have left."""
+        return self._stores.all
 
     @property
     def captured_layers(self) -> tuple[int, ...]:

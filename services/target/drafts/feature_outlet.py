@@ -26,7 +26,14 @@ class PlacedRows:
 
 
 class FeatureOutlet(Protocol):
-    """Called on the engine thread."""
+    """Called on the engine thread.
+
+    Attributes:
+        hands_over: rows are where the draft gets them when `place` returns, not only queued.
+    """
+
+    @property
+    def hands_over(self) -> bool: ...
 
     def place(self, rows: Tensor) -> PlacedRows:
         """Puts rows `[R, W]` of the target's device where the draft can have them."""
@@ -35,6 +42,8 @@ class FeatureOutlet(Protocol):
 class InProcessOutlet:
     """The draft lives in this process: rows stay where they are."""
 
+    hands_over = False
+
     def place(self, rows: Tensor) -> PlacedRows:
         return PlacedRows(rows)
 
@@ -42,12 +51,16 @@ class InProcessOutlet:
 class InlineOutlet:
     """Rows travel as bytes, from host memory."""
 
+    hands_over = True
+
     def place(self, rows: Tensor) -> PlacedRows:
         return PlacedRows(rows.cpu())
 
 
 class RingOutlet:
     """Rows lie in memory that the draft shares; as bytes they travel while there is no room."""
+
+    hands_over = True
 
     def __init__(self, ring: FeatureRingWriter) -> None:
         self._ring = ring

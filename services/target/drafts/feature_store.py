@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shared.errors import FailedPrecondition
 from shared.kv.upload import uploaded_numbers
+from shared.models.heads.feature_spec import FeatureSpec as ComputedFeatures
 from shared.runtime.runner import RunnerOutput
 
 MAX_STORES = 2
@@ -92,6 +93,13 @@ class FeatureStore:
         """`[num_slots, W]`, a row for each slot of the KV pool."""
         return self._rows
 
+    @property
+    def computed(self) -> ComputedFeatures:
+        """What rounds on the device compute for the rows."""
+        spec = self.spec
+        width = self._rows.shape[1]
+        return ComputedFeatures(spec.layer_indices, spec.dtype, width, self._projection)
+
     def write(self, slots: Tensor, output: RunnerOutput, captured: Sequence[int]) -> None:
         """Stores the rows of a forward.
 
@@ -113,6 +121,10 @@ class FeatureStore:
     def know(self, slots: Sequence[int]) -> None:
         """Marks host-side which slots hold rows now."""
         self._is_known[torch.tensor(slots, dtype=torch.int64)] = True
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Marks host-side that slots hold keys and values whose rows nobody stored."""
+        self._is_known[torch.tensor(slots, dtype=torch.int64)] = False
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Follows an accepted path that the KV pool moves."""
@@ -148,6 +160,11 @@ class FeatureStores:
     def is_used(self) -> bool:
         """Whether any draft ever asked for features."""
         return bool(self._stores)
+
+    @property
+    def all(self) -> tuple[FeatureStore, ...]:
+        """The stores that there are."""
+        return tuple(self._stores.values())
 
     @property
     def captured_layers(self) -> tuple[int, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 
 import torch
 
+from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.sequence import Sequence
 from shared.kv.leases import KvLeases
@@ -22,15 +24,34 @@ logger = logging.getLogger(__name__)
 
 
 class SelectedRounds:
-    """Owned by the engine thread."""
+    """Owned by the engine thread.
+
+    Attributes:
+        store: of the features that rounds keep; None where they keep none.
+    """
+
+    store: FeatureStore | None
 
     def __init__(self, runner: ModelRunner, leases: KvLeases, limits: RoundLimits) -> None:
+        self._target = runner
         self._leases = leases
         self._limits = limits
         self._max_sequences = limits.max_sequences
         self._has_memory = True
-        self._runner = SelectionRunner(decoder=runner.decoder, pool=runner.pool, limits=limits)
         self._sequences: dict[int, Sequence] = {}
+        self.turn_to(None)
+
+    def turn_to(self, store: FeatureStore | None) -> None:
+        """Has rounds keep the features of what they commit, or none; no sequence has a slot."""
+        assert not self._sequences, "sequences would stay behind"
+        self.store = store
+        self._runner = SelectionRunner(
+            decoder=self._target.decoder,
+            pool=self._target.pool,
+            limits=self._limits,
+            features=None if store is None else store.computed,
+            feature_rows=None if store is None else store.rows,
+        )
 
     @property
     def is_running(self) -> bool:
@@ -92,10 +113,25 @@ class SelectedRounds:
         """Launches what was prepared."""
         self._runner.launch()
 
-    def read(self) -> list[tuple[Sequence | None, SequenceRound]]:
+    def read(self, stores: Iterable[FeatureStore]) -> list[tuple[Sequence | None, SequenceRound]]:
         """Waits for the oldest unread round; returns what it did, with None in place of sequences
-        that have ended since."""
-        return [(self._sequences.get(each.sequence_id), each) for each in self._runner.result()]
+        that have ended since.
+
+        Args:
+            stores: of all features; all but one have holes from now on.
+        """
+        results = [(self._sequences.get(each.sequence_id), each) for each in self._runner.result()]
+        for store in stores:
+            slots = [slot for sequence, each in results for slot in self._slots(sequence, each)]
+            if store is self.store:
+                store.know(slots)
+            else:
+                store.forget(slots)
+        return results
+
+    def aside(self) -> AbstractContextManager[None]:
+        """See `SelectionRunner.aside`."""
+        return self._runner.aside()
 
     def leave(self) -> None:
         """Takes all sequences from their slots; every round has been read. They may come back."""
@@ -121,6 +157,14 @@ class SelectedRounds:
         """Makes the pages cover the round; nobody is preempted for it."""
         num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
         return self._leases.try_grow(sequence.open_lease, num_tokens)
+
+    def _slots(self, sequence: Sequence | None, result: SequenceRound) -> list[int]:
+        """Returns where the keys and values are that a round computed of committed tokens."""
+        if sequence is None:
+            return []
+        start = len(sequence.token_ids) - 1
+        end = start + len(result.token_ids)
+        return sequence.open_lease.slots(start, end, self._leases.page_size)
 
     def _place(self, sequences: SequenceOf[Sequence]) -> None:
         newcomers = [

@@ -12,10 +12,12 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from services.target.clock import Clock
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.feature_store import FeatureSpec
 from services.target.host_gap import HostGap
 from services.target.rounds.early_launch import EarlyLaunch
 from services.target.rounds.next_trees import NextTrees, TreeForecast
@@ -101,6 +103,7 @@ class SelectionSteps:
         if not self._suits(rounds):
             self.settle()
             return Turn.ELSEWHERE
+        self._turn_to_store(rounds)
         if self._launched:
             return self._go_on(rounds)
         if not rounds.is_running:
@@ -119,6 +122,12 @@ class SelectionSteps:
                 self._commit(rounds)
             rounds.leave()
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Returns a context in which what earlier rounds left is read beside the one under way."""
+        if self._rounds is None or not self._launched:
+            return nullcontext()
+        return self._rounds.aside()
+
     def prepare_next(self) -> bool:
         """Makes something that a later round would have to wait for; returns whether it did."""
         return self._rounds is not None and self._rounds.prepare_next()
@@ -135,11 +144,25 @@ class SelectionSteps:
         return (
             bool(running)
             and not self._scheduler.may_admit
-            # Rounds store no features; later there would be holes.
-            and not self._features.is_used
             and rounds.takes(running)
             and all(map(self._takes, running))
+            and len(self._wanted_features) <= 1
+            and all(each.is_elsewhere for each in self._attachments.drafts.live)
         )
+
+    @property
+    def _wanted_features(self) -> dict[str, FeatureSpec]:
+        """What drafts read, by key."""
+        specs = (each.feature_spec for each in self._attachments.drafts.live)
+        return {spec.key: spec for spec in specs if spec is not None}
+
+    def _turn_to_store(self, rounds: SelectedRounds) -> None:
+        """Has rounds keep the features that a draft reads."""
+        specs = self._wanted_features.values()
+        store = next(map(self._features.kept, specs), None)
+        if store is not rounds.store:
+            self.settle()
+            rounds.turn_to(store)
 
     def _takes(self, sequence: Sequence) -> bool:
         assignment = self._attachments.assignments.get(sequence.sequence_id)
@@ -215,7 +238,7 @@ class SelectionSteps:
 
     def _commit(self, rounds: SelectedRounds) -> None:
         """Reads the oldest round and commits it."""
-        results, round_ = rounds.read(), self._launched.popleft()
+        results, round_ = rounds.read(self._features.stores), self._launched.popleft()
         next_round = self._launched[0] if self._launched else None
         now_s = self._clock()
         if next_round is None:

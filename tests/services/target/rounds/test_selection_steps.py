@@ -11,6 +11,7 @@ import torch
 
 from services.draft.fan_out import FanOut
 from services.target.control.speculation_controller import SpeculationController
+from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -80,6 +81,7 @@ class Setup:
     sampling: SamplingParams = SEEDED
     reports: list[StepReport] = field(default_factory=list)
     overlaps: bool = True
+    selects: bool = True
 
     def __post_init__(self) -> None:
         self.engine = build_engine(
@@ -87,7 +89,7 @@ class Setup:
             on_step=self.reports.append,
             poisons_free_pages=True,
             overlaps=self.overlaps,
-            selects=True,
+            selects=self.selects,
         )
         self.answers = _answers(self.decoder, self.sampling)
         self.draft = AheadDraft(self.engine, self.answers)
@@ -383,6 +385,59 @@ def test_sequences_without_a_draft_go_along(decoder: Decoder) -> None:
     setup.check(run(setup.engine, setup.requests(40)), 40)
     sizes = [each.num_rounds for each in setup.reports if each.round_shape is not None]
     assert sizes.count(2) > 5
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_draft_gets_the_features_of_the_general_path(
+    decoder: Decoder, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EarlyLaunch, "pays", CHOICES[choice])
+    projection = torch.randn((8, 64), generator=torch.Generator().manual_seed(1))
+    spec = FeatureSpec("key", (1, 4), torch.float32, projection)
+    found = []
+    for selects in (False, True):
+        setup = Setup(decoder, selects=selects)
+        setup.engine.detach("ahead")
+        draft = AheadDraft(setup.engine, setup.answers, name="head", feature_spec=spec)
+        draft.foresees = lambda number, round_: round_ % 3 != 0
+        draft.recovers = True
+        draft.attach()
+        setup.check(run(setup.engine, setup.requests(40)), 40)
+        assert (_num_rounds(setup.reports) > 0) == selects
+        found.append(
+            {key: torch.cat([e.rows for e in rows]) for key, rows in draft.features.items()}
+        )
+        for rows in draft.features.values():
+            assert [each.position_offset for each in rows[1:]] == [each.end for each in rows[:-1]]
+    for key, expected in found[0].items():
+        shortest = min(len(expected), len(found[1][key]))
+        assert shortest > 30
+        assert torch.equal(found[1][key][:shortest], expected[:shortest])
+
+
+def test_features_of_others_have_holes_where_rounds_kept_none(decoder: Decoder) -> None:
+    """A head leaves, rounds go on for a draft without features, and the head comes back."""
+    setup = Setup(decoder)
+    spec = FeatureSpec("key", (1, 4), torch.float32, None)
+    head = AheadDraft(setup.engine, setup.answers, name="head", feature_spec=spec)
+    setup.engine.detach("ahead")
+    head.attach()
+    setup.draft.recovers = True
+    num_before: list[int] = []
+
+    def each_step(step: int) -> None:
+        if step == 5:
+            setup.engine.detach("head")
+            setup.draft.attach()
+        if step == 12:
+            num_before.append(len(head.features[0]))
+            setup.engine.detach("ahead")
+            head.attach()
+
+    setup.check(run(setup.engine, setup.requests(60), each_step=each_step), 60)
+    first, *others = head.features[0][num_before[0] :]
+    assert first.position_offset > head.features[0][num_before[0] - 1].end
+    assert others
 
 
 @pytest.mark.parametrize(
