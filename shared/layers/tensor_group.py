@@ -68,9 +68,13 @@ class TensorGroup:
         """Returns the largest of every process's elements, element by element."""
         return self._gathered(part).amax(0)
 
-    def joined(self, part: Tensor) -> Tensor:
-        """Returns the parts `[T, N]` of all processes side by side, `[T, size * N]`."""
-        return self._gathered(part).transpose(0, 1).reshape(len(part), -1)
+    def joined(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the parts `[T, N]` of all processes side by side, `[T, size * N]` in `dtype`."""
+        num_rows, num_columns = part.shape
+        # Put in place and converted by one kernel.
+        joined = part.new_empty((num_rows, self.size, num_columns), dtype=dtype)
+        joined.copy_(self._gathered(part).transpose(0, 1))
+        return joined.view(num_rows, self.size * num_columns)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Fills `tensor` with that of rank 0."""
@@ -131,7 +135,7 @@ def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> T
 def _slots(group: TensorGroup, device: torch.device) -> PeerSlots | None:
     """Returns slots in memory that the group shares; None on every rank when one cannot have it."""
     index = torch.tensor([[device.index]], device=device)
-    indices = group.joined(index).flatten().tolist()
+    indices = group.joined(index, index.dtype).flatten().tolist()
     problem = problem_with(device, indices)
     slots = None
     if _agree(group, problem is None, device):

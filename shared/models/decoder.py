@@ -107,7 +107,9 @@ class Decoder:
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """Returns `[L, V]` float32 over all tokens for `hidden_rows` `[L, H]` of the last norm."""
         logits = self.lm_head(hidden_rows)
-        return (logits if self.group is None else self.group.joined(logits)).float()
+        if self.group is None:
+            return logits.float()
+        return self.group.joined(logits, torch.float32)
 
     def _embedded(self, token_ids: Tensor) -> Tensor | Part:
         """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from services.bound import end_with_parent
 from services.target.tensor_parallel import end_processes
 from shared.layers.tensor_group import TensorGroup, open_group
 
@@ -41,7 +42,11 @@ def run_ranks(work: Work, *, size: int, limit_s: float) -> list[int | None]:
 
 
 def _run(work: Work, rank: int, size: int, port: int) -> None:
-    """One rank's process, which must not wait for the others when it fails."""
+    """One rank's process, which must not wait for the others when it fails.
+
+    Nor outlive its parent: a kernel that waits holds its GPU.
+    """
+    end_with_parent()
     logging.basicConfig(level=logging.INFO)
     try:
         is_right = _joined(work, rank, size, port)

@@ -55,6 +55,15 @@ def test_a_sum_is_that_of_float32_rounded_once_for_every_number_of_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 33])
+def test_parts_are_joined_side_by_side(rows: int, dtype: torch.dtype) -> None:
+    parts = _parts(3, dtype)[:, :rows]
+    joined = _group(parts).joined(parts[0], torch.float32)
+    assert joined.dtype is torch.float32
+    assert torch.equal(joined, torch.cat([*parts.float()], dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_takes_the_sum_of_parts(dtype: torch.dtype) -> None:
     parts = _parts(3, dtype)
     hidden, weight = parts[1], parts[2, 0]

@@ -21,7 +21,7 @@ def have_equal_bits(group: TensorGroup, device: torch.device) -> bool:
     if group.slots is None:
         return False
     wrong = list(wrong_norms(group, device))
-    print("\n".join(wrong))
+    print("\n".join(wrong), flush=True)
     return not wrong
 
 
