@@ -67,15 +67,15 @@ class PreparedBlock:
         self._num_slots = num_slots
         size = num_slots * (2 + MAX_PREPARED * _num_columns(max_rows))
         # No slot has a tree.
-        self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(size, dtype=torch.int64, device=device)
 
     @property
     def slots(self) -> Tensor:
-        """`[S, 2]` int32, columns `FIRST` and `COUNT`."""
+        """`[S, 2]` int64, columns `FIRST` and `COUNT`."""
         return self._numbers[: 2 * self._num_slots].view(-1, 2)
 
     def trees(self, num_rows: int) -> Tensor:
-        """Returns `[S * MAX_PREPARED, 3 + 2 * (T - 1)]` int32, the trees as `upload` left them.
+        """Returns `[S * MAX_PREPARED, 3 + 2 * (T - 1)]` int64, the trees as `upload` left them.
 
         Args:
             num_rows: T, as it was uploaded with.
@@ -91,9 +91,9 @@ class PreparedBlock:
         Args:
             num_rows: T, at least the nodes of every tree and the root.
         """
-        slots = np.zeros((self._num_slots, 2), np.int32)
+        slots = np.zeros((self._num_slots, 2), np.int64)
         columns = _num_columns(num_rows)
-        trees = np.empty((sum(map(len, prepared.values())), columns), np.int32)
+        trees = np.empty((sum(map(len, prepared.values())), columns), np.int64)
         place = 0
         for slot, own in prepared.items():
             assert len(own) <= MAX_PREPARED, f"{len(own)} trees for one sequence"
@@ -103,7 +103,7 @@ class PreparedBlock:
                 place += 1
         size = slots.size + trees.size
         is_cuda = self._numbers.is_cuda
-        host = torch.empty(size, dtype=torch.int32, pin_memory=is_cuda)
+        host = torch.empty(size, dtype=torch.int64, pin_memory=is_cuda)
         memory = host.numpy()
         memory[: slots.size] = slots.reshape(-1)
         memory[slots.size :] = trees.reshape(-1)

@@ -58,15 +58,15 @@ class RoundSelection:
 
     def _match(self, state: RoundState) -> tuple[Tensor, Tensor]:
         """Returns the first tree that fits each slot, `[S, C]` int64, and whether one does."""
-        slots = self.block.slots[: state.num_slots].long()
+        slots = self.block.slots[: state.num_slots]
         trees = self.block.trees(self.batches.shape.num_tree_rows)
         steps = torch.arange(MAX_PREPARED, device=slots.device)
         is_own = steps < slots[:, COUNT].unsqueeze(1)
         places = torch.where(is_own, slots[:, FIRST].unsqueeze(1) + steps, 0)
-        heads = trees[:, :TREE].long()[places]
+        heads = trees[:, :TREE][places]
         fits = is_own & (heads[..., LENGTH] == state.lengths.unsqueeze(1))
         for column, value in ((ENDED, state.ended_rows), (BONUS, state.roots)):
             wanted = heads[..., column]
             fits &= (wanted == ANY) | (wanted == value.unsqueeze(1))
         first = fits.int().argmax(dim=1, keepdim=True)
-        return trees[places.gather(1, first).squeeze(1)].long(), fits.any(dim=1)
+        return trees[places.gather(1, first).squeeze(1)], fits.any(dim=1)

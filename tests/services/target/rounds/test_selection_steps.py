@@ -247,6 +247,35 @@ def test_a_stale_fence_is_never_verified(decoder: Decoder) -> None:
     settle(setup.engine)
 
 
+def test_an_ending_that_cannot_be_is_no_hit(decoder: Decoder) -> None:
+    """A node that the tree does not have, a token that no vocabulary has."""
+    setup = Setup(decoder)
+    setup.draft.recovers = True
+    source = random.Random(4)
+
+    def falsify(attachment_id: str, candidates: Sequence[Candidate]) -> None:
+        falsified = []
+        for each in candidates:
+            condition = each.condition
+            if condition is not None and source.random() < 0.3:
+                condition = source.choice(
+                    [replace(condition, node_index=9), replace(condition, bonus_token_id=2**32 - 1)]
+                )
+            falsified.append(replace(each, condition=condition))
+        setup.engine.offer(attachment_id, falsified)
+
+    setup.draft.offer = falsify
+    collector = Collector()
+    setup.engine.submit(setup.requests(60, 1)[0], collector, 0)
+    for _ in range(60):
+        setup.engine.step()
+    found = collector.token_ids(0)
+    assert found == setup.answers[0][len(PROMPTS[0]) :][: len(found)]
+    assert _num_rounds(setup.reports) > 0
+    setup.engine.cancel(collector, 0)
+    settle(setup.engine)
+
+
 @pytest.mark.usefixtures("choice")
 def test_late_blocks_are_verified_all_the_same(decoder: Decoder) -> None:
     setup = Setup(decoder)
