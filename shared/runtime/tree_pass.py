@@ -17,11 +17,10 @@ from torch import Tensor
 from shared.runtime.capture import capturing
 from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenInputs, OpenSequence, open_inputs
+from shared.runtime.pass_codec import packed_choices, packed_trees
 from shared.runtime.round_batches import RoundBatches, RoundShape
-from shared.runtime.round_draft import ScoredRows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_model import TreeDraft, TreeModel
-from shared.speculation.growth import Children
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -240,21 +239,6 @@ def ended(levels: Generator[object, None, T]) -> T:
         except StopIteration as end:
             value: T = end.value
             return value
-
-
-def packed_trees(trees: ScoredRows) -> Tensor:
-    """Returns trees as one tensor `[S, 3 T + 2 L K]` int32: tokens, parents and the bits of the
-    scores of T rows, then tokens and parents of the rows of L levels."""
-    rows, beams = trees.rows, trees.beams.flatten(2).int().unbind()
-    bits = trees.paths.view(torch.int32)
-    return torch.cat((rows.token_ids.int(), rows.parents.int(), bits, *beams), dim=1)
-
-
-def packed_choices(choices: Children) -> Tensor:
-    """Returns choices `[S, N, W]` as one tensor `[S, 2 N W]` int32: tokens, then the bits of their
-    scores."""
-    bits = choices.log_probs.contiguous().view(torch.int32)
-    return torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1)
 
 
 def _is_there(trees: Tensor | None) -> bool:

@@ -21,10 +21,11 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
+from shared.runtime.growing_trees import GrowingTrees
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.runner import ModelRunner
-from shared.runtime.tree_grower import GrowingTrees, TreeGrower
+from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import SamplingParams, TokenTree, TreeShape

@@ -13,72 +13,18 @@ heeded. If it is one of those that the pass is for, its tree is the current one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from services.draft.drafters.branches import Branch, BranchPass, GrowingBranch, Wanted
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.grown_rows import GrownRows, Path, paths_of
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.standalone_trees import StandaloneTrees
 from services.draft.drafters.whole_trees import grown_shape
 from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import LikelyVerdict, likely_verdicts, rank_of
+from services.draft.likely_verdicts import likely_verdicts, rank_of
 from services.draft.rank_shares import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.kv.leases import KvBranch
-from shared.runtime.tree_grower import GrowingTrees
 from shared.tokens import TokenTree, TreeShape
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A verdict on a sequence's tree that gets a branch.
-
-    Attributes:
-        accepted: tokens of the nodes that it accepts.
-        shape: of the tree to grow.
-    """
-
-    sequence: DraftSequence
-    verdict: LikelyVerdict
-    accepted: Path
-    shape: TreeShape
-
-    @property
-    def path(self) -> Path:
-        """The tokens that the verdict commits."""
-        return (*self.accepted, self.verdict.token)
-
-
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    """What is computed for a verdict."""
-
-    kv: KvBranch
-    rows: GrownRows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Growing:
-    """A branch whose tree the device is at work on.
-
-    Attributes:
-        behind: what was grown for the round that the verdict ends.
-    """
-
-    wanted: _Wanted
-    kv: KvBranch
-    behind: GrownRows
-
-
-@dataclass(slots=True)
-class _Pass:
-    """Attributes:
-    grown: by branch, once the trees are there; what may follow their nodes is yet to be found.
-    """
-
-    trees: GrowingTrees
-    branches: Sequence[_Growing]
-    grown: Sequence[GrownRows] = ()
 
 
 class BranchDrafter:
@@ -93,10 +39,10 @@ class BranchDrafter:
         self._vocab_size = vocab_size
         self._shares = RankShares()
         self._rows: dict[SequenceKey, GrownRows] = {}
-        self._wanted: dict[SequenceKey, list[_Wanted]] = {}
-        self._pass: _Pass | None = None
-        self._fallen: dict[SequenceKey, _Growing] = {}
-        self._branches: dict[SequenceKey, dict[Path, _Branch]] = {}
+        self._wanted: dict[SequenceKey, list[Wanted]] = {}
+        self._pass: BranchPass | None = None
+        self._fallen: dict[SequenceKey, GrowingBranch] = {}
+        self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +76,7 @@ class BranchDrafter:
         paths = list(paths_of(tree))
         shape = grown_shape(shape, self._vocab_size)
         self._wanted[sequence.key] = [
-            _Wanted(sequence, each, paths[each.place], shape) for each in verdicts
+            Wanted(sequence, each, paths[each.place], shape) for each in verdicts
         ]
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
@@ -186,14 +132,14 @@ class BranchDrafter:
             return []
         return self._take_trees(self._pass) if self._pass.trees.has_trees else []
 
-    def _take_trees(self, growing: _Pass) -> list[Proposal]:
+    def _take_trees(self, growing: BranchPass) -> list[Proposal]:
         is_left = growing.trees.run_on()
         growing.grown = list(map(GrownRows, growing.trees.read()))
         self._pass = growing if is_left else None
         taken = map(self._take, growing.branches, growing.grown)
         return [proposal for proposal in taken if proposal is not None]
 
-    def _give_up(self, growing: _Pass) -> None:
+    def _give_up(self, growing: BranchPass) -> None:
         """No verdict can fall any more that a pass is for."""
         growing.trees.give_up()
         if not growing.grown:
@@ -201,14 +147,14 @@ class BranchDrafter:
                 self._contexts.leases.drop_branch(each.kv)
         self._pass = None
 
-    def _is_of_use(self, growing: _Pass) -> bool:
+    def _is_of_use(self, growing: BranchPass) -> bool:
         by_key = {each.wanted.sequence.key: each for each in growing.branches}
         return any(
             self._rows.get(key) in (each.behind, *growing.grown) or key in self._fallen
             for key, each in by_key.items()
         )
 
-    def _begin(self) -> _Pass | None:
+    def _begin(self) -> BranchPass | None:
         """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
         branches = [each for each in map(self._branch, self._next_batch()) if each is not None]
         if not branches:
@@ -220,11 +166,11 @@ class BranchDrafter:
             )
             for each in branches
         ]
-        return _Pass(self._trees.begin(rows, shape, self._num_choices(shape)), branches)
+        return BranchPass(self._trees.begin(rows, shape, self._num_choices(shape)), branches)
 
-    def _next_batch(self) -> list[_Wanted]:
+    def _next_batch(self) -> list[Wanted]:
         """Takes verdicts whose trees have one shape, as many as a pass grows."""
-        batch: list[_Wanted] = []
+        batch: list[Wanted] = []
         for key, wanted in list(self._wanted.items()):
             room = self._trees.max_sequences - len(batch)
             if batch and wanted and wanted[0].shape != batch[0].shape:
@@ -236,16 +182,16 @@ class BranchDrafter:
             del self._wanted[key]
         return batch
 
-    def _branch(self, wanted: _Wanted) -> _Growing | None:
+    def _branch(self, wanted: Wanted) -> GrowingBranch | None:
         sequence, shape = wanted.sequence, wanted.shape
         rows = self._rows[sequence.key]
         num_rows = 1 + shape.num_steps * shape.topk
         kv = self._contexts.branch(sequence, rows.line(wanted.accepted), num_rows)
-        return None if kv is None else _Growing(wanted, kv, rows)
+        return None if kv is None else GrowingBranch(wanted, kv, rows)
 
-    def _take(self, growing: _Growing, rows: GrownRows) -> Proposal | None:
+    def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
         """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
-        wanted, branch = growing.wanted, _Branch(growing.kv, rows)
+        wanted, branch = growing.wanted, Branch(growing.kv, rows)
         sequence, key = wanted.sequence, wanted.sequence.key
         if self._fallen.get(key) is growing:
             del self._fallen[key]
@@ -257,11 +203,11 @@ class BranchDrafter:
         self._contexts.leases.drop_branch(growing.kv)
         return None
 
-    def _adopt(self, sequence: DraftSequence, branch: _Branch) -> None:
+    def _adopt(self, sequence: DraftSequence, branch: Branch) -> None:
         self._contexts.adopt(sequence, branch.kv, branch.rows)
         self._rows[sequence.key] = branch.rows
 
-    def _growing(self, behind: GrownRows, path: Path) -> _Growing | None:
+    def _growing(self, behind: GrownRows, path: Path) -> GrowingBranch | None:
         """Returns the branch under way for a verdict on what was grown."""
         branches = () if self._pass is None else self._pass.branches
         found = (each for each in branches if each.behind is behind and each.wanted.path == path)
@@ -275,7 +221,7 @@ class BranchDrafter:
                 return
             self._shares.observe(rank_of(choices, token))
 
-    def _free(self, branches: Mapping[Path, _Branch]) -> None:
+    def _free(self, branches: Mapping[Path, Branch]) -> None:
         for branch in branches.values():
             self._contexts.leases.drop_branch(branch.kv)
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from services.draft.drafters.tail import Tail
 from services.draft.likely_verdicts import Continuation
-from shared.runtime.tree_grower import PassTree
+from shared.runtime.growing_trees import PassTree
 from shared.tokens import TokenTree
 
 Path = tuple[int, ...]

@@ -8,8 +8,9 @@ from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
+from shared.runtime.growing_trees import GrowingTrees
 from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.tree_grower import GrowingTrees, TreeGrower
+from shared.runtime.tree_grower import TreeGrower
 from shared.tokens import TreeShape
 
 
