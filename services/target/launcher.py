@@ -86,9 +86,7 @@ class Launcher:
             for move in kv_moves(entry, decision.accepted_nodes, self._runner.page_size)
         ]
         if moves:
-            source, target = uploaded_numbers(moves, self._runner.device).unbind(1)
-            self._runner.move(source, target)
-            self._features.move(source, target)
+            self._features.move(*self._runner.move(moves))
 
 
 def _allows_run_ahead(drawn: Sequence[ScheduledSequence], draw: Draw | None) -> bool:

@@ -1,7 +1,7 @@
 """Keeps the processes of a tensor group in step: rank 0 decides, the others compute along.
 
 What a step is goes through a pipe, a few numbers that wake a follower and that it can wait for as
-long as need be; the tensors, which may be on the device only, follow in one broadcast.
+long as need be; the tensors of a forward, which may be on the device only, follow in one broadcast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Follower(Protocol):
 
     def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> object: ...
 
-    def move(self, source_slots: Tensor, target_slots: Tensor) -> None: ...
+    def move(self, moves: Sequence[tuple[int, int]]) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Slots to move, each tensor `[N]` int64."""
+    """Keys and values to move, from slot to slot: numbers that the host has."""
 
-    count: int
+    moves: tuple[tuple[int, int], ...]
 
 
 class Leader:
@@ -85,16 +85,16 @@ class Leader:
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
         tensors = [value for value in values if isinstance(value, Tensor)]
         specs = tuple(_spec(value) if isinstance(value, Tensor) else value for value in values)
-        self._tell(Forward(specs, capture_layers), tensors)
+        self._tell(Forward(specs, capture_layers))
+        self._group.broadcast(_packed(tensors))
 
-    def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Announces `ModelRunner.move`."""
-        self._tell(Move(len(source_slots)), [source_slots, target_slots])
+        self._tell(Move(tuple(moves)))
 
-    def _tell(self, message: object, tensors: Sequence[Tensor]) -> None:
+    def _tell(self, message: Forward | Move) -> None:
         for pipe in self._pipes:
             pipe.send(message)
-        self._group.broadcast(_packed(tensors))
 
 
 def follow(runner: Follower, group: TensorGroup, pipe: Pipe) -> None:
@@ -115,8 +115,7 @@ def follow(runner: Follower, group: TensorGroup, pipe: Pipe) -> None:
             runner.run(batch, capture_layers=message.capture_layers)
         else:
             assert isinstance(message, Move), message
-            spec = TensorSpec(torch.int64, (message.count,))
-            runner.move(*_received([spec, spec], group, runner.device))
+            runner.move(message.moves)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
+from shared.kv.upload import uploaded_numbers
 from shared.models.decoder import Decoder
 from shared.runtime.compiled import compile_small
 from shared.runtime.graphs import CapturedForward, ForwardGraphs
@@ -82,11 +84,20 @@ class ModelRunner:
         return RunnerOutput(logits, output.hidden, output.features)
 
     @torch.inference_mode()
-    def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Moves keys and values between slots of the pool; see `KvPool.move`."""
+    def move(self, moves: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Moves keys and values between slots of the pool, all at once; see `KvPool.move`.
+
+        Args:
+            moves: source and target slots.
+
+        Returns:
+            The source slots and the target slots on the device, `[N]` int64 each.
+        """
         if self._leader is not None:
-            self._leader.move(source_slots, target_slots)
+            self._leader.move(moves)
+        source_slots, target_slots = uploaded_numbers(moves, self.device).unbind(1)
         self.pool.move(source_slots, target_slots)
+        return source_slots, target_slots
 
     def prepare_next(self) -> bool:
         """Makes something that a later forward would have to wait for, a graph; returns whether

@@ -21,6 +21,7 @@ import torch
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import Followers
+from shared.kv.batch import SequenceRows, build_batch
 from shared.layers.memory import linears
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
@@ -97,14 +98,17 @@ class ParallelBench:
 
 
 def announcement(group: TensorGroup, runner: ModelRunner) -> str:
-    """Says how long rank 0 takes to announce a step to its followers and to queue it."""
-    slot = torch.ones(1, dtype=torch.int64, device=runner.device)
+    """Says how long rank 0 takes to announce a step of one row to its followers and to queue it."""
+    padding = SequenceRows((0,), (0,), 0, (0,), 0, None, (0,))
+    batch = build_batch([padding], page_size=runner.page_size, device=runner.device)
     times_us = []
     for _ in range(30):
+        torch.cuda.synchronize(runner.device)
         start_s = time.perf_counter()
-        runner.move(slot, slot)
+        runner.run(batch)
         times_us.append((time.perf_counter() - start_s) * 1e6)
-    return f"{group.size} processes: announcing a step takes {statistics.median(times_us):.0f} us"
+    median_us = statistics.median(times_us)
+    return f"{group.size} processes: announcing and queueing a step takes {median_us:.0f} us"
 
 
 def main() -> int:
