@@ -31,13 +31,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="repeats a run; random when unset")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--no-overlap", action="store_true", help="read each step before the next")
+    parser.add_argument("--selects", action="store_true", help="pushed trees on the device")
     args = parser.parse_args()
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     device = device_named(args.device)
     print(f"soak: seed {seed} on {device}, {args.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         models = decoders(Path(folder), device)
-        soak = Soak(models["target"], models, seed, overlaps=not args.no_overlap)
+        soak = Soak(
+            models["target"], models, seed, overlaps=not args.no_overlap, selects=args.selects
+        )
         _run(soak, args.minutes * 60)
 
 

@@ -61,6 +61,7 @@ class SoakFigures:
     num_accepted: int = 0
     num_preempted: int = 0
     num_outcome_hits: int = 0
+    num_device_rounds: int = 0
     num_finished: int = 0
     num_cancelled: int = 0
     num_reconnects: int = 0
@@ -72,6 +73,7 @@ class SoakFigures:
         self.num_accepted += report.num_accepted
         self.num_preempted += report.num_preempted
         self.num_outcome_hits += report.outcomes.num_hits
+        self.num_device_rounds += report.round_shape is not None
 
 
 @dataclass(slots=True)
@@ -89,17 +91,25 @@ class Soak:
     Args:
         decoder: the target's; graphs are recorded where it lies on a GPU.
         draft_decoders: models of the drafts, by name.
+        selects: the device selects among trees that drafts push; most requests are such that it
+            can. Else the target looks trees up as well.
     """
 
     def __init__(
-        self, decoder: Decoder, draft_decoders: dict[str, Decoder], seed: int, *, overlaps: bool
+        self,
+        decoder: Decoder,
+        draft_decoders: dict[str, Decoder],
+        seed: int,
+        *,
+        overlaps: bool,
+        selects: bool = False,
     ) -> None:
         self.figures = SoakFigures()
         self._decoder = decoder
         self._source = random.Random(seed)
-        self._traffic = Traffic(seed)
+        self._traffic = Traffic(seed, share_of_simple=0.97 if selects else 0.0)
         self._leases = KvLeases(NUM_PAGES, PAGE_SIZE)
-        self._engine = self._build(overlaps)
+        self._engine = self._build(overlaps, selects)
         self._drafts = Drafts(self._engine, draft_decoders, seed)
         self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []
@@ -126,13 +136,13 @@ class Soak:
         settle(self._engine)
         yield self.figures
 
-    def _build(self, overlaps: bool) -> Engine:
+    def _build(self, overlaps: bool, selects: bool) -> Engine:
         pool = KvPool(self._decoder.kv_layout(PAGE_SIZE), NUM_PAGES, self._decoder.device)
         is_cuda = self._decoder.device.type == "cuda"
         graphs = ForwardGraphs(self._decoder, pool, GRAPHS) if is_cuda else None
         self._leases._pool = PoisonedPages(NUM_PAGES, pool)
         self._padding = [cache[:PAGE_SIZE] for cache in (*pool.keys, *pool.values)]
-        return engine_over(
+        engine = engine_over(
             ModelRunner(self._decoder, pool, graphs),
             self._leases,
             max_running=MAX_RUNNING,
@@ -140,8 +150,12 @@ class Soak:
             eos_token_ids=EOS,
             on_step=self.figures.add,
             overlaps=overlaps,
-            fallback=NgramFallback(),
+            fallback=None if selects else NgramFallback(),
+            selects=selects,
         )
+        early = random.Random(0)
+        engine._loop._selections._early.pays = lambda *_: early.random() < 0.5  # type: ignore[method-assign]
+        return engine
 
     def _step(self, *, admits: bool) -> None:
         if admits and len(self._open) < MAX_OPEN and self._source.random() < 0.6:

@@ -33,8 +33,10 @@ class Caller:
 class Traffic:
     """An endless source of callers; the same seed gives the same ones."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, share_of_simple: float = 0.0) -> None:
+        """`share_of_simple` of all requests ask for nothing that rounds on the device cannot do."""
         self._source = random.Random(seed)
+        self._share_of_simple = share_of_simple
         self._prefixes = [
             self._tokens(self._source.randint(4, MAX_PROMPT_TOKENS - 10))
             for _ in range(NUM_PREFIXES)
@@ -50,6 +52,11 @@ class Traffic:
     def caller(self) -> Caller:
         """Returns the next one."""
         source = self._source
+        if self._share_of_simple and source.random() < self._share_of_simple:
+            sampling = source.choice(self._samplings[:3])(source.randrange(2**63))
+            stop = StopParams(source.randint(1, MAX_OUTPUT_TOKENS))
+            leaves = source.randint(0, 40) if source.random() < 0.2 else None
+            return Caller(request(self._prompt(), sampling, stop), leaves)
         grammar = regex(source.choice(PATTERNS)) if source.random() < 0.15 else None
         prompt = self._prompt()
         asked = request(
