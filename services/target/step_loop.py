@@ -186,8 +186,7 @@ class StepLoop:
     def prepare_next(self) -> bool:
         """Makes something that a later step would have to wait for; returns whether there was
         anything to make."""
-        sources = (self._runner, self._rounds, self._selections)
-        return any(each.prepare_next() for each in sources)
+        return self._runner.prepare_next() or self._rounds.prepare_next()
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""

@@ -8,7 +8,6 @@ next without the host.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,9 +36,6 @@ from shared.runtime.selection_shapes import (
     covering_shape,
 )
 from shared.tokens import TokenTree, TreeShape
-
-_USUAL_SIZES = (1, 2, 4, 8)
-_USUAL_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
 
 
 class SelectionRunner:
@@ -122,20 +118,6 @@ class SelectionRunner:
         kind = slots.sampling
         made = [e for e, rounds in self._rounds.items() if rounds.is_made(slots.num_used, kind)]
         return closest_shape(wanted, made) if self._graph_memory is not None else wanted
-
-    def capture_next(self) -> bool:
-        """Makes graphs for other numbers of sequences in a shape that was needed; whether any were
-        left.
-
-        Raises:
-            torch.OutOfMemoryError: they do not fit the device's memory.
-        """
-        for rounds in self._rounds.values():
-            for count, kind in itertools.product(_USUAL_SIZES, _USUAL_KINDS):
-                if count <= self.limits.max_sequences and not rounds.is_made(count, kind):
-                    rounds.make(count, kind)
-                    return True
-        return False
 
     def num_kv_tokens(self, sequence_id: int, shape: TreeShape) -> int:
         """Returns how many tokens the pages of a sequence must cover for the next round."""

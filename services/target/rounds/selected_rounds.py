@@ -37,7 +37,6 @@ class SelectedRounds:
         self._leases = leases
         self._limits = limits
         self._max_sequences = limits.max_sequences
-        self._has_memory = True
         self._sequences: dict[int, Sequence] = {}
         self.turn_to(None)
 
@@ -144,14 +143,6 @@ class SelectedRounds:
         the rounds under way."""
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._runner.remove([sequence.sequence_id])
-
-    def prepare_next(self) -> bool:
-        """Makes graphs that a later round would wait for; returns whether any were left."""
-        try:
-            return self._has_memory and self._runner.capture_next()
-        except torch.OutOfMemoryError:
-            self._has_memory = False
-            return False
 
     def _has_pages(self, sequence: Sequence, shape: TreeShape) -> bool:
         """Makes the pages cover the round; nobody is preempted for it."""

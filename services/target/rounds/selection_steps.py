@@ -128,10 +128,6 @@ class SelectionSteps:
             return nullcontext()
         return self._rounds.aside()
 
-    def prepare_next(self) -> bool:
-        """Makes something that a later round would have to wait for; returns whether it did."""
-        return self._rounds is not None and self._rounds.prepare_next()
-
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended; its pages are freed after this."""
         if self._rounds is not None:
