@@ -29,7 +29,10 @@ _MIN_SPLIT_PROGRAMS = 8
 # Measured on an H200: fewer blocks leave the device idle when one program takes all of a block.
 # Triton's interpreter runs one program after the other; to it fewer programs are less work.
 FEWEST_WHOLE = 0 if IS_INTERPRETING else 160
+# Longer lists keep the device waiting unless so many of that length are walked at once; then
+# programs share each of them.
 CHAIN_KEYS = 4096
+FEWEST_CHAINS = 160
 _LONG_PROGRAMS = 4
 _MOST_STAGES = 5
 _TILE_KEYS = 64
@@ -152,7 +155,7 @@ def _launch_whole(call: _Call) -> None:
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
         queries.stride(0), plan.page_table.stride(0), tail.stride(0),
-        plan.max_splits, call.scale_log2, plan.sliding_window or 0,
+        plan.max_splits, call.scale_log2, plan.sliding_window or 0, FEWEST_CHAINS,
         HAS_TAIL=has_tail, CHAIN_KEYS=CHAIN_KEYS,
         ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,

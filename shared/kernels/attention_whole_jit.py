@@ -12,12 +12,15 @@ from shared.kernels.attention_parts_jit import bounds_of_split, merged
 from shared.kernels.attention_walk_jit import lanes_of, loaded_queries, lowest_keys, walk, walk_all
 
 
-@triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=[  # type: ignore[untyped-decorator]
+    "page_stride", "tail_stride", "max_splits", "window", "fewest_programs",
+])  # fmt: skip
 def attend_whole(  # type: ignore[no-untyped-def]
     queries, keys, values, key_scales, value_scales, results, sums, maxima, masses, counters,
     block_sequences, block_first_rows, block_counts,
     row_lengths, shared_lengths, positions, page_table, tail_slots,
     query_stride, page_stride, tail_stride, max_splits, scale_log2, window,
+    fewest_programs,
     HAS_TAIL: tl.constexpr, CHAIN_KEYS: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
@@ -28,9 +31,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     """Does what `attend_splits` and `combine` do, with the same bits, for blocks that are enough
     to fill the device: a program takes all splits of a block and head, and leaves no parts.
 
-    Blocks that see more than `CHAIN_KEYS` keys would keep the others waiting. Programs along the
-    last axis share their splits, and the one that is done last, which `counters` `[N, Hkv]` tell,
-    adds the parts.
+    A block that sees more than `CHAIN_KEYS` keys would keep the device waiting, unless all lists
+    together fill `fewest_programs` of its length. Programs along the last axis share its splits,
+    and the one that is done last, which `counters` `[N, Hkv]` tell, adds the parts.
     """
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
@@ -45,6 +48,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
     longest = tl.max(lengths, 0)
     is_chained = longest <= CHAIN_KEYS
+    if not is_chained:
+        num_keys = num_walked_keys(block_counts, block_first_rows, row_lengths) * NUM_KV_HEADS
+        is_chained = longest.to(tl.int64) * fewest_programs <= num_keys
     if is_chained & (program > 0):
         return
     common = tl.load(shared_lengths + sequence)
@@ -118,3 +124,18 @@ def attend_whole(  # type: ignore[no-untyped-def]
         + heads[:, None] * HEAD_DIM + dims[None, :],
         attended.to(results.dtype.element_ty), mask=is_stored,
     )  # fmt: skip
+
+
+@triton.jit
+def num_walked_keys(  # type: ignore[no-untyped-def]
+    block_counts, block_first_rows, row_lengths
+):
+    """Returns how many keys the last rows of all blocks see, in int64."""
+    places = tl.arange(0, 128)
+    total = tl.zeros([128], tl.int64)
+    for first in range(0, tl.num_programs(1), 128):
+        blocks = first + places
+        counts = tl.load(block_counts + blocks, mask=blocks < tl.num_programs(1), other=0)
+        rows = tl.load(block_first_rows + blocks, mask=counts > 0, other=0) + counts - 1
+        total += tl.load(row_lengths + rows, mask=counts > 0, other=0).to(tl.int64)
+    return tl.sum(total, 0)

@@ -35,6 +35,14 @@ CPU, CUDA = torch.device("cpu"), kernel_device()
 LLAMA = Heads(32, 8, 128)
 # Few enough programs for Triton's interpreter, which runs one after the other.
 SMALL_BATCHES = ("one token", "plain tokens", "page edges", "tree levels")
+NEVER = 2**30
+# Longest list that one program takes, and how many of a longer one's length make it take that, too.
+SHARING = {
+    "all share": (0, NEVER),
+    "long ones share": (96, NEVER),
+    "long ones share if they are few": (96, 8),
+    "none share": (0, 0),
+}
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 Maker = Callable[[random.Random], list[SequenceRows]]
@@ -123,7 +131,7 @@ def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype
     check(BATCHES[name](random.Random(3)), heads, dtype, page_size=16, window=window)
 
 
-@pytest.mark.parametrize("chain_keys", [0, 96, 4096])
+@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
@@ -138,19 +146,20 @@ def test_whole_blocks_have_the_bits_of_splits(
     name: str,
     window: int | None,
     dtype: torch.dtype,
-    chain_keys: int,
+    sharing: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Programs of blocks that see at most `chain_keys` keys take all splits, others share them."""
+    """Whether one program takes all splits of a block, or programs share them."""
     heads, page_size = Heads(8, 2, 64), 16
     placed, num_slots = with_pages(random.Random(7), BATCHES[name](random.Random(3)), page_size)
     rows = packed(placed, page_size, CUDA)
     layer = random_layer(len(rows.positions), num_slots, heads, dtype).to(CUDA)
     poison(layer, page_size)
-    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", 2**30)
+    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", NEVER)
     expected = attend(rows, layer, heads=heads, window=window)
     monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", 0)
-    monkeypatch.setattr(attention_triton, "CHAIN_KEYS", chain_keys)
+    for setting, value in zip(("CHAIN_KEYS", "FEWEST_CHAINS"), SHARING[sharing], strict=True):
+        monkeypatch.setattr(attention_triton, setting, value)
     assert torch.equal(attend(rows, layer, heads=heads, window=window), expected)
 
 
