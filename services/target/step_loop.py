@@ -113,7 +113,7 @@ class StepLoop:
             attachments=self.attachments,
             features=self._features,
             commits=SelectionCommits(
-                committer, self.attachments, self._commits.report, self._forget
+                committer, self.attachments, self._ladder, self._commits.report, self._forget
             ),
             clock=clock,
             host_gap=self._host_gap,

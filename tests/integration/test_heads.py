@@ -23,6 +23,7 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.round_runner import RoundRunner
+from shared.runtime.selection_runner import SelectionRunner
 from shared.settings import load_settings
 from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer
@@ -169,6 +170,27 @@ async def test_rounds_on_the_device_change_nothing(
                 assert found == expected
                 assert num_verified > 0
     assert max(launched) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", [f"EAGLE3{AHEAD}", f"DFLASH{AHEAD}"])
+async def test_trees_of_remote_heads_are_selected_on_the_device(
+    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, launched = SelectionRunner.launch, []
+
+    def counted(runner: SelectionRunner) -> None:
+        launched.append(len(runner.sequence_ids))
+        launch(runner)
+
+    monkeypatch.setattr(SelectionRunner, "launch", counted)
+    async with _serving(folders, kind, "remote", "--device-rounds", "on") as stub:
+        for temperature in (0.0, 1.0):
+            expected, _ = await _outputs(stub, temperature, disabled=True)
+            for _ in range(2):
+                found, num_verified = await _outputs(stub, temperature, disabled=False)
+                assert found == expected
+                assert num_verified > 0
+    assert launched
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -113,8 +113,9 @@ class TreeForecast:
         if assignment is None:
             return not verified.token_ids
         if not assignment.is_announced:
-            # Its draft answers verdicts only, which is waited for unless the draft is silent.
-            return not assignment.attachment.patience.is_cold
+            # Its draft answers verdicts only, which is waited for unless the draft is silent, or
+            # slower than plain steps.
+            return not (assignment.attachment.patience.is_cold or assignment.prefers_local)
         return assignment.has_pushed
 
     def _assignment(self, sequence: Sequence) -> Assignment | None:

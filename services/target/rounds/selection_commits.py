@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from services.target.committer import Committer
 from services.target.drafts.attachments import Attachments
+from services.target.miss_ladder import MissLadder
 from services.target.rounds.selected_round import SelectedRound, as_step
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
@@ -36,11 +37,13 @@ class SelectionCommits:
         self,
         committer: Committer,
         attachments: Attachments,
+        ladder: MissLadder,
         report: Callable[[StepReport], None],
         forget: Callable[[Sequence], None],
     ) -> None:
         self._committer = committer
         self._attachments = attachments
+        self._ladder = ladder
         self._report = report
         self._forget = forget
         self._committed_s = 0.0
@@ -59,6 +62,7 @@ class SelectionCommits:
             next_round: launched already, with trees that were prepared for the end of this one.
         """
         start_s, self._committed_s = max(round_.start_s, self._committed_s), now_s
+        self._ladder.stepped(now_s - start_s)
         commits: list[_Commit] = []
         for sequence, result in results:
             if sequence is None:
