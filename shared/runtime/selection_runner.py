@@ -22,7 +22,7 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.prepared_trees import PreparedBlock, PreparedTree
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
-from shared.runtime.round_graphs import RoundGraphs, num_computed
+from shared.runtime.round_graphs import CapturedRound, RoundGraphs, num_computed
 from shared.runtime.round_parts import SelectionParts
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_sampling import RoundSampling
@@ -118,6 +118,10 @@ class SelectionRunner:
         kind = slots.sampling
         made = [e for e, rounds in self._rounds.items() if rounds.is_made(slots.num_used, kind)]
         return closest_shape(wanted, made) if self._graph_memory is not None else wanted
+
+    def captured(self, shape: TreeShape) -> CapturedRound:
+        """Returns the graphs of a round of all that are placed, to be measured part by part."""
+        return self._rounds_of(shape).of(self._slots.num_used, self._slots.sampling)
 
     def num_kv_tokens(self, sequence_id: int, shape: TreeShape) -> int:
         """Returns how many tokens the pages of a sequence must cover for the next round."""
