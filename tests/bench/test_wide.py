@@ -27,7 +27,7 @@ PLAN = Plan(
     shapes=SHAPES,
     dtype=torch.float32,
     device=torch.device("cpu"),
-    has_levels=True,
+    has_host_rounds=True,
 )
 
 

@@ -60,7 +60,7 @@ class Plan:
 
     Attributes:
         num_checked: tokens of each prompt that the wide model must write as the small one does.
-        has_levels: whether trees that the host leads level by level are measured, too.
+        has_host_rounds: whether rounds that the host leads are measured, too.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -70,7 +70,7 @@ class Plan:
     shapes: PairShapes = PAIR_8B
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = CUDA
-    has_levels: bool = False
+    has_host_rounds: bool = False
 
 
 def runner_over(decoder: Decoder, plan: Plan, kv_dtype: torch.dtype | None = None) -> ModelRunner:
@@ -151,19 +151,23 @@ class WideBench:
             yield from self._drafted(runner, "EAGLE3, rounds on the device", drafting)
         drafting = replace(self.eagle3(head, TREE), is_on_device=True, is_chosen=True)
         yield from self._drafted(runner, "EAGLE3, rounds or plain steps as chosen", drafting)
+        if plan.has_host_rounds:
+            yield from self._host_rounds(runner, head)
+        del runner, drafting
+        gc.collect()
+        yield from self._narrow()
+
+    def _host_rounds(self, runner: ModelRunner, head: DraftHead) -> Iterator[tuple[str, ...]]:
+        """Rounds that the host leads: with whole trees of the draft, and level by level."""
         for shape in (CHAIN, TREE):
             drafting = self.eagle3(head, shape)
             yield from self._drafted(runner, "EAGLE3, trees on the host", drafting)
-        small = runner_over(self.pair.draft.decoder(dtype=plan.dtype), plan)
+        small = runner_over(self.pair.draft.decoder(dtype=self.plan.dtype), self.plan)
         yield from self._drafted(runner, "STANDALONE 1B", self._standalone(small))
-        if plan.has_levels:
-            drafting = self.eagle3(head, CHAIN, grows_whole=False)
-            yield from self._drafted(runner, "EAGLE3, levels on the host", drafting)
-            drafting = self._standalone(small, grows_whole=False)
-            yield from self._drafted(runner, "STANDALONE 1B, levels on the host", drafting)
-        del small, runner, drafting
-        gc.collect()
-        yield from self._narrow()
+        drafting = self.eagle3(head, CHAIN, grows_whole=False)
+        yield from self._drafted(runner, "EAGLE3, levels on the host", drafting)
+        drafting = self._standalone(small, grows_whole=False)
+        yield from self._drafted(runner, "STANDALONE 1B, levels on the host", drafting)
 
     def _drafted(
         self, runner: ModelRunner, name: str, drafting: Drafting
@@ -276,10 +280,12 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(Plan().batches))
     parser.add_argument("--output-tokens", type=int, default=Plan().output_tokens)
     parser.add_argument("--skip-check", action="store_true", help="trust the widening")
-    parser.add_argument("--levels", action="store_true", help="trees led by the host, too")
+    parser.add_argument("--host-rounds", action="store_true", help="those led by the host, too")
     flags = parser.parse_args()
     plan = Plan(
-        batches=tuple(flags.batches), output_tokens=flags.output_tokens, has_levels=flags.levels
+        batches=tuple(flags.batches),
+        output_tokens=flags.output_tokens,
+        has_host_rounds=flags.host_rounds,
     )
     with tempfile.TemporaryDirectory() as scratch:
         bench = WideBench(plan, Path(scratch))

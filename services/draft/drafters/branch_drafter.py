@@ -8,13 +8,23 @@ the tree that is verified now can be begun at once.
 
 A pass for verdicts to come stops after each forward, so that a verdict that arrives meanwhile is
 heeded. If it is one of those that the pass is for, its tree is the current one when the pass ends.
+What time is left goes into the likeliest branch: trees for the verdicts on its tree, which are out
+at once if its verdict falls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 
-from services.draft.drafters.branches import Branch, BranchPass, GrowingBranch, Wanted
+from services.draft.drafters.branches import (
+    Branch,
+    BranchPass,
+    GrowingBranch,
+    Plan,
+    Wanted,
+    all_of,
+)
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.grown_rows import GrownRows, Path, paths_of
 from services.draft.drafters.standalone_contexts import StandaloneContexts
@@ -25,6 +35,10 @@ from services.draft.likely_verdicts import likely_verdicts, rank_of
 from services.draft.rank_shares import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import TokenTree, TreeShape
+
+LEAST_FOLLOWED = 0.25
+"""Probability of a verdict from which on it pays to prepare for those on its tree: if another one
+falls, the pass under way delays what it calls for by a forward."""
 
 
 class BranchDrafter:
@@ -43,10 +57,13 @@ class BranchDrafter:
         self._pass: BranchPass | None = None
         self._fallen: dict[SequenceKey, GrowingBranch] = {}
         self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
+        # Whose likeliest branch may be followed, and trees that are there before their round.
+        self._to_follow: dict[SequenceKey, Plan] = {}
+        self._ready: list[Proposal] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._wanted) or self._pass is not None
+        return bool(self._wanted or self._to_follow or self._ready) or self._pass is not None
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees for the current round behind reserved sequences.
@@ -69,15 +86,21 @@ class BranchDrafter:
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
-        rows = self._rows.get(sequence.key)
+        key, rows = sequence.key, self._rows.get(sequence.key)
         if rows is None:
             return
-        verdicts = likely_verdicts(tree, rows.by_node(tree), self._shares, fan_out)
-        paths = list(paths_of(tree))
-        shape = grown_shape(shape, self._vocab_size)
-        self._wanted[sequence.key] = [
-            Wanted(sequence, each, paths[each.place], shape) for each in verdicts
-        ]
+        plan = Plan(sequence, grown_shape(shape, self._vocab_size), fan_out)
+        followers = self._branches.get(key, {})
+        if followers:
+            self._ready += [
+                Proposal(sequence, each.rows.tree, each.verdict.condition)
+                for each in followers.values()
+            ]
+            self._to_follow[key] = plan
+        paths = {*followers, *(each.wanted.path for each in self._growing_behind(rows))}
+        if 2 * len(paths) < fan_out.budget:
+            verdicts = self._verdicts(plan, tree, rows, None)
+            self._wanted[key] = [each for each in verdicts if each.path not in paths]
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """The tree may be among those that grow; there is nothing else to go on from."""
@@ -94,7 +117,8 @@ class BranchDrafter:
         if rows is not None:
             self._observe(rows, path)
         branch = self._branches.get(key, {}).pop(path, None)
-        growing = None if rows is None else self._growing(rows, path)
+        behind = [] if rows is None else self._growing_behind(rows)
+        growing = next((each for each in behind if each.wanted.path == path), None)
         self.drop(sequence)
         if branch is not None:
             self._adopt(sequence, branch)
@@ -105,21 +129,26 @@ class BranchDrafter:
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forgets a sequence and frees its branches; those that grow are freed when they end."""
-        for kept in (self._rows, self._wanted, self._fallen):
-            kept.pop(sequence.key, None)
-        self._free(self._branches.pop(sequence.key, {}))
+        key = sequence.key
+        for kept in (self._rows, self._wanted, self._fallen, self._to_follow):
+            kept.pop(key, None)
+        self._ready = [each for each in self._ready if each.sequence is not sequence]
+        self._free(self._branches.pop(key, {}).values())
 
     def make_room(self) -> bool:
         """Gives up all branches because memory is short; returns whether there were any."""
         held = [branches for branches in self._branches.values() if branches]
         for branches in held:
-            self._free(branches)
-        self._branches.clear()
-        self._wanted.clear()
+            self._free(branches.values())
+        for kept in (self._branches, self._wanted, self._to_follow, self._ready):
+            kept.clear()
         return bool(held)
 
     def advance(self) -> list[Proposal]:
         """Queues a forward of a pass, or takes what the last one has grown."""
+        if self._ready:
+            ready, self._ready = self._ready, []
+            return ready
         self._pass = self._pass or self._begin()
         if self._pass is None:
             return []
@@ -136,7 +165,7 @@ class BranchDrafter:
         is_left = growing.trees.run_on()
         growing.grown = list(map(GrownRows, growing.trees.read()))
         self._pass = growing if is_left else None
-        taken = map(self._take, growing.branches, growing.grown)
+        taken = list(map(self._take, growing.branches, growing.grown))
         return [proposal for proposal in taken if proposal is not None]
 
     def _give_up(self, growing: BranchPass) -> None:
@@ -144,36 +173,70 @@ class BranchDrafter:
         growing.trees.give_up()
         if not growing.grown:
             for each in growing.branches:
-                self._contexts.leases.drop_branch(each.kv)
+                self._contexts.drop_branch(each.kv)
         self._pass = None
 
     def _is_of_use(self, growing: BranchPass) -> bool:
-        by_key = {each.wanted.sequence.key: each for each in growing.branches}
-        return any(
-            self._rows.get(key) in (each.behind, *growing.grown) or key in self._fallen
-            for key, each in by_key.items()
-        )
+        if growing.grown:
+            return any(
+                self._is_kept(*each) for each in zip(growing.branches, growing.grown, strict=True)
+            )
+        return any(map(self._may_fall, growing.branches))
+
+    def _may_fall(self, growing: GrowingBranch) -> bool:
+        """Whether the verdict of a branch has fallen last, or may be one of the next two."""
+        wanted = growing.wanted
+        key = wanted.plan.sequence.key
+        is_current = self._rows.get(key) is wanted.rows
+        return is_current or self._fallen.get(key) is growing or self._holds(key, wanted.behind)
+
+    def _holds(self, key: SequenceKey, branch: Branch | None) -> bool:
+        return any(each is branch for each in self._branches.get(key, {}).values())
+
+    def _is_kept(self, growing: GrowingBranch, rows: GrownRows) -> bool:
+        """Whether what may follow the rows of a branch may still be asked for."""
+        key = growing.wanted.plan.sequence.key
+        branches = all_of(self._branches.get(key, {}).values())
+        return self._rows.get(key) is rows or any(each.rows is rows for each in branches)
 
     def _begin(self) -> BranchPass | None:
         """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
+        if not self._wanted:
+            self._follow()
         branches = [each for each in map(self._branch, self._next_batch()) if each is not None]
         if not branches:
             return None
-        shape = branches[0].wanted.shape
+        shape = branches[0].wanted.plan.shape
         rows = [
             self._contexts.branch_sequence(
-                each.wanted.sequence, each.kv, len(each.wanted.accepted), each.wanted.verdict.token
+                each.wanted.plan.sequence, each.kv, each.wanted.verdict.token
             )
             for each in branches
         ]
         return BranchPass(self._trees.begin(rows, shape, self._num_choices(shape)), branches)
+
+    def _follow(self) -> None:
+        """Wants the verdicts on the trees of the likeliest branches. Waits for the device to find
+        what may follow their nodes."""
+        for key, plan in self._to_follow.items():
+            branch = min(self._branches[key].values(), key=lambda each: each.verdict)
+            if branch.verdict.cost <= -math.log(LEAST_FOLLOWED) and not branch.followers:
+                self._wanted[key] = self._verdicts(plan, branch.rows.tree, branch.rows, branch)
+        self._to_follow.clear()
+
+    def _verdicts(
+        self, plan: Plan, tree: TokenTree, rows: GrownRows, behind: Branch | None
+    ) -> list[Wanted]:
+        verdicts = likely_verdicts(tree, rows.by_node(tree), self._shares, plan.fan_out)
+        paths = list(paths_of(tree))
+        return [Wanted(plan, each, paths[each.place], rows, behind) for each in verdicts]
 
     def _next_batch(self) -> list[Wanted]:
         """Takes verdicts whose trees have one shape, as many as a pass grows."""
         batch: list[Wanted] = []
         for key, wanted in list(self._wanted.items()):
             room = self._trees.max_sequences - len(batch)
-            if batch and wanted and wanted[0].shape != batch[0].shape:
+            if batch and wanted and wanted[0].plan.shape != batch[0].plan.shape:
                 continue
             batch += wanted[:room]
             if len(wanted) > room:
@@ -183,35 +246,53 @@ class BranchDrafter:
         return batch
 
     def _branch(self, wanted: Wanted) -> GrowingBranch | None:
-        sequence, shape = wanted.sequence, wanted.shape
-        rows = self._rows[sequence.key]
-        num_rows = 1 + shape.num_steps * shape.topk
-        kv = self._contexts.branch(sequence, rows.line(wanted.accepted), num_rows)
-        return None if kv is None else GrowingBranch(wanted, kv, rows)
+        behind = None if wanted.behind is None else wanted.behind.kv
+        shape, path = wanted.plan.shape, wanted.rows.line(wanted.accepted)
+        num_rows = shape.num_steps * shape.topk
+        kv = self._contexts.branch(wanted.plan.sequence, behind, path, num_rows)
+        if kv is None and behind is None and self._drop_followers():
+            kv = self._contexts.branch(wanted.plan.sequence, behind, path, num_rows)
+        return None if kv is None else GrowingBranch(wanted, kv)
+
+    def _drop_followers(self) -> bool:
+        """Gives up what is prepared for verdicts after the next; returns whether there was any."""
+        held = [each for own in self._branches.values() for each in own.values() if each.followers]
+        for each in held:
+            self._free(each.followers.values())
+            each.followers.clear()
+        return bool(held)
 
     def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
         """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
-        wanted, branch = growing.wanted, Branch(growing.kv, rows)
-        sequence, key = wanted.sequence, wanted.sequence.key
+        wanted, branch = growing.wanted, Branch(growing.wanted.verdict, growing.kv, rows)
+        sequence, key = wanted.plan.sequence, wanted.plan.sequence.key
         if self._fallen.get(key) is growing:
             del self._fallen[key]
             self._adopt(sequence, branch)
             return Proposal(sequence, rows.tree)
-        if self._rows.get(key) is growing.behind:
+        if self._rows.get(key) is wanted.rows:
             self._branches.setdefault(key, {})[wanted.path] = branch
+            self._to_follow[key] = wanted.plan
             return Proposal(sequence, rows.tree, wanted.verdict.condition)
-        self._contexts.leases.drop_branch(growing.kv)
+        if wanted.behind is not None and self._holds(key, wanted.behind):
+            wanted.behind.followers[wanted.path] = branch
+        else:
+            self._contexts.drop_branch(growing.kv)
         return None
 
     def _adopt(self, sequence: DraftSequence, branch: Branch) -> None:
         self._contexts.adopt(sequence, branch.kv, branch.rows)
+        if self._contexts.backlog(sequence):
+            # The window has moved on, and what is computed is in the old one.
+            self._free(branch.followers.values())
+            return
         self._rows[sequence.key] = branch.rows
+        self._branches[sequence.key] = branch.followers
 
-    def _growing(self, behind: GrownRows, path: Path) -> GrowingBranch | None:
-        """Returns the branch under way for a verdict on what was grown."""
-        branches = () if self._pass is None else self._pass.branches
-        found = (each for each in branches if each.behind is behind and each.wanted.path == path)
-        return next(found, None)
+    def _growing_behind(self, rows: GrownRows) -> list[GrowingBranch]:
+        """Returns the branches under way for verdicts on what was grown."""
+        branches = () if self._pass is None or self._pass.grown else self._pass.branches
+        return [each for each in branches if each.wanted.rows is rows]
 
     def _observe(self, rows: GrownRows, path: Path) -> None:
         """Learns which of its choices the target took."""
@@ -221,9 +302,9 @@ class BranchDrafter:
                 return
             self._shares.observe(rank_of(choices, token))
 
-    def _free(self, branches: Mapping[Path, Branch]) -> None:
-        for branch in branches.values():
-            self._contexts.leases.drop_branch(branch.kv)
+    def _free(self, branches: Iterable[Branch]) -> None:
+        for branch in all_of(branches):
+            self._contexts.drop_branch(branch.kv)
 
     def _num_choices(self, shape: TreeShape) -> int:
         """Returns how many tokens to find after each node: a verdict ends in one that its tree does

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+from services.draft.drafters.draft_kv import BranchKv
 from services.draft.drafters.grown_rows import GrownRows, Path
+from services.draft.fan_out import FanOut
 from services.draft.likely_verdicts import LikelyVerdict
 from services.draft.sequence import DraftSequence
-from shared.kv.leases import KvBranch
 from shared.runtime.growing_trees import GrowingTrees
 from shared.tokens import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A verdict on a sequence's tree that gets a branch.
+class Plan:
+    """How the verdicts on a sequence's trees are prepared for.
 
     Attributes:
-        accepted: tokens of the nodes that it accepts.
-        shape: of the tree to grow.
+        shape: of the trees to grow.
     """
 
     sequence: DraftSequence
+    shape: TreeShape
+    fan_out: FanOut
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A verdict that gets a branch.
+
+    Attributes:
+        accepted: tokens of the nodes that it accepts.
+        rows: of the tree that it is on.
+        behind: the branch with that tree; None where the target verifies it already.
+    """
+
+    plan: Plan
     verdict: LikelyVerdict
     accepted: Path
-    shape: TreeShape
+    rows: GrownRows
+    behind: Branch | None
 
     @property
     def path(self) -> Path:
@@ -33,25 +49,26 @@ class Wanted:
         return (*self.accepted, self.verdict.token)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """What is computed for a verdict."""
+    """What is computed for a verdict.
 
-    kv: KvBranch
+    Attributes:
+        followers: by the tokens that it commits, what is computed for a verdict on its tree.
+    """
+
+    verdict: LikelyVerdict
+    kv: BranchKv
     rows: GrownRows
+    followers: dict[Path, Branch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrowingBranch:
-    """A branch whose tree the device is at work on.
-
-    Attributes:
-        behind: what was grown for the round that the verdict ends.
-    """
+    """A branch whose tree the device is at work on."""
 
     wanted: Wanted
-    kv: KvBranch
-    behind: GrownRows
+    kv: BranchKv
 
 
 @dataclass(slots=True)
@@ -65,3 +82,10 @@ class BranchPass:
     trees: GrowingTrees
     branches: Sequence[GrowingBranch]
     grown: Sequence[GrownRows] = ()
+
+
+def all_of(branches: Iterable[Branch]) -> Iterator[Branch]:
+    """Yields branches and what follows them."""
+    for branch in branches:
+        yield branch
+        yield from all_of(branch.followers.values())

@@ -32,6 +32,21 @@ class SequenceKv:
     is_published: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BranchKv:
+    """Pages in which a sequence may go on.
+
+    Attributes:
+        own: those that are the branch's alone.
+        pages: all of them, in logical order.
+        num_computed: indices below it hold committed tokens, if the branch's verdict falls.
+    """
+
+    own: KvBranch
+    pages: list[int]
+    num_computed: int
+
+
 class DraftKv:
     """Opens, extends, compacts and closes the KV of sequences over one page pool.
 
@@ -43,6 +58,7 @@ class DraftKv:
         """`margin_tokens` of the context stay free for the tree."""
         assert max_context_tokens > margin_tokens + 1, "no room for a context beside the tree"
         self.leases = leases
+        self._max_context_tokens = max_context_tokens
         self._max_window_tokens = max_context_tokens - margin_tokens
         # Source slot of each slot that is to be overwritten.
         self._moves: dict[int, int] = {}
@@ -63,30 +79,38 @@ class DraftKv:
         self._keep_accepted(kv, sequence.token_ids[kv.window_start + kv.num_computed :])
         return self._slid(kv, sequence)
 
-    def branch(self, kv: SequenceKv, path: Sequence[int], num_rows: int) -> KvBranch | None:
-        """Returns pages in which the computed tokens and a path of the tail are followed by room;
-        None where there are no pages, or no tail any more.
+    def branch(
+        self, kv: SequenceKv, behind: BranchKv | None, path: Sequence[int], num_rows: int
+    ) -> BranchKv | None:
+        """Returns pages in which computed tokens and a path behind them are followed by room for a
+        token and a tree; None where there are no pages, no tail any more, or too long a context.
 
         Args:
-            path: rows of the tail.
-            num_rows: that the room is for.
+            behind: another branch of the sequence; None is the sequence itself.
+            path: rows of its tail.
+            num_rows: of the tree.
         """
-        if kv.tail is None:
+        if behind is not None:
+            base, pages = behind.num_computed, behind.pages
+        elif kv.tail is not None:
+            base, pages = kv.tail.base, kv.lease.pages
+        else:
             return None
-        base = kv.tail.base
-        branch = self.leases.try_branch(kv.lease, base, base + len(path) + num_rows)
-        if branch is None:
+        num_computed = base + len(path) + 1
+        if num_computed + num_rows > self._max_context_tokens:
             return None
-        start = branch.first_page * self.leases.page_size
+        own = self.leases.try_branch(kv.lease, base, num_computed + num_rows)
+        if own is None:
+            return None
+        start = own.first_page * self.leases.page_size
         sources = [*range(start, base), *(base + row for row in path)]
-        pages = [*kv.lease.pages[: branch.first_page], *branch.pages]
-        targets = range(start, start + len(sources))
-        self._copy(kv.lease.pages, sources, pages, targets)
+        branch = BranchKv(own, [*pages[: own.first_page], *own.pages], num_computed)
+        self._copy(pages, sources, branch.pages, range(start, start + len(sources)))
         return branch
 
-    def adopt(self, kv: SequenceKv, sequence: DraftSequence, branch: KvBranch) -> SequenceKv:
+    def adopt(self, kv: SequenceKv, sequence: DraftSequence, branch: BranchKv) -> SequenceKv:
         """Goes on in a branch where all committed tokens are computed; see `commit`."""
-        self.leases.adopt(kv.lease, branch)
+        self.leases.adopt(kv.lease, branch.own)
         kv.num_computed, kv.tail = sequence.num_tokens - kv.window_start, None
         return self._slid(kv, sequence)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.draft.drafters.draft_kv import DraftKv, SequenceKv
+from services.draft.drafters.draft_kv import BranchKv, DraftKv, SequenceKv
 from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.leases import KvBranch, KvLeases
+from shared.kv.leases import KvLeases
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.runner import ModelRunner
@@ -57,7 +57,7 @@ class StandaloneContexts:
         key = sequence.key
         self._contexts[key] = self._kv.commit(self._contexts[key], sequence)
 
-    def adopt(self, sequence: DraftSequence, branch: KvBranch, rows: GrownRows) -> None:
+    def adopt(self, sequence: DraftSequence, branch: BranchKv, rows: GrownRows) -> None:
         """Takes new tokens in that a branch was computed for, see `DraftKv.adopt`.
 
         Args:
@@ -69,22 +69,25 @@ class StandaloneContexts:
             self.plant(sequence, rows)
 
     def branch(
-        self, sequence: DraftSequence, path: Sequence[int], num_rows: int
-    ) -> KvBranch | None:
+        self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
+    ) -> BranchKv | None:
         """Returns pages for what may follow the computed tokens, see `DraftKv.branch`."""
-        return self._kv.branch(self.kv_of(sequence), path, num_rows)
+        return self._kv.branch(self.kv_of(sequence), behind, path, num_rows)
+
+    def drop_branch(self, branch: BranchKv) -> None:
+        """Frees the pages of a branch."""
+        self.leases.drop_branch(branch.own)
 
     def branch_sequence(
-        self, sequence: DraftSequence, branch: KvBranch, depth: int, token_id: int
+        self, sequence: DraftSequence, branch: BranchKv, token_id: int
     ) -> OpenSequence:
-        """Lays out the token that follows `depth` computed nodes in a branch."""
-        kv = self.kv_of(sequence)
+        """Lays out the token that ends the verdict of a branch."""
         return OpenSequence(
             token_ids=(token_id,),
-            num_computed=kv.num_computed + depth,
-            num_before=kv.window_start - 1,
+            num_computed=branch.num_computed - 1,
+            num_before=self.kv_of(sequence).window_start - 1,
             sampling=pass_sampling(sequence),
-            pages=[*kv.lease.pages[: branch.first_page], *branch.pages],
+            pages=branch.pages,
         )
 
     def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from services.draft.drafters import branch_drafter
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.fan_out import FanOut
@@ -42,7 +43,7 @@ class Bench:
     """One drafter with the sequences it has. Its trees are grown level by level, or in passes."""
 
     def __init__(
-        self, decoder: Decoder, shape: TreeShape, num_pages: int = 200, *, in_passes: bool = False
+        self, decoder: Decoder, shape: TreeShape, num_pages: int = 600, *, in_passes: bool = False
     ) -> None:
         pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
         leases = KvLeases(num_pages, PAGE_SIZE)
@@ -103,9 +104,16 @@ def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> Token
     return tree
 
 
+@pytest.fixture
+def follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest branch is followed however unlikely it is."""
+    monkeypatch.setattr(branch_drafter, "LEAST_FOLLOWED", 1e-30)
+
+
 @pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.usefixtures("follows")
 def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
     decoder: Decoder, shape: TreeShape, sampling: SamplingParams, in_passes: bool
 ) -> None:
@@ -119,7 +127,7 @@ def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
         for place, sequence in enumerate(sequences):
             own = [each for each in proposals if each.sequence is sequence]
             assert len(own) == BUDGET
-            chosen = source.choice(own)
+            chosen = own[0] if source.random() < 0.5 else source.choice(own)
             bench.commit(sequence, _committed(trees[place], chosen))
             trees[place] = chosen.tree
             expected = _fresh(decoder, shape, sequence)
@@ -267,6 +275,61 @@ def test_short_memory_ends_drafting_ahead_but_not_drafting(
     bench.drafter.check()
 
 
+@pytest.mark.usefixtures("follows")
+def test_trees_behind_the_likeliest_branch_are_there_when_its_verdict_falls(
+    decoder: Decoder,
+) -> None:
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, in_passes=True)
+    sequence = bench.open(1, _text(4, 30), SAMPLINGS[1])
+    [tree] = bench.propose(sequence)
+    bench.begin(sequence, tree)
+    likeliest = bench.advance_all()[0]
+    for _ in range(4):
+        bench.commit(sequence, _committed(tree, likeliest))
+        tree = likeliest.tree
+        assert tree.token_ids == _fresh(decoder, shape, sequence).token_ids
+        bench.begin(sequence, tree)
+        prepared = bench.drafter.foresight.advance()
+        assert len(prepared) == BUDGET, "it takes no forward"
+        likeliest = prepared[0]
+        assert bench.advance_all() == [], "they are for the verdict after the next"
+        bench.drafter.check()
+    bench.drafter.close(sequence)
+    bench.drafter.check()
+    assert bench.drafter.gauges()["held_page_count"] == 0
+
+
+@pytest.mark.usefixtures("follows")
+@pytest.mark.parametrize("num_forwards", range(1, 14))
+def test_verdict_while_the_likeliest_branch_is_followed(
+    decoder: Decoder, num_forwards: int
+) -> None:
+    """Whether it is that of the branch or another, and however far what follows it has come."""
+    shape = TreeShape(3, 2, 8)
+    for place in (0, 3):
+        bench = Bench(decoder, shape, in_passes=True)
+        sequence = bench.open(1, _text(4, 30), SAMPLINGS[0])
+        [tree] = bench.propose(sequence)
+        bench.begin(sequence, tree)
+        found: list[Proposal] = []
+        for _ in range(num_forwards):
+            found += bench.drafter.foresight.advance()
+        if not found:
+            continue
+        bench.commit(sequence, _committed(tree, found[place]))
+        bench.begin(sequence, found[place].tree)
+        prepared = bench.advance_all()
+        assert len(prepared) == BUDGET
+        bench.commit(sequence, _committed(found[place].tree, prepared[1]))
+        assert prepared[1].tree.token_ids == _fresh(decoder, shape, sequence).token_ids
+        bench.drafter.check()
+        bench.drafter.close(sequence)
+        while bench.drafter.foresight.has_work:
+            bench.drafter.foresight.advance()
+        assert bench.drafter.gauges()["held_page_count"] == 0
+
+
 def test_branches_make_room_for_the_trees_of_current_rounds(decoder: Decoder) -> None:
     shape = TreeShape(3, 2, 8)
     bench = Bench(decoder, shape, num_pages=22, in_passes=True)
@@ -286,6 +349,7 @@ def test_branches_make_room_for_the_trees_of_current_rounds(decoder: Decoder) ->
     bench.drafter.check()
 
 
+@pytest.mark.usefixtures("follows")
 def test_branch_whose_window_slides_starts_over(decoder: Decoder) -> None:
     shape = TreeShape(3, 1, 4)
     bench = Bench(decoder, shape, in_passes=True)
