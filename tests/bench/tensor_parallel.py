@@ -103,7 +103,8 @@ def announcement(group: TensorGroup, runner: ModelRunner) -> str:
     batch = build_batch([padding], page_size=runner.page_size, device=runner.device)
     times_us = []
     for _ in range(30):
-        torch.cuda.synchronize(runner.device)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
         start_s = time.perf_counter()
         runner.run(batch)
         times_us.append((time.perf_counter() - start_s) * 1e6)
