@@ -33,9 +33,8 @@ from shared.runtime.selection_shapes import (
     MAX_TREE_DEPTH,
     MAX_TREE_ROWS,
     closest_shape,
-    covering_shape,
 )
-from shared.tokens import TokenTree, TreeShape
+from shared.tokens import TreeShape
 
 
 class SelectionRunner:
@@ -104,20 +103,18 @@ class SelectionRunner:
         """Whether the oldest unread round can be read without waiting."""
         return self._slots.oldest.result.is_done
 
-    @property
-    def num_computed(self) -> int:
-        """Slots that a round computes."""
-        return num_computed(self._slots.num_used, self.limits.max_sequences)
+    def num_computed(self, num_sequences: int) -> int:
+        """Returns how many slots a round computes that this many more sequences join."""
+        return num_computed(self._slots.num_used + num_sequences, self.limits.max_sequences)
 
-    def shape_for(self, trees: Iterable[TokenTree]) -> TreeShape | None:
-        """Returns the shape of a round of all that are placed with such trees; None where rounds
-        take none that large."""
-        wanted, slots = covering_shape(trees), self._slots
-        if wanted is None:
-            return None
-        kind = slots.sampling
-        made = [e for e, rounds in self._rounds.items() if rounds.is_made(slots.num_used, kind)]
-        return closest_shape(wanted, made) if self._graph_memory is not None else wanted
+    def made_shape(self, wanted: TreeShape) -> TreeShape:
+        """Returns the shape of a round of all that are placed: one whose graphs are there, if it
+        can stand for the one that is wanted."""
+        if self._graph_memory is None:
+            return wanted
+        count, kind = self._slots.num_used, self._slots.sampling
+        made = [shape for shape, rounds in self._rounds.items() if rounds.is_made(count, kind)]
+        return closest_shape(wanted, made)
 
     def captured(self, shape: TreeShape) -> CapturedRound:
         """Returns the graphs of a round of all that are placed, to be measured part by part."""

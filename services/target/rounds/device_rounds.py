@@ -29,7 +29,7 @@ from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
-_MIN_SPARSE = 16
+MIN_SPARSE = 16
 """Slots below which empty ones cost next to nothing."""
 
 
@@ -82,7 +82,7 @@ class DeviceRounds:
         """Whether so many have left that it pays to place those that are there anew."""
         used = self._runners.num_computed(self._runner.num_slots)
         needed = self._runners.num_computed(len(self._runner.sequence_ids))
-        return used >= _MIN_SPARSE and used >= 2 * needed
+        return used >= MIN_SPARSE and used >= 2 * needed
 
     @property
     def awaited_size(self) -> RoundSize:

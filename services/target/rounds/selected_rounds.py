@@ -10,14 +10,17 @@ from contextlib import AbstractContextManager
 import torch
 
 from services.target.drafts.feature_store import FeatureStore
+from services.target.rounds.device_rounds import MIN_SPARSE
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.sequence import Sequence
 from shared.kv.leases import KvLeases
 from shared.runtime.prepared_trees import PreparedTree
+from shared.runtime.round_graphs import num_computed
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
+from shared.runtime.selection_shapes import covering_shape
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,13 @@ class SelectedRounds:
         return bool(self._sequences) or self.num_pending > 0
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether so many have left that it pays to place those that are there anew."""
+        used = self._runner.num_computed(0)
+        needed = num_computed(len(self._sequences), self._limits.max_sequences)
+        return used >= MIN_SPARSE and used >= 2 * needed
+
+    @property
     def num_pending(self) -> int:
         """Rounds that are launched and not read."""
         return self._runner.num_pending
@@ -80,13 +90,16 @@ class SelectedRounds:
 
         Returns:
             The shape of the round; None, with nothing prepared, where trees are too large, or pages
-            or memory are missing. Sequences have their slots all the same.
+            or memory are missing.
         """
-        self._place([each for each in prepared if each.sequence_id not in self._sequences])
-        shape = self._runner.shape_for(each.tree for trees in prepared.values() for each in trees)
-        if shape is None or self._runner.num_computed * shape.num_draft_tokens > MAX_ROWS:
+        wanted = covering_shape(each.tree for trees in prepared.values() for each in trees)
+        new = [each for each in prepared if each.sequence_id not in self._sequences]
+        # Before anyone gets a slot: this may be so in every step.
+        if wanted is None or not self._has_room(prepared, len(new), wanted):
             return None
-        if not all(self._has_pages(sequence, shape) for sequence in prepared):
+        self._place(new)
+        shape = self._runner.made_shape(wanted)
+        if shape != wanted and not self._has_room(prepared, 0, shape):
             return None
         for sequence in prepared:
             self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages)
@@ -144,9 +157,17 @@ class SelectedRounds:
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._runner.remove([sequence.sequence_id])
 
+    def _has_room(self, sequences: Iterable[Sequence], num_new: int, shape: TreeShape) -> bool:
+        """Whether so many rows are worth it, and the pages of sequences cover them."""
+        num_rows = self._runner.num_computed(num_new) * shape.num_draft_tokens
+        return num_rows <= MAX_ROWS and all(self._has_pages(each, shape) for each in sequences)
+
     def _has_pages(self, sequence: Sequence, shape: TreeShape) -> bool:
         """Makes the pages cover the round; nobody is preempted for it."""
-        num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
+        if sequence.sequence_id in self._sequences:
+            num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
+        else:
+            num_tokens = len(sequence.token_ids) - 1 + shape.num_draft_tokens
         return self._leases.try_grow(sequence.open_lease, num_tokens)
 
     def _slots(self, sequence: Sequence | None, result: SequenceRound) -> list[int]:

@@ -104,6 +104,8 @@ class SelectionSteps:
             self.settle()
             return Turn.ELSEWHERE
         self._turn_to_store(rounds)
+        if rounds.is_sparse:
+            self.settle()
         if self._launched:
             return self._go_on(rounds)
         if not rounds.is_running:
@@ -219,10 +221,10 @@ class SelectionSteps:
 
     def _prepare(self, rounds: SelectedRounds, trees: NextTrees) -> TreeShape | None:
         """Hands trees to the device; None where they cannot be a round."""
-        readiness = self._attachments.readiness
-        readiness.prepare(self._scheduler.running, self._clock())
         shape = rounds.prepare(trees.prepared)
         if shape is not None:
+            readiness = self._attachments.readiness
+            readiness.prepare(self._scheduler.running, self._clock())
             readiness.begin_rounds(trees.sure)
         return shape
 

@@ -20,6 +20,8 @@ from services.target.rounds.selection_steps import SelectionSteps
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.models.decoder import Decoder
+from shared.runtime.round_graphs import RoundGraphs
+from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.selection_runner import SelectionRunner
 from shared.tokens import Candidate, Outcome, SamplingParams, StopParams, TreeShape
 from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
@@ -403,6 +405,38 @@ def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
     assert asked == [2]
     setup.check(run(setup.engine, setup.requests(40, 1)), 40, 1)
     assert set(asked[1:]) == {1}
+
+
+@pytest.mark.usefixtures("choice")
+def test_places_of_those_that_have_ended_are_given_up(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eighteen sequences, of which only the last goes on for long."""
+    sizes: list[int] = []
+    grow = RoundGraphs.grow
+
+    def grow_counted(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> None:
+        sizes.append(graphs.num_computed(num_slots))
+        grow(graphs, num_slots, sampling)
+
+    monkeypatch.setattr(RoundGraphs, "grow", grow_counted)
+    prompts, lengths = [[1 + key, 2] for key in range(18)], [6] * 17 + [40]
+    plain = run(
+        build_engine(decoder, max_running=32),
+        [request(prompt, GREEDY, StopParams(60)) for prompt in prompts],
+    )
+    answers = [[*prompt, *plain.token_ids(key)] for key, prompt in enumerate(prompts)]
+    engine = build_engine(decoder, max_running=32, poisons_free_pages=True, selects=True)
+    AheadDraft(engine, answers).attach()
+    asked = [
+        request(prompt, GREEDY, StopParams(length))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    found = run(engine, asked)
+    for key, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
+        assert found.token_ids(key) == answer[2 : 2 + length]
+    assert max(sizes) == 32
+    assert sizes[-1] == 1
 
 
 def test_sequences_without_a_draft_go_along(decoder: Decoder) -> None:
