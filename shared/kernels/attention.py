@@ -65,7 +65,6 @@ def plan_attention(
     *,
     sliding_window: int | None,
     num_query_groups: int,
-    dtype: torch.dtype,
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> AttentionPlan:
     """Computes masks and gather indices of one forward.
@@ -75,13 +74,12 @@ def plan_attention(
             position of a prefix key is its logical index. None sees everything. Must exceed the
             depth of any tree, whose nodes are never cut off.
         num_query_groups: query heads that share a key head; rows are padded with it in view.
-        dtype: of the queries.
         backend: `TORCH` takes the plain path on CUDA, too; `TRITON` needs CUDA.
     """
     has_triton = runs_triton(batch.positions)
     assert has_triton or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
     if has_triton and backend is not AttentionBackend.TORCH:
-        return plan_splits(batch, sliding_window, num_query_groups, dtype)
+        return plan_splits(batch, sliding_window, num_query_groups)
     return plan_tiles(batch, sliding_window=sliding_window, num_query_groups=num_query_groups)
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shared.kernels.attention_walk_jit import absorb_common, lanes_of, loaded_queries, lowest_keys
+from shared.kernels.attention_walk_jit import (
+    absorb_common,
+    lanes_of,
+    loaded_queries,
+    lowest_keys,
+    pages_of,
+)
 
 
 @triton.jit(do_not_specialize=["page_stride", "window"])  # type: ignore[untyped-decorator]
@@ -48,11 +54,16 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
     total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
-    for tile in range(lowest // TILE_KEYS * TILE_KEYS, longest, TILE_KEYS):
+    first = lowest // TILE_KEYS * TILE_KEYS
+    page, other_page = pages_of(first, longest, pages, TILE_KEYS, PAGE_SIZE)
+    for tile in range(first, longest, TILE_KEYS):
+        next_page, next_other = pages_of(tile + TILE_KEYS, longest, pages, TILE_KEYS, PAGE_SIZE)
         best, mass, total = absorb_common(
-            tile, tile_queries, lengths, lows, longest, head_keys, head_values, pages, scale_log2,
-            best, mass, total, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+            tile, page, other_page, tile_queries, lengths, lows, longest, head_keys, head_values,
+            pages, scale_log2, best, mass, total,
+            TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
+        page, other_page = next_page, next_other
     if IS_E4M3:
         total *= tl.load(value_scales + kv_head)
     attended = total / tl.where(mass == 0.0, 1.0, mass)[:, None]

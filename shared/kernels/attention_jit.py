@@ -38,22 +38,23 @@ def attend_splits(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    OWN_ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks.
 
     The first `num_shared` programs along the last axis serve a block's shared splits; with trees,
-    one more for each of its rows serves the splits where keys are the row's own.
+    one more for every `OWN_ROWS` of its rows serves the splits where keys are the rows' own.
     """
     begin(IS_DEPENDENT)
     # Heads run side by side: their parts of a key lie side by side in memory.
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
+    # Not behind the branch, which would make two waits of one.
+    sequence = tl.load(block_sequences + block)
+    first_row = tl.load(block_first_rows + block)
     if count == 0:
         return
     kv_head = tl.program_id(0)
-    sequence = tl.load(block_sequences + block)
-    first_row = tl.load(block_first_rows + block)
     lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
     is_lane = lane_rows < count
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
@@ -64,12 +65,15 @@ def attend_splits(  # type: ignore[no-untyped-def]
     # No split that ends behind it is shared by all rows; without trees every split is.
     last_shared = FAR_KEYS
     own_row = 0
+    num_own = 0
     if HAS_TAIL:
         has_own = common < longest
-        # Such a program serves one tree row, from the split on where its keys are its own.
+        # Such a program serves some tree rows, from the split on where their keys are their own.
         serves_row = split >= num_shared
-        own_row = tl.maximum(split - num_shared, 0)
-        is_lane = is_lane & ((not serves_row) | (has_own & (lane_rows == own_row)))
+        own_row = tl.maximum(split - num_shared, 0) * OWN_ROWS
+        is_served = (lane_rows >= own_row) & (lane_rows < own_row + OWN_ROWS)
+        is_lane = is_lane & ((not serves_row) | (has_own & is_served))
+        num_own = tl.where(serves_row, tl.minimum(count - own_row, OWN_ROWS), 1)
         lengths = tl.where(is_lane, lengths, 0)
         longest = tl.max(lengths, 0)
         split = tl.where(serves_row, split_of(common, FIRST_SPLIT, LEVEL_SPLITS), split)
@@ -93,10 +97,11 @@ def attend_splits(  # type: ignore[no-untyped-def]
     start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
     while (start < longest) & (start + size <= last_shared):
         best, mass, total = walk(
-            start, size, tile_queries, lane_rows, lengths, lows, is_lane, own_row, 1,
-            keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages, tails, tail_stride,
-            common, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
-            PAGE_SIZE, IS_E4M3,
+            start, size, tile_queries, lane_rows, lengths, lows, is_lane, own_row, num_own,
+            keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages,
+            row_lengths + first_row, positions + first_row, tails, tail_stride,
+            common, window, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
         if IS_E4M3:
             total *= tl.load(value_scales + kv_head)
@@ -115,13 +120,16 @@ def combine(  # type: ignore[no-untyped-def]
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial results of one row and head, in the order of the splits."""
-    begin(IS_DEPENDENT)
     place = tl.program_id(0)
     head = tl.program_id(1)
-    if place % ROWS >= tl.load(block_counts + place // ROWS):
-        return
+    # Of the plan: kernels before `attend_splits` wrote it, and that one has waited for them.
+    count = tl.load(block_counts + place // ROWS)
     row = tl.load(block_first_rows + place // ROWS) + place % ROWS
-    length = tl.load(row_lengths + row)
+    is_row = place % ROWS < count
+    length = tl.load(row_lengths + row, mask=is_row, other=0)
+    begin(IS_DEPENDENT)
+    if not is_row:
+        return
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     best = tl.full([], float("-inf"), tl.float32)

@@ -18,6 +18,7 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.split_plan import (
     FIRST_SPLIT_KEYS,
+    PLAIN_TILE,
     SPLITS_PER_LEVEL,
     RowBlocks,
     SplitPlan,
@@ -34,8 +35,15 @@ FEWEST_WHOLE = 0 if IS_INTERPRETING else 160
 CHAIN_KEYS = 4096
 FEWEST_CHAINS = 160
 _LONG_PROGRAMS = 4
-_MOST_STAGES = 5
-_TILE_KEYS = 64
+# Of plain rows and trees: for so many keys a warp holds what it needs in registers.
+_TILE_KEYS = 32
+# Tiles of keys and values in shared memory, and one more.
+_SPLIT_STAGES = 3
+_WHOLE_STAGES = 4
+# Tree rows whose own keys one program of `attend_splits` takes.
+OWN_ROWS = 4
+_MOST_WARPS = 4
+_CHUNK_TILE_KEYS = 64
 # Where one head of a key is this wide, a chunk's tile holds fewer keys, or shared memory overflows.
 _WIDE_TILE_KEYS = 32
 _WIDE_BYTES = 512
@@ -107,10 +115,14 @@ class _Call:
         return 2 if self.head_bytes <= _WIDE_BYTES else 1
 
     @property
-    def num_whole_stages(self) -> int:
-        """As `num_stages`, where one program takes all splits; with tails more did not pay."""
-        is_deep = self.plan.tail_slots is None and self.head_bytes <= _NARROW_BYTES
-        return _MOST_STAGES if is_deep else self.num_stages
+    def num_warps(self) -> int:
+        """Warps of plain rows and trees: one that has rows to itself need not wait for others."""
+        if self.queries.element_size() != 2 or self.head_bytes > _NARROW_BYTES:
+            return _MOST_WARPS
+        return min(_MOST_WARPS, self.plan.plain_blocks.tile // PLAIN_TILE)
+
+    def stages_of(self, wanted: int) -> int:
+        return wanted if self.head_bytes <= _NARROW_BYTES else self.num_stages
 
     def parts(self, rows_per_block: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns room for sums, maxima and masses of every split of the plain blocks' rows."""
@@ -159,8 +171,8 @@ def _launch_whole(call: _Call) -> None:
         HAS_TAIL=has_tail, CHAIN_KEYS=CHAIN_KEYS,
         ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
-        **call.shape_options(), num_warps=4,
-        num_stages=call.num_whole_stages,
+        **call.shape_options(), num_warps=call.num_warps,
+        num_stages=call.stages_of(_WHOLE_STAGES),
     )  # fmt: skip
 
 
@@ -173,7 +185,7 @@ def _launch_splits(call: _Call) -> None:
     wanted = -(-_TARGET_PROGRAMS // (num_blocks * num_kv_heads))
     num_shared = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
     has_tail = plan.tail_slots is not None
-    num_own = rows_per_block if has_tail else 0
+    num_own = -(-rows_per_block // OWN_ROWS) if has_tail else 0
     tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
     options, launch = call.shape_options(), dependent_launch(queries.device, num_rows)
     attend_splits[(num_kv_heads, num_blocks, num_shared + num_own)](
@@ -183,8 +195,8 @@ def _launch_splits(call: _Call) -> None:
         queries.stride(0), plan.page_table.stride(0), tail.stride(0),
         plan.max_splits, num_shared, call.scale_log2, plan.sliding_window or 0,
         HAS_TAIL=has_tail, ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
-        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
-        **options, **launch, num_warps=4, num_stages=call.num_stages,
+        FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, OWN_ROWS=OWN_ROWS,
+        **options, **launch, num_warps=call.num_warps, num_stages=call.stages_of(_SPLIT_STAGES),
     )  # fmt: skip
     combine[(num_blocks * rows_per_block, num_heads)](
         sums, maxima, masses, call.results,
@@ -205,6 +217,6 @@ def _launch_chunks(call: _Call, blocks: RowBlocks) -> None:
         queries.stride(0), plan.page_table.stride(0),
         call.scale_log2, plan.sliding_window or 0,
         TILE_ROWS=blocks.tile,
-        TILE_KEYS=_TILE_KEYS if call.head_bytes < _WIDE_BYTES else _WIDE_TILE_KEYS,
+        TILE_KEYS=_CHUNK_TILE_KEYS if call.head_bytes < _WIDE_BYTES else _WIDE_TILE_KEYS,
         **call.shape_options(), num_warps=8, num_stages=call.num_stages,
     )  # fmt: skip

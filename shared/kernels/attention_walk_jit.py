@@ -18,10 +18,11 @@ from shared.kernels.widened_jit import widened
 @triton.jit  # type: ignore[untyped-decorator]
 def walk(  # type: ignore[no-untyped-def]
     start, size, tile_queries, lane_rows, lengths, lows, is_lane, first_own, num_own,
-    head_keys, head_values, pages, tails, tail_stride, common, scale_log2,
+    head_keys, head_values, pages, block_lengths, block_positions, tails, tail_stride, common,
+    window, scale_log2,
     HAS_TAIL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, IS_E4M3: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns maxima, masses and sums of one split, tile by tile.
 
@@ -39,32 +40,47 @@ def walk(  # type: ignore[no-untyped-def]
     common_tiles = common
     if HAS_TAIL:
         common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
+    page, other_page = pages_of(first, longest, pages, TILE_KEYS, PAGE_SIZE)
     for tile in range(first, tl.minimum(end, common_tiles), TILE_KEYS):
+        next_page, next_other = pages_of(tile + TILE_KEYS, longest, pages, TILE_KEYS, PAGE_SIZE)
         best, mass, total = absorb_common(
-            tile, tile_queries, lengths, lows, longest, head_keys, head_values, pages, scale_log2,
-            best, mass, total, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+            tile, page, other_page, tile_queries, lengths, lows, longest, head_keys, head_values,
+            pages, scale_log2, best, mass, total,
+            TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
+        page, other_page = next_page, next_other
     if HAS_TAIL:
-        for row in range(first_own, first_own + num_own):
-            is_own, length, low = own_bounds(row, lane_rows, is_lane, lengths, lows)
-            for tile in range(tl.maximum(first, common_tiles), tl.minimum(end, length), TILE_KEYS):
-                best, mass, total = absorb_own(
-                    tile, tile_queries, is_own, length, low,
-                    head_keys, head_values, pages, tails + row * tail_stride, common, scale_log2,
-                    best, mass, total,
-                    TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
-                )  # fmt: skip
+        first = tl.maximum(first, common_tiles)
+        num_steps = tl.maximum(end - first + TILE_KEYS - 1, 0) // TILE_KEYS * num_own
+        slots = own_slots(
+            first, first_own, num_steps > 0, pages, block_lengths, block_positions,
+            tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+        )  # fmt: skip
+        # A tile of every row, then the next one.
+        for step in range(num_steps):
+            following = step + 1
+            next_slots = own_slots(
+                first + following // num_own * TILE_KEYS, first_own + following % num_own,
+                following < num_steps, pages, block_lengths, block_positions,
+                tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+            )  # fmt: skip
+            best, mass, total = absorb_own(
+                slots, is_lane & (lane_rows == first_own + step % num_own), tile_queries,
+                head_keys, head_values, scale_log2, best, mass, total,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
+            )  # fmt: skip
+            slots = next_slots
     return best, mass, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def walk_all(  # type: ignore[no-untyped-def]
     tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values, value_scale,
-    pages, tails, tail_stride, common, scale_log2,
+    pages, block_lengths, block_positions, tails, tail_stride, common, window, scale_log2,
     HAS_TAIL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, IS_E4M3: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns masses and sums of all splits, added as `combine` adds them.
 
@@ -82,12 +98,15 @@ def walk_all(  # type: ignore[no-untyped-def]
     total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
     part_best, part_mass, part_total = best, mass, total
     split_end = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
+    page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
     for tile in range(lowest, tl.minimum(longest, common_tiles), TILE_KEYS):
+        next_page, next_other = pages_of(tile + TILE_KEYS, longest, pages, TILE_KEYS, PAGE_SIZE)
         part_best, part_mass, part_total = absorb_common(
-            tile, tile_queries, lengths, lows, longest, head_keys, head_values, pages, scale_log2,
-            part_best, part_mass, part_total,
-            TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+            tile, page, other_page, tile_queries, lengths, lows, longest, head_keys, head_values,
+            pages, scale_log2, part_best, part_mass, part_total,
+            TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
+        page, other_page = next_page, next_other
         is_end = tile + TILE_KEYS >= split_end
         if is_end:
             best, mass, total = merged(
@@ -99,18 +118,27 @@ def walk_all(  # type: ignore[no-untyped-def]
             split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
     if HAS_TAIL:
         first = tl.maximum(lowest, common_tiles)
-        num_tiles = tl.maximum(longest - first + TILE_KEYS - 1, 0) // TILE_KEYS
+        num_steps = tl.maximum(longest - first + TILE_KEYS - 1, 0) // TILE_KEYS * count
+        slots = own_slots(
+            first, 0, num_steps > 0, pages, block_lengths, block_positions,
+            tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+        )  # fmt: skip
         # A tile of every row, then the next one.
-        for step in range(num_tiles * count):
+        for step in range(num_steps):
+            following = step + 1
+            next_slots = own_slots(
+                first + following // count * TILE_KEYS, following % count, following < num_steps,
+                pages, block_lengths, block_positions,
+                tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+            )  # fmt: skip
             row = step % count
             tile = first + step // count * TILE_KEYS
-            is_own, length, low = own_bounds(row, lane_rows, is_lane, lengths, lows)
             part_best, part_mass, part_total = absorb_own(
-                tile, tile_queries, is_own, length, low,
-                head_keys, head_values, pages, tails + row * tail_stride, common, scale_log2,
-                part_best, part_mass, part_total,
-                TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+                slots, is_lane & (lane_rows == row), tile_queries,
+                head_keys, head_values, scale_log2, part_best, part_mass, part_total,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
             )  # fmt: skip
+            slots = next_slots
             is_end = (row == count - 1) & (tile + TILE_KEYS >= split_end)
             if is_end:
                 best, mass, total = merged(
@@ -125,50 +153,99 @@ def walk_all(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def pages_of(  # type: ignore[no-untyped-def]
+    tile, end, pages, TILE_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Returns the pages of both halves of the tile that begins at key `tile`, if it is below `end`
+    and pages hold whole halves.
+
+    Asked for a tile ahead, so that nothing waits for them.
+    """
+    page, other_page = 0, 0
+    if PAGE_SIZE % (TILE_KEYS // 2) == 0:
+        middle = tile + TILE_KEYS // 2
+        page = tl.load(pages + tile // PAGE_SIZE, mask=tile < end, other=0)
+        other_page = tl.load(pages + middle // PAGE_SIZE, mask=middle < end, other=0)
+    return page, other_page
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def absorb_common(  # type: ignore[no-untyped-def]
-    tile, queries, lengths, lows, longest, head_keys, head_values, pages, scale_log2,
-    best, mass, total,
+    tile, page, other_page, queries, lengths, lows, longest, head_keys, head_values, pages,
+    scale_log2, best, mass, total,
     TILE_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_E4M3: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tile that begins at key `tile` of the page table, for every row that sees it."""
-    indices = tile + tl.arange(0, TILE_KEYS)
+    """Adds the tile that begins at key `tile` of the page table, for every row that sees it.
+
+    Where pages hold whole halves of a tile, two numbers of the whole program say where its keys
+    are: the places of keys are constants apart, which takes neither registers nor instructions.
+    """
+    stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    half: tl.constexpr = TILE_KEYS // 2
+    keys = tl.arange(0, TILE_KEYS)
+    dims = tl.arange(0, BLOCK_DIM)
+    indices = tile + keys
     is_key = indices < longest
-    page = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
-    slots = page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
-    is_seen = (indices[None, :] < lengths[:, None]) & (indices[None, :] >= lows[:, None])
+    if PAGE_SIZE % half == 0:
+        first = (page.to(tl.int64) * PAGE_SIZE + tile % PAGE_SIZE) * stride
+        other = (other_page.to(tl.int64) * PAGE_SIZE + (tile + half) % PAGE_SIZE) * stride
+        is_first = (keys < half)[:, None]
+        places = (keys % half * stride)[:, None] + dims[None, :]
+        key_places = tl.where(is_first, head_keys + first, head_keys + other) + places
+        value_places = tl.where(is_first, head_values + first, head_values + other) + places
+    else:
+        page_of_keys = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
+        slots = page_of_keys.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
+        places = slots[:, None] * stride + dims[None, :]
+        key_places, value_places = head_keys + places, head_values + places
+    is_seen = indices[None, :] < lengths[:, None]
+    if HAS_WINDOW:
+        is_seen = is_seen & (indices[None, :] >= lows[:, None])
     return absorb(
-        queries, head_keys, head_values, slots, is_key, is_seen, scale_log2, best, mass, total,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
+        queries, key_places, value_places, is_key, is_seen, scale_log2, best, mass, total,
+        HEAD_DIM, BLOCK_DIM, IS_E4M3,
     )  # fmt: skip
 
 
-@triton.jit
-def own_bounds(row, lane_rows, is_lane, lengths, lows):  # type: ignore[no-untyped-def]
-    """Returns which lanes are a row's, how many keys it has, and the first of its window."""
-    is_own = is_lane & (lane_rows == row)
-    return is_own, tl.max(tl.where(is_own, lengths, 0), 0), tl.max(tl.where(is_own, lows, 0), 0)
+@triton.jit  # type: ignore[untyped-decorator]
+def own_slots(  # type: ignore[no-untyped-def]
+    tile, row, is_wanted, pages, block_lengths, block_positions, tails, tail_stride, common, window,
+    TILE_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Returns the slots `[TILE_KEYS]` int32 of the tile that begins at key `tile` of a tree row's
+    own list, its prefix and then its tail; -1 where the row sees no key.
+
+    Asked for a tile ahead, so that nothing waits for them.
+    """
+    length = tl.load(block_lengths + row, mask=is_wanted, other=0)
+    low = 0
+    if HAS_WINDOW:
+        last = tl.load(block_positions + row, mask=is_wanted, other=0).to(tl.int32)
+        low = tl.maximum(last - window + 1, 0)
+    indices = tile + tl.arange(0, TILE_KEYS)
+    is_prefix = (indices < common) & (indices >= low) & is_wanted
+    is_tail = (indices >= common) & (indices < length)
+    page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
+    tail = tl.load(tails + row * tail_stride + indices - common, mask=is_tail, other=-1)
+    return tl.where(is_prefix, page * PAGE_SIZE + indices % PAGE_SIZE, tail.to(tl.int32))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb_own(  # type: ignore[no-untyped-def]
-    tile, queries, is_own, length, low, head_keys, head_values, pages, row_tails, common,
-    scale_log2, best, mass, total,
-    TILE_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_E4M3: tl.constexpr,
+    slots, is_own, queries, head_keys, head_values, scale_log2, best, mass, total,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tile that begins at key `tile` of a tree row's own list, its prefix and then its
-    tail, for that row alone."""
-    indices = tile + tl.arange(0, TILE_KEYS)
-    is_prefix = (indices < common) & (indices >= low)
-    is_tail = (indices >= common) & (indices < length)
-    is_key = is_prefix | is_tail
-    page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
-    slots = tl.load(row_tails + indices - common, mask=is_tail, other=0)
-    slots += tl.where(is_prefix, page.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE, 0)
+    """Adds a tile of a tree row's own list for that row alone."""
+    is_key = slots >= 0
+    places = slots.to(tl.int64)[:, None] * (NUM_KV_HEADS * HEAD_DIM)
+    places += tl.arange(0, BLOCK_DIM)[None, :]
     return absorb(
-        queries, head_keys, head_values, slots, is_key, is_key[None, :] & is_own[:, None],
-        scale_log2, best, mass, total, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
+        queries, head_keys + places, head_values + places,
+        is_key, is_key[None, :] & is_own[:, None],
+        scale_log2, best, mass, total, HEAD_DIM, BLOCK_DIM, IS_E4M3,
     )  # fmt: skip
 
 
@@ -205,25 +282,25 @@ def lowest_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb(  # type: ignore[no-untyped-def]
-    queries, head_keys, head_values, slots, is_key, is_seen, scale_log2, best, mass, total,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    IS_E4M3: tl.constexpr,
+    queries, key_places, value_places, is_key, is_seen, scale_log2, best, mass, total,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile of keys to the running maximum, mass and sum; a row it is hidden from is
     unchanged."""
-    dims = tl.arange(0, BLOCK_DIM)
-    places = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-    is_loaded = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-    raw_keys = tl.load(head_keys + places, mask=is_loaded, other=0)
-    raw_values = tl.load(head_values + places, mask=is_loaded, other=0)
+    is_loaded = is_key[:, None]
+    if HEAD_DIM < BLOCK_DIM:
+        is_loaded = is_loaded & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
+    raw_keys = tl.load(key_places, mask=is_loaded, other=0)
+    raw_values = tl.load(value_places, mask=is_loaded, other=0)
     keys = matched(raw_keys, queries, IS_E4M3)
     values = matched(raw_values, queries, IS_E4M3)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     scores = tl.where(is_seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1)))
+    new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1) * scale_log2))
     reference = tl.where(new_best == float("-inf"), 0.0, new_best)
     decay = power_of_two(best, new_best)
-    weights = tl.exp2(scores - reference[:, None])
+    # One rounding in every kernel, whatever a compiler would contract.
+    weights = tl.exp2(tl.fma(scores, scale_log2, -reference[:, None]))
     mass = mass * decay + tl.sum(weights, 1)
     total = total * decay[:, None]
     total = tl.dot(weights.to(values.dtype), values, total, input_precision="ieee")

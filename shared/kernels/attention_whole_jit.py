@@ -37,12 +37,13 @@ def attend_whole(  # type: ignore[no-untyped-def]
     """
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
+    # Not behind the branch, which would make two waits of one.
+    sequence = tl.load(block_sequences + block)
+    first_row = tl.load(block_first_rows + block)
     if count == 0:
         return
     program = tl.program_id(2)
     kv_head = tl.program_id(0)
-    sequence = tl.load(block_sequences + block)
-    first_row = tl.load(block_first_rows + block)
     lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
     is_lane = lane_rows < count
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
@@ -74,9 +75,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     if is_chained:
         mass, total = walk_all(
             tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values,
-            value_scale, pages, tails, tail_stride, common, scale_log2,
-            HAS_TAIL, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, IS_E4M3,
+            value_scale, pages, row_lengths + first_row, positions + first_row, tails, tail_stride,
+            common, window, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
     else:
         lane_places = (block * ROWS + lane_rows) * (NUM_KV_HEADS * NUM_GROUPS) + heads
@@ -86,9 +87,10 @@ def attend_whole(  # type: ignore[no-untyped-def]
         while start < longest:
             part_best, part_mass, part_total = walk(
                 start, size, tile_queries, lane_rows, lengths, lows, is_lane, 0, count,
-                head_keys, head_values, pages, tails, tail_stride, common, scale_log2,
+                head_keys, head_values, pages, row_lengths + first_row, positions + first_row,
+                tails, tail_stride, common, window, scale_log2,
                 HAS_TAIL, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
-                PAGE_SIZE, IS_E4M3,
+                PAGE_SIZE, HAS_WINDOW, IS_E4M3,
             )  # fmt: skip
             slots = first_slots + split
             tl.store(maxima + slots, part_best, mask=is_lane)

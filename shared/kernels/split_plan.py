@@ -23,16 +23,14 @@ from shared.kernels.paged_rows import PagedRows
 
 # Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
 MAX_PLAIN_ROWS = 16
-# Rows times query heads of one key head in a block: one tile of a matrix instruction, or two for
-# trees, whose rows share most keys. Two have the bits of one only where such instructions compute.
+# Rows times query heads of one key head in a block: what one warp of matrix instructions computes.
 PLAIN_TILE = 16
-TREE_TILE = 32
 CHUNK_TILE = 128
 # Of one device.
 MAX_KV_HEADS = 128
 # Splits of a level have one length and the next level doubles it, so that short contexts are cut
 # finely enough to fill the device and long ones need few partial results.
-FIRST_SPLIT_KEYS = 128
+FIRST_SPLIT_KEYS = 64
 SPLITS_PER_LEVEL = 16
 
 
@@ -86,9 +84,7 @@ class SplitPlan:
     chunk_blocks: RowBlocks | None
 
 
-def plan_splits(
-    batch: PagedRows, sliding_window: int | None, num_query_groups: int, dtype: torch.dtype
-) -> SplitPlan:
+def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> SplitPlan:
     """Computes the plan without waiting for the device; every shape is known to the host.
 
     Arguments are those of `plan_attention`.
@@ -96,8 +92,7 @@ def plan_splits(
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
     row_lengths, tail_slots = _rows(batch)
-    takes_two = batch.tail_mask is not None and dtype.itemsize == 2
-    plain_tile = max(TREE_TILE if takes_two else PLAIN_TILE, _power_of_two(num_query_groups))
+    plain_tile = max(PLAIN_TILE, _power_of_two(num_query_groups))
     chunk_tile = max(CHUNK_TILE, _power_of_two(num_query_groups))
     has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
     plain_blocks = _blocks(batch, plain_tile, num_query_groups, of_chunks=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
@@ -105,15 +104,13 @@ class Attention:
 def plan_for(
     batch: ForwardBatch,
     shape: AttentionShape,
-    dtype: torch.dtype,
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> AttentionPlan:
-    """Plans attention of every layer that has this shape and computes in `dtype`."""
+    """Plans attention of every layer that has this shape."""
     return plan_attention(
         _paged_rows(batch),
         sliding_window=shape.sliding_window,
         num_query_groups=shape.num_heads // shape.num_kv_heads,
-        dtype=dtype,
         backend=backend,
     )
 

@@ -122,8 +122,7 @@ class Decoder:
         cos, signed_sin = self.rotary.tables(batch.positions)
         shapes = {layer.attention.shape for layer in self.layers}
         plans = {
-            shape.sliding_window: plan_for(batch, shape, self.dtype, self.attention_backend)
-            for shape in shapes
+            shape.sliding_window: plan_for(batch, shape, self.attention_backend) for shape in shapes
         }
         return ForwardContext(batch, pool, cos, signed_sin, plans)
 

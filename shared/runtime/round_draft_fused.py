@@ -75,5 +75,5 @@ class FusedRoundDraft(RoundDraft):
     def _context(self, batch: ForwardBatch) -> ForwardContext:
         head = self.head
         shape = head.layers[0].attention.shape
-        plans = {shape.sliding_window: plan_for(batch, shape, head.dtype, head.attention_backend)}
+        plans = {shape.sliding_window: plan_for(batch, shape, head.attention_backend)}
         return ForwardContext(batch, self.pool, *head.rotary.tables(batch.positions), plans)

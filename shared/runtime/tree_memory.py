@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.kernels.split_plan import TREE_TILE, num_splits
+from shared.kernels.split_plan import PLAIN_TILE, num_splits
 from shared.models.heads.head import DraftHead
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
@@ -21,7 +21,7 @@ def head_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> i
     partial = num_splits(limits.max_context_tokens) * (attention.head_dim + 2)
     # Each sequence fills its last block of rows up.
     num_groups = attention.num_heads // attention.num_kv_heads
-    num_kernel_rows = num_rows + limits.max_sequences * max(TREE_TILE // num_groups, 1)
+    num_kernel_rows = num_rows + limits.max_sequences * max(PLAIN_TILE // num_groups, 1)
     kernels = num_kernel_rows * attention.num_heads * partial * 4
     logits = limits.max_sequences * tree.topk * head.vocabulary.size * (4 + size)
     # Inputs, states and what the layer makes of them, for as long as the pass goes on.

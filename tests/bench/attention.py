@@ -44,9 +44,7 @@ class Case:
 
     def plan(self) -> AttentionPlan:
         groups = HEADS.num_groups
-        return plan_attention(
-            self.rows, sliding_window=None, num_query_groups=groups, dtype=self.queries.dtype
-        )
+        return plan_attention(self.rows, sliding_window=None, num_query_groups=groups)
 
     def measure(self) -> tuple[float, Tensor]:
         """Returns microseconds a layer, and the last layer's result."""
@@ -91,8 +89,12 @@ def cases() -> dict[str, Callable[[random.Random], list[SequenceRows]]]:
     def tokens(count: int, start: int = CONTEXT) -> Callable[..., list[SequenceRows]]:
         return lambda _: [chunk(start, 1)] * count
 
+    def chains(count: int) -> Callable[..., list[SequenceRows]]:
+        return lambda _: [chunk(CONTEXT, 6)] * count
+
     return {
         **{f"plain, batch {count}": tokens(count) for count in (1, 8, 64)},
+        **{f"chain of 6, batch {count}": chains(count) for count in (1, 8)},
         **{f"6 rows, batch {count}": trees(count, 6) for count in (1, 8)},
         **{f"32 rows, batch {count}": trees(count, 32) for count in (1, 8)},
         "plain, 32,000 tokens": tokens(1, 32_000),

@@ -100,7 +100,7 @@ class DflashHead:
         Their keys and values are written to `pool`, and are of no use later."""
         cos, signed_sin = self.rotary.tables(batch.positions)
         shape = self.layers[0].attention.shape
-        plans = {shape.sliding_window: plan_for(batch, shape, self.dtype, self.attention_backend)}
+        plans = {shape.sliding_window: plan_for(batch, shape, self.attention_backend)}
         context = ForwardContext(batch, pool, cos, signed_sin, plans)
         states = F.embedding(batch.token_ids, self.embedding)
         for layer in self.layers:

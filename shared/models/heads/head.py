@@ -100,7 +100,7 @@ class DraftHead:
         embedded = F.embedding(batch.token_ids, self.embedding)
         cos, signed_sin = self.rotary.tables(batch.positions)
         shape = self.layers[layer].attention.shape
-        plans = {shape.sliding_window: plan_for(batch, shape, self.dtype, self.attention_backend)}
+        plans = {shape.sliding_window: plan_for(batch, shape, self.attention_backend)}
         context = ForwardContext(batch, pool, cos, signed_sin, plans)
         return self.layers[layer](embedded, hidden, context)
 

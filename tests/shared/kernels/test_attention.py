@@ -155,7 +155,6 @@ def test_equals_a_loop(
         paged_rows(batch),
         sliding_window=sliding_window,
         num_query_groups=num_heads // num_kv_heads,
-        dtype=torch.float32,
     )
     actual = paged_attention(queries, keys, values, plan, scale=HEAD_DIM**-0.5)
     expected = loop_attention(
@@ -177,13 +176,9 @@ def test_one_padded_tile_equals_a_tile_for_each_sequence(
     rows = paged_rows(build_batch(sequences, page_size=4, device=CPU))
     keys, values = random_cache(4, 2)
     queries = torch.randn(len(rows.positions), 4, HEAD_DIM)
-    by_sequence = plan_attention(
-        rows, sliding_window=sliding_window, num_query_groups=2, dtype=torch.float32
-    )
+    by_sequence = plan_attention(rows, sliding_window=sliding_window, num_query_groups=2)
     monkeypatch.setattr(attention, "_plan_by_sequence", attention._plan_as_one_tile)
-    padded = plan_attention(
-        rows, sliding_window=sliding_window, num_query_groups=2, dtype=torch.float32
-    )
+    padded = plan_attention(rows, sliding_window=sliding_window, num_query_groups=2)
     assert (len(by_sequence.tiles), len(padded.tiles)) == (3, 1)
     torch.testing.assert_close(
         paged_attention(queries, keys, values, by_sequence, scale=1.0),
@@ -241,7 +236,7 @@ def test_tree_deeper_than_the_sliding_window_is_refused() -> None:
     rows = tree_rows(random.Random(0), prefix=2, num_nodes=1, first_row=0, pages=[1, 2])
     batch = build_batch([replace(rows, positions=[2 + 7])], page_size=4, device=CPU)
     with pytest.raises(AssertionError, match="deeper than the sliding window of 7"):
-        plan_attention(paged_rows(batch), sliding_window=7, num_query_groups=1, dtype=torch.float32)
+        plan_attention(paged_rows(batch), sliding_window=7, num_query_groups=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -259,7 +254,5 @@ def attend(
     batch: ForwardBatch, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float = 1.0
 ) -> Tensor:
     groups = queries.shape[1] // keys.shape[1]
-    plan = plan_attention(
-        paged_rows(batch), sliding_window=None, num_query_groups=groups, dtype=queries.dtype
-    )
+    plan = plan_attention(paged_rows(batch), sliding_window=None, num_query_groups=groups)
     return paged_attention(queries, keys, values, plan, scale=scale)

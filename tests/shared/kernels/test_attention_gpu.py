@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shared.kernels.attention import PagedRows, paged_attention, plan_attention, plan_tiles
 from shared.kernels.narrow_cache import CacheScales, store
+from shared.kernels.split_plan import FIRST_SPLIT_KEYS, SPLITS_PER_LEVEL
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import (
     Heads,
@@ -43,6 +44,8 @@ SHARING = {
     "long ones share if they are few": (96, 8),
     "none share": (0, 0),
 }
+# Behind them splits are twice as long.
+LEVEL_KEYS = FIRST_SPLIT_KEYS * SPLITS_PER_LEVEL
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 Maker = Callable[[random.Random], list[SequenceRows]]
@@ -50,7 +53,10 @@ BATCHES: dict[str, Maker] = {
     "one token": lambda rng: [chunk(0, 1)],
     "plain tokens": lambda rng: [chunk(length, 1) for length in (0, 1, 15, 16, 17, 127, 128, 700)],
     "page edges": lambda rng: [chunk(start, 3) for start in (13, 14, 15, 16, 61, 62, 63, 64)],
-    "split edges": lambda rng: [chunk(start, 1) for start in (2046, 2047, 2048, 2303, 2304)],
+    "split edges": lambda rng: [
+        chunk(LEVEL_KEYS + offset, 1)
+        for offset in (-2, -1, 0, 2 * FIRST_SPLIT_KEYS - 1, 2 * FIRST_SPLIT_KEYS)
+    ],
     "trees": lambda rng: [
         tree(rng, start=start, num_nodes=nodes)
         for start, nodes in ((5, 1), (64, 64), (120, 17), (127, 2), (300, 33), (1000, 8))
@@ -70,10 +76,7 @@ BATCHES: dict[str, Maker] = {
 
 def attend(rows: PagedRows, layer: Layer, *, heads: Heads, window: int | None = None) -> Tensor:
     """Returns the kernels' result; `rows` and `layer` are on the device."""
-    dtype = layer.queries.dtype
-    plan = plan_attention(
-        rows, sliding_window=window, num_query_groups=heads.num_groups, dtype=dtype
-    )
+    plan = plan_attention(rows, sliding_window=window, num_query_groups=heads.num_groups)
     scale = 1 / math.sqrt(heads.head_dim)
     return paged_attention(layer.queries, layer.keys, layer.values, plan, scale=scale)
 
@@ -161,6 +164,25 @@ def test_whole_blocks_have_the_bits_of_splits(
     for setting, value in zip(("CHAIN_KEYS", "FEWEST_CHAINS"), SHARING[sharing], strict=True):
         monkeypatch.setattr(attention_triton, setting, value)
     assert torch.equal(attend(rows, layer, heads=heads, window=window), expected)
+
+
+@pytest.mark.parametrize("own_rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["trees", pytest.param("tree levels", marks=pytest.mark.interpreter), "everything"]
+)
+def test_rows_that_share_a_program_keep_their_bits(
+    name: str, dtype: torch.dtype, own_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, page_size = Heads(8, 2, 64), 16
+    placed, num_slots = with_pages(random.Random(7), BATCHES[name](random.Random(3)), page_size)
+    rows = packed(placed, page_size, CUDA)
+    layer = random_layer(len(rows.positions), num_slots, heads, dtype).to(CUDA)
+    poison(layer, page_size)
+    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", NEVER)
+    expected = attend(rows, layer, heads=heads)
+    monkeypatch.setattr(attention_triton, "OWN_ROWS", own_rows)
+    assert torch.equal(attend(rows, layer, heads=heads), expected)
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 32, 128])
@@ -269,9 +291,7 @@ def test_narrow_cache_equals_the_plain_path(name: str, dtype: torch.dtype) -> No
         layer.queries.to(CUDA),
         keys.to(CUDA),
         values.to(CUDA),
-        plan_attention(
-            on_device, sliding_window=None, num_query_groups=LLAMA.num_groups, dtype=dtype
-        ),
+        plan_attention(on_device, sliding_window=None, num_query_groups=LLAMA.num_groups),
         scale=0.1,
         cache_scales=CacheScales(*factors.to(CUDA)),
     )

@@ -33,7 +33,7 @@ def both(kind: str) -> tuple[PagedRows, PagedRows]:
 @pytest.mark.parametrize("kind", ["trees", "chunks", "both", "one"])
 def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
     on_cpu, on_gpu = both(kind)
-    expected, found = (plan_splits(rows, None, groups, torch.bfloat16) for rows in (on_cpu, on_gpu))
+    expected, found = (plan_splits(rows, None, groups) for rows in (on_cpu, on_gpu))
     assert torch.equal(found.row_lengths.cpu(), expected.row_lengths)
     assert (found.chunk_blocks is None) == (expected.chunk_blocks is None)
     pairs = [(found.plain_blocks, expected.plain_blocks)]
@@ -50,7 +50,7 @@ def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
 def test_visible_tail_keys_are_those_of_the_plain_plan(kind: str) -> None:
     on_cpu, on_gpu = both(kind)
     _, expected = plain_rows(on_cpu)
-    found = plan_splits(on_gpu, None, 2, torch.bfloat16).tail_slots
+    found = plan_splits(on_gpu, None, 2).tail_slots
     assert expected is not None
     assert found is not None
     assert on_cpu.tail_mask is not None
@@ -61,4 +61,4 @@ def test_visible_tail_keys_are_those_of_the_plain_plan(kind: str) -> None:
 def test_rows_past_the_last_sequence_see_nothing() -> None:
     _, rows = both("one")
     padded = replace(rows, positions=rows.positions.repeat(4))
-    assert plan_splits(padded, None, 2, torch.bfloat16).row_lengths.tolist() == [4, 0, 0, 0]
+    assert plan_splits(padded, None, 2).row_lengths.tolist() == [4, 0, 0, 0]
