@@ -137,8 +137,10 @@ class StepLoop:
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
             self._end_step(now_s, is_timed=False)
-        if turn is not Turn.ELSEWHERE:
-            return turn is Turn.DONE
+        return self._step(now_s) if turn is Turn.ELSEWHERE else turn is Turn.DONE
+
+    def _step(self, now_s: float) -> bool:
+        """A step of the general path."""
         self.attachments.readiness.judge(self._rounds.not_taken(self._scheduler.running), now_s)
         if not self._runs_ahead():  # a draft has attached since the launch, or speculation begins
             self._settle()
