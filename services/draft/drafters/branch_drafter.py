@@ -23,6 +23,7 @@ from services.draft.drafters.branches import (
     GrowingBranch,
     Plan,
     Wanted,
+    WantedBranches,
     all_of,
 )
 from services.draft.drafters.drafter import Proposal
@@ -53,7 +54,7 @@ class BranchDrafter:
         self._vocab_size = vocab_size
         self._shares = RankShares()
         self._rows: dict[SequenceKey, GrownRows] = {}
-        self._wanted: dict[SequenceKey, list[Wanted]] = {}
+        self._wanted = WantedBranches()
         self._pass: BranchPass | None = None
         self._fallen: dict[SequenceKey, GrowingBranch] = {}
         self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
@@ -100,7 +101,7 @@ class BranchDrafter:
         paths = {*followers, *(each.wanted.path for each in self._growing_behind(rows))}
         if 2 * len(paths) < fan_out.budget:
             verdicts = self._verdicts(plan, tree, rows, None)
-            self._wanted[key] = [each for each in verdicts if each.path not in paths]
+            self._wanted.want(key, [each for each in verdicts if each.path not in paths])
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """The tree may be among those that grow; there is nothing else to go on from."""
@@ -130,7 +131,8 @@ class BranchDrafter:
     def drop(self, sequence: DraftSequence) -> None:
         """Forgets a sequence and frees its branches; those that grow are freed when they end."""
         key = sequence.key
-        for kept in (self._rows, self._wanted, self._fallen, self._to_follow):
+        self._wanted.drop(key)
+        for kept in (self._rows, self._fallen, self._to_follow):
             kept.pop(key, None)
         self._ready = [each for each in self._ready if each.sequence is not sequence]
         self._free(self._branches.pop(key, {}).values())
@@ -203,7 +205,8 @@ class BranchDrafter:
         """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
         if not self._wanted:
             self._follow()
-        branches = [each for each in map(self._branch, self._next_batch()) if each is not None]
+        wanted = self._wanted.take(self._trees.max_sequences)
+        branches = [each for each in map(self._branch, wanted) if each is not None]
         if not branches:
             return None
         shape = branches[0].wanted.plan.shape
@@ -221,7 +224,8 @@ class BranchDrafter:
         for key, plan in self._to_follow.items():
             branch = min(self._branches[key].values(), key=lambda each: each.verdict)
             if branch.verdict.cost <= -math.log(LEAST_FOLLOWED) and not branch.followers:
-                self._wanted[key] = self._verdicts(plan, branch.rows.tree, branch.rows, branch)
+                wanted = self._verdicts(plan, branch.rows.tree, branch.rows, branch)
+                self._wanted.want(key, wanted)
         self._to_follow.clear()
 
     def _verdicts(
@@ -230,20 +234,6 @@ class BranchDrafter:
         verdicts = likely_verdicts(tree, rows.by_node(tree), self._shares, plan.fan_out)
         paths = list(paths_of(tree))
         return [Wanted(plan, each, paths[each.place], rows, behind) for each in verdicts]
-
-    def _next_batch(self) -> list[Wanted]:
-        """Takes verdicts whose trees have one shape, as many as a pass grows."""
-        batch: list[Wanted] = []
-        for key, wanted in list(self._wanted.items()):
-            room = self._trees.max_sequences - len(batch)
-            if batch and wanted and wanted[0].plan.shape != batch[0].plan.shape:
-                continue
-            batch += wanted[:room]
-            if len(wanted) > room:
-                self._wanted[key] = wanted[room:]
-                break
-            del self._wanted[key]
-        return batch
 
     def _branch(self, wanted: Wanted) -> GrowingBranch | None:
         behind = None if wanted.behind is None else wanted.behind.kv

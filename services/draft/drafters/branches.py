@@ -9,7 +9,7 @@ from services.draft.drafters.draft_kv import BranchKv
 from services.draft.drafters.grown_rows import GrownRows, Path
 from services.draft.fan_out import FanOut
 from services.draft.likely_verdicts import LikelyVerdict
-from services.draft.sequence import DraftSequence
+from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.growing_trees import GrowingTrees
 from shared.tokens import TreeShape
 
@@ -82,6 +82,40 @@ class BranchPass:
     trees: GrowingTrees
     branches: Sequence[GrowingBranch]
     grown: Sequence[GrownRows] = ()
+
+
+class WantedBranches:
+    """Verdicts that get a branch when their turn comes, sequence by sequence."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[SequenceKey, list[Wanted]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_key)
+
+    def want(self, key: SequenceKey, wanted: list[Wanted]) -> None:
+        """Takes those of a sequence in place of any before."""
+        self._by_key[key] = wanted
+
+    def drop(self, key: SequenceKey) -> None:
+        self._by_key.pop(key, None)
+
+    def clear(self) -> None:
+        self._by_key.clear()
+
+    def take(self, count: int) -> list[Wanted]:
+        """Takes verdicts whose trees have one shape, as many as a pass grows."""
+        batch: list[Wanted] = []
+        for key, wanted in list(self._by_key.items()):
+            room = count - len(batch)
+            if batch and wanted and wanted[0].plan.shape != batch[0].plan.shape:
+                continue
+            batch += wanted[:room]
+            if len(wanted) > room:
+                self._by_key[key] = wanted[room:]
+                break
+            del self._by_key[key]
+        return batch
 
 
 def all_of(branches: Iterable[Branch]) -> Iterator[Branch]:
