@@ -44,25 +44,27 @@ class MissLadder:
             return EMPTY_TREE
         return self._fallback.tree(sequence)
 
-    def waits(self, sequence: Sequence, response_s: float | None) -> bool:
+    def waits(self, sequence: Sequence, wait_s: float | None, answer_rate: float = 1.0) -> bool:
         """Whether to wait for the draft's tree rather than step with the target's own, or none.
 
         Args:
-            response_s: how long the draft usually takes; None when that is not known.
+            wait_s: how long the draft is usually waited for; None when that is not known.
+            answer_rate: how often that brings a tree, rather than a plain token.
         """
         has_tree = bool(self.tree(sequence).token_ids)
-        if self._drafted_tokens is None or response_s is None:
+        if self._drafted_tokens is None or wait_s is None:
             return True
         if not has_tree and (self._waits_always or self._step_s is None):
             return True
         local_tokens = self._local_tokens if has_tree else 1.0
         if self._step_s is None or local_tokens is None:
             return False  # its own trees have not been tried yet
-        drafted_rate = self._drafted_tokens / (response_s + self._step_s)
+        drafted_tokens = 1.0 + answer_rate * (self._drafted_tokens - 1.0)
+        drafted_rate = drafted_tokens / (wait_s + self._step_s)
         if drafted_rate >= local_tokens / self._step_s:
             return True
         self._num_preferred += 1
-        rounds_a_probe = max(ROUNDS_A_PROBE, round(response_s / (PROBE_COST * self._step_s)))
+        rounds_a_probe = max(ROUNDS_A_PROBE, round(wait_s / (PROBE_COST * self._step_s)))
         return self._num_preferred % rounds_a_probe == 0
 
     def stepped(self, duration_s: float) -> None:

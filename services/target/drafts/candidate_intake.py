@@ -49,7 +49,8 @@ class CandidateIntake:
             assignment.push(candidate)
         elif assignment.candidate is None and assignment.is_awaited(candidate):
             assignment.receive(candidate, now_s)
-            attachment.patience.heard(None)
+            asked_s = assignment.asked_s
+            attachment.patience.heard(None if asked_s is None else now_s - asked_s)
             self._outcomes.count_late_hit(attachment.outcomes)
         else:
             attachment.counters.num_stale_candidates += 1

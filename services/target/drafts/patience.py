@@ -29,6 +29,8 @@ class Patience:
 
     longest_wait_s: float
     _response_s: float | None = None
+    _usual_wait_s: float | None = None
+    _answer_rate: float = 1.0
     _num_misses: int = 0
     _last_miss_s: float | None = None
     _is_stirring: bool = False
@@ -44,6 +46,16 @@ class Patience:
     def response_s(self) -> float | None:
         """How long the draft usually takes to answer a verdict; None before the first answer."""
         return self._response_s
+
+    @property
+    def usual_wait_s(self) -> float | None:
+        """How long an answer is usually waited for, in vain or not; None before the first one."""
+        return self._usual_wait_s
+
+    @property
+    def answer_rate(self) -> float:
+        """How often an answer comes before the end of the wait, or of the round."""
+        return self._answer_rate
 
     @property
     def wait_s(self) -> float:
@@ -77,13 +89,26 @@ class Patience:
                 a verdict, such as reading a prompt.
         """
         if response_s is not None:
-            known = response_s if self._response_s is None else self._response_s
-            self._response_s = known + SMOOTHING * (response_s - known)
+            self._response_s = _smoothed(self._response_s, response_s)
+            self._usual_wait_s = _smoothed(self._usual_wait_s, response_s)
+        self._answer_rate += SMOOTHING * (1.0 - self._answer_rate)
         self._num_misses = 0
         self._probe_gap_s = FIRST_PROBE_S
 
-    def missed(self, now_s: float) -> None:
-        """A round went by without its candidate. Rounds of one step count once."""
-        if now_s != self._last_miss_s:
-            self._num_misses += 1
-            self._last_miss_s = now_s
+    def missed(self, now_s: float, waited_s: float = 0.0) -> None:
+        """A round went by without its candidate. Rounds of one step count once.
+
+        Args:
+            waited_s: in vain.
+        """
+        if now_s == self._last_miss_s:
+            return
+        self._num_misses += 1
+        self._last_miss_s = now_s
+        self._answer_rate -= SMOOTHING * self._answer_rate
+        if self._usual_wait_s is not None:
+            self._usual_wait_s = _smoothed(self._usual_wait_s, waited_s)
+
+
+def _smoothed(known: float | None, value: float) -> float:
+    return value if known is None else known + SMOOTHING * (value - known)

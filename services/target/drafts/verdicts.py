@@ -53,7 +53,8 @@ class Verdicts:
             counters.num_accepted += num_accepted
         elif assignment.is_missed:
             counters.num_missed_rounds += 1
-            assignment.attachment.patience.missed(now_s)
+            waited_s = assignment.deadline_s - (assignment.asked_s or assignment.deadline_s)
+            assignment.attachment.patience.missed(now_s, waited_s)
             sequence.stats.num_missed_rounds += 1
 
     def decided(
@@ -93,7 +94,7 @@ class Verdicts:
         assignment.asked_s = now_s
         assignment.heard_s = None if assignment.candidate is None else now_s
         assignment.prefers_local = assignment.candidate is None and not self._ladder.waits(
-            assignment.sequence, patience.response_s
+            assignment.sequence, patience.usual_wait_s, patience.answer_rate
         )
         goes_on = assignment.prefers_local or wish.is_paused
         assignment.deadline_s = now_s if goes_on else patience.deadline_s(now_s)

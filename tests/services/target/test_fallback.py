@@ -147,6 +147,14 @@ def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
     assert ladder.waits(sequence, response_s) is expected
 
 
+def test_a_draft_that_seldom_answers_is_worth_less() -> None:
+    ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
+    ladder.counted(4, is_local=False)
+    ladder.stepped(1.0)
+    assert ladder.waits(sequence, 1.4, 0.5)
+    assert not ladder.waits(sequence, 1.6, 0.5)
+
+
 def test_the_slower_a_draft_the_rarer_it_is_tried_again() -> None:
     ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
     ladder.counted(4, is_local=False)

@@ -60,6 +60,18 @@ def test_wait_follows_the_usual_response_time_within_its_bound() -> None:
     assert patience.wait_s == 0.1
 
 
+def test_waits_in_vain_count() -> None:
+    patience = Patience(0.1)
+    patience.heard(0.02)
+    assert patience.answer_rate == 1.0
+    for step in range(40):
+        patience.missed(float(step), waited_s=0.08)
+        patience.heard(0.02)
+    assert patience.usual_wait_s == pytest.approx(0.05, abs=0.01)
+    assert patience.answer_rate == pytest.approx(0.5, abs=0.1)
+    assert patience.response_s == pytest.approx(0.02), "nobody waits longer for it"
+
+
 def test_rounds_of_one_step_count_as_one_miss() -> None:
     patience = Patience(0.1)
     for _ in range(MISSES_UNTIL_COLD):
