@@ -15,6 +15,8 @@ FIRST_PROBE_S = 0.25
 LAST_PROBE_S = 8.0
 WAIT_PER_RESPONSE = 4.0
 SMOOTHING = 0.2
+SMOOTHING_DOWN = 0.4
+"""Of waits that get shorter: a draft that is not waited for is seldom tried again."""
 SHORTEST_WAIT_S = 0.02
 STIRRING_FACTOR = 4.0
 
@@ -90,7 +92,10 @@ class Patience:
         """
         if response_s is not None:
             self._response_s = _smoothed(self._response_s, response_s)
-            self._usual_wait_s = _smoothed(self._usual_wait_s, response_s)
+            known_s = self._usual_wait_s
+            is_faster = known_s is not None and response_s < known_s
+            smoothing = SMOOTHING_DOWN if is_faster else SMOOTHING
+            self._usual_wait_s = _smoothed(known_s, response_s, smoothing)
         self._answer_rate += SMOOTHING * (1.0 - self._answer_rate)
         self._num_misses = 0
         self._probe_gap_s = FIRST_PROBE_S
@@ -110,5 +115,5 @@ class Patience:
             self._usual_wait_s = _smoothed(self._usual_wait_s, waited_s)
 
 
-def _smoothed(known: float | None, value: float) -> float:
-    return value if known is None else known + SMOOTHING * (value - known)
+def _smoothed(known: float | None, value: float, smoothing: float = SMOOTHING) -> float:
+    return value if known is None else known + smoothing * (value - known)

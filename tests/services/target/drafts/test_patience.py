@@ -67,7 +67,7 @@ def test_waits_in_vain_count() -> None:
     for step in range(40):
         patience.missed(float(step), waited_s=0.08)
         patience.heard(0.02)
-    assert patience.usual_wait_s == pytest.approx(0.05, abs=0.01)
+    assert patience.usual_wait_s == pytest.approx(0.04, abs=0.01)
     assert patience.answer_rate == pytest.approx(0.5, abs=0.1)
     assert patience.response_s == pytest.approx(0.02), "nobody waits longer for it"
 
