@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters.branches import (
     Branch,
     BranchPass,
@@ -72,9 +73,10 @@ class BranchDrafter:
         Args:
             shape: see `grown_shape`.
         """
+        for sequence in sequences:
+            self.drop(sequence)
         grown = self._trees.grow(sequences, shape, self._num_choices(shape))
         for sequence, rows in zip(sequences, grown, strict=True):
-            self.drop(sequence)
             self._rows[sequence.key] = rows
         return [
             Proposal(sequence, rows.tree) for sequence, rows in zip(sequences, grown, strict=True)
@@ -132,19 +134,24 @@ class BranchDrafter:
         """Forgets a sequence and frees its branches; those that grow are freed when they end."""
         key = sequence.key
         self._wanted.drop(key)
-        for kept in (self._rows, self._fallen, self._to_follow):
+        self._leave_pages(self._rows.pop(key, None))
+        for kept in (self._fallen, self._to_follow):
             kept.pop(key, None)
         self._ready = [each for each in self._ready if each.sequence is not sequence]
         self._free(self._branches.pop(key, {}).values())
 
     def make_room(self) -> bool:
-        """Gives up all branches because memory is short; returns whether there were any."""
+        """Gives up all branches because memory is short, but for those of a pass that a current
+        round waits for; returns whether there were any."""
+        under_way = None if self._fallen else self._pass
+        if under_way is not None:
+            self._give_up(under_way)
         held = [branches for branches in self._branches.values() if branches]
         for branches in held:
             self._free(branches.values())
         for kept in (self._branches, self._wanted, self._to_follow, self._ready):
             kept.clear()
-        return bool(held)
+        return bool(held) or under_way is not None
 
     def advance(self) -> list[Proposal]:
         """Queues a forward of a pass, or takes what the last one has grown."""
@@ -159,7 +166,7 @@ class BranchDrafter:
             return []
         self._pass.trees.advance()
         if self._pass.grown:
-            self._pass = None
+            self._end(self._pass)
             return []
         return self._take_trees(self._pass) if self._pass.trees.has_trees else []
 
@@ -171,12 +178,17 @@ class BranchDrafter:
         return [proposal for proposal in taken if proposal is not None]
 
     def _give_up(self, growing: BranchPass) -> None:
-        """No verdict can fall any more that a pass is for."""
+        """Leaves out what a pass has yet to compute."""
         growing.trees.give_up()
         if not growing.grown:
-            for each in growing.branches:
-                self._contexts.drop_branch(each.kv)
+            growing.unneeded.extend(each.kv for each in growing.branches)
+        self._end(growing)
+
+    def _end(self, growing: BranchPass) -> None:
+        """A pass writes no more."""
         self._pass = None
+        for kv in growing.unneeded:
+            self._contexts.drop_branch(kv)
 
     def _is_of_use(self, growing: BranchPass) -> bool:
         if growing.grown:
@@ -224,7 +236,9 @@ class BranchDrafter:
         for key, plan in self._to_follow.items():
             branch = min(self._branches[key].values(), key=lambda each: each.verdict)
             if branch.verdict.cost <= -math.log(LEAST_FOLLOWED) and not branch.followers:
-                wanted = self._verdicts(plan, branch.rows.tree, branch.rows, branch)
+                # Verdicts name the nodes that the target gets.
+                tree = drop_unknown_tokens(branch.rows.tree, plan.sequence.vocab_size)
+                wanted = self._verdicts(plan, tree, branch.rows, branch)
                 self._wanted.want(key, wanted)
         self._to_follow.clear()
 
@@ -267,17 +281,24 @@ class BranchDrafter:
         if wanted.behind is not None and self._holds(key, wanted.behind):
             wanted.behind.followers[wanted.path] = branch
         else:
-            self._contexts.drop_branch(growing.kv)
+            self._free([branch])
         return None
 
     def _adopt(self, sequence: DraftSequence, branch: Branch) -> None:
         self._contexts.adopt(sequence, branch.kv, branch.rows)
         if self._contexts.backlog(sequence):
             # The window has moved on, and what is computed is in the old one.
+            self._leave_pages(branch.rows)
             self._free(branch.followers.values())
             return
         self._rows[sequence.key] = branch.rows
         self._branches[sequence.key] = branch.followers
+
+    def _leave_pages(self, rows: GrownRows | None) -> None:
+        """Others may have a sequence's pages from now on, so the pass that grew its rows there
+        writes no more."""
+        if self._pass is not None and self._pass.has_grown(rows):
+            self._pass.trees.give_up()
 
     def _growing_behind(self, rows: GrownRows) -> list[GrowingBranch]:
         """Returns the branches under way for verdicts on what was grown."""
@@ -294,7 +315,10 @@ class BranchDrafter:
 
     def _free(self, branches: Iterable[Branch]) -> None:
         for branch in all_of(branches):
-            self._contexts.drop_branch(branch.kv)
+            if self._pass is not None and self._pass.has_grown(branch.rows):
+                self._pass.unneeded.append(branch.kv)
+            else:
+                self._contexts.drop_branch(branch.kv)
 
     def _num_choices(self, shape: TreeShape) -> int:
         """Returns how many tokens to find after each node: a verdict ends in one that its tree does

@@ -77,11 +77,16 @@ class BranchPass:
 
     Attributes:
         grown: by branch, once the trees are there; what may follow their nodes is yet to be found.
+        unneeded: branches of those that are freed when the pass ends, which writes to them.
     """
 
     trees: GrowingTrees
     branches: Sequence[GrowingBranch]
     grown: Sequence[GrownRows] = ()
+    unneeded: list[BranchKv] = field(default_factory=list)
+
+    def has_grown(self, rows: GrownRows | None) -> bool:
+        return any(each is rows for each in self.grown)
 
 
 class WantedBranches:

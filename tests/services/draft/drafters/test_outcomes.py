@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters import branch_drafter
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.standalone import StandaloneDrafter
@@ -45,7 +46,7 @@ class Bench:
     def __init__(
         self, decoder: Decoder, shape: TreeShape, num_pages: int = 600, *, in_passes: bool = False
     ) -> None:
-        pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
+        self.pool = pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
         leases = KvLeases(num_pages, PAGE_SIZE)
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=False)
         self.drafter = StandaloneDrafter(
@@ -102,6 +103,14 @@ def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> Token
     bench = Bench(decoder, shape)
     [tree] = bench.propose(bench.open(1, sequence.token_ids, sequence.sampling))
     return tree
+
+
+def _fresh_after(
+    decoder: Decoder, shape: TreeShape, sequence: DraftSequence, tokens: tuple[int, ...]
+) -> TokenTree:
+    bench = Bench(decoder, shape)
+    opened = bench.open(1, [*sequence.token_ids, *tokens], sequence.sampling)
+    return bench.propose(opened)[0]
 
 
 @pytest.fixture
@@ -241,6 +250,41 @@ def test_pass_that_nobody_waits_for_is_given_up(decoder: Decoder) -> None:
     assert bench.drafter.gauges()["held_page_count"] == 0
 
 
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_pass_never_writes_to_pages_that_others_have_by_now(
+    decoder: Decoder, is_adopted: bool
+) -> None:
+    """A sequence ends between a pass's trees and their leaves, and another one gets its pages."""
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, in_passes=True)
+    sequence, other = (bench.open(n, _text(n, 11 + n), SAMPLINGS[1]) for n in range(2))
+    trees = bench.propose(sequence, other)
+    for each, tree in zip((sequence, other), trees, strict=True):
+        bench.begin(each, tree)
+    prepared: list[Proposal] = []
+    while not prepared:
+        prepared = bench.drafter.foresight.advance()
+    assert {each.sequence for each in prepared} == {sequence, other}
+    if is_adopted:
+        own = next(each for each in prepared if each.sequence is sequence)
+        bench.commit(sequence, _committed(trees[0], own))
+    bench.drafter.close(sequence)
+    newcomer = bench.open(2, _text(9, 150), SAMPLINGS[0])
+    [tree] = bench.propose(newcomer)
+    pages = bench.drafter._contexts.kv_of(newcomer).lease.pages
+    slots = [page * PAGE_SIZE + offset for page in pages for offset in range(PAGE_SIZE)]
+    before = bench.pool.storage[:, :, slots].clone()
+    bench.advance_all()
+    assert torch.equal(bench.pool.storage[:, :, slots], before)
+    bench.commit(newcomer, (5,))
+    assert bench.propose(newcomer)[0].token_ids == _fresh(decoder, shape, newcomer).token_ids
+    for each in (other, newcomer):
+        bench.drafter.close(each)
+    bench.advance_all()
+    bench.drafter.check()
+    assert bench.drafter.gauges()["held_page_count"] == 0
+
+
 def test_verdict_inside_the_verified_tree_leaves_what_hangs_below(decoder: Decoder) -> None:
     """As when the target stepped alone and drew the tree's own first token."""
     shape = TreeShape(4, 1, 5)
@@ -347,6 +391,48 @@ def test_branches_make_room_for_the_trees_of_current_rounds(decoder: Decoder) ->
     assert bench.propose(first)[0].token_ids == _fresh(decoder, shape, first).token_ids
     bench.drafter.close(first)
     bench.drafter.check()
+
+
+def test_pass_under_way_makes_room_for_the_trees_of_current_rounds(decoder: Decoder) -> None:
+    """Its verdicts did not fall, so nobody needs its pages."""
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, num_pages=24, in_passes=True)
+    sequence = bench.open(1, _text(4, 30), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    bench.begin(sequence, tree)
+    assert bench.drafter.foresight.advance() == []
+    accepted = tuple(tree.token_ids[node] for node in tree.path(len(tree) - 1))
+    bench.commit(sequence, (*accepted, *_text(8, 20)))
+    assert bench.propose(sequence)[0].token_ids == _fresh(decoder, shape, sequence).token_ids
+    bench.advance_all()
+    bench.drafter.close(sequence)
+    bench.drafter.check()
+    assert bench.drafter.gauges()["held_page_count"] == 0
+
+
+@pytest.mark.usefixtures("follows")
+def test_verdicts_behind_a_tree_name_its_nodes_as_the_target_has_them(decoder: Decoder) -> None:
+    """Tokens that the target does not know are no nodes there."""
+    shape = TreeShape(3, 3, 12)
+    bench, num_shorter = Bench(decoder, shape, in_passes=True), 0
+    for number in range(12):
+        sequence = bench.open(number, _text(number, 30), SAMPLINGS[1])
+        sequence.vocab_size = VOCAB_SIZE // 2
+        tree = drop_unknown_tokens(bench.propose(sequence)[0], sequence.vocab_size)
+        bench.begin(sequence, tree)
+        prepared = [each for each in bench.advance_all() if each.condition is not None]
+        known = [each for each in prepared if each.condition.bonus_token_id < sequence.vocab_size]
+        for each in known[:1]:
+            bench.commit(sequence, _committed(tree, each))
+            verified = drop_unknown_tokens(each.tree, sequence.vocab_size)
+            bench.begin(sequence, verified)
+            for follower in bench.drafter.foresight.advance():
+                tokens = _committed(verified, follower)
+                num_shorter += verified != each.tree
+                expected = _fresh_after(decoder, shape, sequence, tokens)
+                assert follower.tree.token_ids == expected.token_ids
+        bench.drafter.close(sequence)
+    assert num_shorter > 0
 
 
 @pytest.mark.usefixtures("follows")
