@@ -36,7 +36,10 @@ def conditional_trees(
     sequence: Sequence, verified: TokenTree, candidates: SequenceOf[Candidate]
 ) -> tuple[tuple[Candidate, PreparedTree], ...]:
     """Returns candidates for verdicts on a tree that is being verified, as the device takes them;
-    not those for nodes that it does not have, or for verdicts that end the sequence."""
+    not those for nodes that it does not have, or for verdicts that end the sequence, nor any behind
+    an empty tree: its verdict names no candidate."""
+    if not verified.token_ids:
+        return ()
     depths = (0, *verified.depths)
     found: list[tuple[Candidate, PreparedTree]] = []
     for each in candidates:

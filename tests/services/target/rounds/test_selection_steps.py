@@ -23,7 +23,16 @@ from shared.models.decoder import Decoder
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.selection_runner import SelectionRunner
-from shared.tokens import Candidate, Outcome, SamplingParams, StopParams, TreeShape
+from shared.tokens import (
+    EMPTY_TREE,
+    Candidate,
+    Condition,
+    Outcome,
+    SamplingParams,
+    StopParams,
+    TokenTree,
+    TreeShape,
+)
 from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
 from tests.helpers.ahead_draft import DEPTH, AheadDraft
 from tests.helpers.engines import Collector, build_engine, request, run, settle, tiny_decoder
@@ -276,6 +285,31 @@ def test_an_ending_that_cannot_be_is_no_hit(decoder: Decoder) -> None:
     assert _num_rounds(setup.reports) > 0
     setup.engine.cancel(collector, 0)
     settle(setup.engine)
+
+
+@pytest.mark.usefixtures("choice")
+def test_nothing_is_prepared_behind_an_empty_tree_with_a_name(decoder: Decoder) -> None:
+    """No draft announces one; the verdict on it names no candidate, so it selects none either."""
+    setup = Setup(decoder)
+    answer = setup.answers[0]
+
+    def falsify(attachment_id: str, candidates: Sequence[Candidate]) -> None:
+        falsified = []
+        for each in candidates:
+            count, own_id = each.committed_token_count, each.candidate_id
+            if each.condition is not None or own_id is None:
+                continue
+            named = Condition(None, answer[count], own_id)
+            tree = TokenTree.chain(answer[count + 1 : count + 4])
+            falsified += [
+                replace(each, tree=EMPTY_TREE),
+                replace(each, tree=tree, candidate_id=own_id + 1, condition=named),
+            ]
+        setup.engine.offer(attachment_id, falsified)
+
+    setup.draft.offer = falsify
+    setup.draft.recovers = True
+    setup.check(run(setup.engine, setup.requests(40, 1)), 40, 1)
 
 
 @pytest.mark.usefixtures("choice")
