@@ -27,8 +27,8 @@ class StandaloneTrees:
         return self._grower.limits.max_sequences
 
     def capture_next(self, shape: TreeShape, num_choices: int) -> bool:
-        """See `TreeGrower.capture_next`."""
-        growers = (self._grower, self._split)
+        """See `TreeGrower.capture_next`; passes that can stop are begun with choices only."""
+        growers = (self._grower, self._split) if num_choices else (self._grower,)
         return any(each.capture_next(shape, num_choices=num_choices) for each in growers)
 
     def grow(

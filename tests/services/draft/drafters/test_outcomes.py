@@ -456,3 +456,21 @@ def test_branch_whose_window_slides_starts_over(decoder: Decoder) -> None:
     assert num_slides > 0
     bench.drafter.close(sequence)
     bench.drafter.check()
+
+
+def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere nothing would use them, and no memory is set aside for them."""
+    asked: list[bool] = []
+
+    def capture_next(grower: TreeGrower, tree: TreeShape, *, num_choices: int = 0) -> bool:
+        asked.append(grower._is_split)
+        return False
+
+    monkeypatch.setattr(TreeGrower, "capture_next", capture_next)
+    bench = Bench(decoder, TreeShape(3, 2, 8), in_passes=True)
+    assert not bench.drafter.prepare_next(bench.shape)
+    bench.drafter.foresight.budget = 0
+    assert not bench.drafter.prepare_next(bench.shape)
+    assert asked == [False, True, False]
