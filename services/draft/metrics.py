@@ -30,7 +30,7 @@ class DraftMetrics(Collector):
     | `outrider_draft_tree_tokens` | nodes proposed | nodes a tree: over trees |
     | `outrider_draft_batch_seconds` | seconds | p99 by `histogram_quantile(0.99, …)` |
     | `outrider_draft_pushed_trees` | trees for verdicts to come | |
-    | `outrider_draft_ahead_passes` | passes or forwards for them | |
+    | `outrider_draft_ahead_steps` | steps for them, mostly of a forward | |
     | `outrider_draft_ahead_seconds` | seconds of those | share of time: its rate |
     | `outrider_draft_foreseen_verdicts` | verdicts one was for | hit rate: over verdicts |
     | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
@@ -56,8 +56,8 @@ class DraftMetrics(Collector):
             ("trees", "Trees proposed", counters.num_trees),
             ("tree_tokens", "Nodes of the trees proposed", counters.num_nodes),
             ("pushed_trees", "Trees for verdicts to come", counters.num_pushed),
-            ("ahead_passes", "Passes or forwards for verdicts to come", counters.num_ahead),
-            ("ahead_seconds", "Time of passes for verdicts to come", counters.ahead_s),
+            ("ahead_steps", "Steps for verdicts to come", counters.num_ahead),
+            ("ahead_seconds", "Time of steps for verdicts to come", counters.ahead_s),
             ("foreseen_verdicts", "Verdicts that a tree was there for", counters.num_foreseen),
             ("caught_up_tokens", "Committed tokens taken in", counters.num_caught_up),
             ("accepted_tokens", "Nodes that targets accepted", counters.num_accepted),

@@ -34,7 +34,7 @@ class DraftCounters:
         num_accepted: nodes of verified trees that were committed.
         outcomes: verdicts by what happened to the tree.
         num_pushed: trees for verdicts to come, on top of the others.
-        num_ahead: passes of the device for them, or forwards of drafters that take several.
+        num_ahead: steps spent on them, mostly of one forward.
         ahead_s: time of those, beside that of its batches.
         num_foreseen: verdicts that one of them was for.
         num_opened, num_released: sequences taken, and given back for want of memory or sense.
@@ -129,7 +129,7 @@ class DraftRecorder:
             self._log.span("propose", elapsed_s, trees=len(proposals))
 
     def drafted_ahead(self, num_trees: int, elapsed_s: float) -> None:
-        """The drafter computed a pass for verdicts to come, which completed that many trees."""
+        """The drafter spent a step on verdicts to come, which completed that many trees."""
         self.counters.num_pushed += num_trees
         self.counters.num_ahead += 1
         self.counters.ahead_s += elapsed_s

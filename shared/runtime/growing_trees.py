@@ -35,8 +35,8 @@ class Choices:
         self._growing, self._place = growing, place
 
     def after(self, row: int) -> tuple[tuple[int, float], ...]:
-        """Returns tokens and scores of one row, best first; waits for the device. None where nobody
-        asked, or the pass was given up."""
+        """Returns tokens and scores of one row, best first; waits for the device. There are none
+        where nobody asked for any, or the pass was given up."""
         return self._growing.choices(self._place, row)
 
 

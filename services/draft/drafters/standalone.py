@@ -4,7 +4,8 @@ A round costs one forward a level for all sequences together: the first computes
 last verdict committed, and its logits are the first level; each further level computes the K
 frontier nodes of the tree. Where the device can do without the host, it grows the whole trees in
 one pass, see `standalone_trees`. KV of the accepted path is kept: a chain's is in place already, a
-tree's is moved to the front of its tail. So is what was drafted ahead below it.
+tree's is moved to the front of its tail. So is what was drafted ahead level by level below it;
+what passes drafted ahead is in pages of its own, see `branch_drafter`.
 """
 
 from __future__ import annotations

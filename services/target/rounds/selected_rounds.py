@@ -89,8 +89,8 @@ class SelectedRounds:
         `SelectionRunner.prepare`. Sequences that are new to rounds get a slot.
 
         Returns:
-            The shape of the round; None, with nothing prepared, where trees are too large, or pages
-            or memory are missing.
+            The shape of the round; None, with no tree prepared, where trees are too large, or pages
+            or memory are missing. Sequences that have got a slot keep it.
         """
         wanted = covering_shape(each.tree for trees in prepared.values() for each in trees)
         new = [each for each in prepared if each.sequence_id not in self._sequences]

@@ -50,7 +50,7 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
         "outrider_draft_trees_total 2.0",
         "outrider_draft_tree_tokens_total 6.0",
         "outrider_draft_pushed_trees_total 2.0",
-        "outrider_draft_ahead_passes_total 2.0",
+        "outrider_draft_ahead_steps_total 2.0",
         "outrider_draft_ahead_seconds_total 0.75",
         "outrider_draft_caught_up_tokens_total 5.0",
         "outrider_draft_accepted_tokens_total 2.0",
