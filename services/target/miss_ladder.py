@@ -38,6 +38,11 @@ class MissLadder:
     def has_fallback(self) -> bool:
         return self._fallback is not None
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether a draft that is not worth waiting for may be asked for nothing for a while."""
+        return not (self._waits_always or self.has_fallback)
+
     def tree(self, sequence: Sequence) -> TokenTree:
         """Returns the target's own tree for a round that no draft has one for, perhaps empty."""
         if self._fallback is None or sequence.request.speculation_disabled:

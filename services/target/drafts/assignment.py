@@ -91,6 +91,13 @@ class Assignment:
         self.candidate, self.kept, self.heard_s = candidate, None, now_s
 
     @property
+    def waited_s(self) -> float:
+        """How long the current round waited for its candidate, in vain or not."""
+        if self.asked_s is None:
+            return 0.0
+        return max((self.deadline_s if self.heard_s is None else self.heard_s) - self.asked_s, 0.0)
+
+    @property
     def is_missed(self) -> bool:
         """Whether the current round goes without a candidate that was waited for."""
         was_asked = self.asked_s is not None and not self.course.asked.is_paused

@@ -14,6 +14,7 @@ MISSES_UNTIL_COLD = 3
 FIRST_PROBE_S = 0.25
 LAST_PROBE_S = 8.0
 WAIT_PER_RESPONSE = 4.0
+WAIT_PER_TRIED_RESPONSE = 2.0
 SMOOTHING = 0.2
 SMOOTHING_DOWN = 0.4
 """Of waits that get shorter: a draft that is not waited for is seldom tried again."""
@@ -36,6 +37,7 @@ class Patience:
     _num_misses: int = 0
     _last_miss_s: float | None = None
     _is_stirring: bool = False
+    _is_doubtful: bool = False
     _probe_s: float = 0.0
     _probe_gap_s: float = field(default=FIRST_PROBE_S)
 
@@ -79,6 +81,27 @@ class Patience:
         given_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
         return now_s + min(given_s, self.longest_wait_s)
 
+    def try_deadline_s(self, now_s: float, affordable_s: float) -> float:
+        """As `deadline_s`, for a draft that is tried after a pause: until when one that says
+        nothing is waited for.
+
+        Args:
+            affordable_s: what it may cost; less than it usually needs is no try.
+        """
+        needed_s = max(WAIT_PER_TRIED_RESPONSE * (self._response_s or 0.0), SHORTEST_WAIT_S)
+        is_stirring, self._is_stirring = self._is_stirring, False
+        most_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
+        return now_s + min(max(needed_s, affordable_s), most_s, self.longest_wait_s)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether what is known of its answers is from before a pause."""
+        return self._is_doubtful
+
+    def doubt(self) -> None:
+        """A pause has ended: the next answer says more than all before."""
+        self._is_doubtful = True
+
     def stirred(self) -> None:
         """Candidates arrived, for whatever round."""
         self._is_stirring = True
@@ -91,6 +114,9 @@ class Patience:
                 a verdict, such as reading a prompt.
         """
         if response_s is not None:
+            if self._is_doubtful:
+                self._response_s = self._usual_wait_s = None
+                self._answer_rate, self._is_doubtful = 1.0, False
             self._response_s = _smoothed(self._response_s, response_s)
             known_s = self._usual_wait_s
             is_faster = known_s is not None and response_s < known_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
@@ -28,6 +30,8 @@ class Verdicts:
         self._assignments = assignments
         self._controller = controller
         self._ladder = ladder
+        # A controller that chooses pauses drafts itself.
+        self._may_pause = ladder.may_pause and not controller.is_adaptive
         self._outcomes = outcomes
 
     def answer(self, sequence: Sequence) -> DraftAnswer | None:
@@ -47,14 +51,16 @@ class Verdicts:
         assignment = self._assignments.get(sequence.sequence_id)
         if assignment is None:
             return
-        counters = assignment.attachment.counters
+        counters, course = assignment.attachment.counters, assignment.course
+        if was_verified or not (course.asked.is_paused or course.is_catching_up):
+            pause = assignment.attachment.pause
+            pause.count(now_s, assignment.waited_s, was_verified=was_verified)
         if was_verified:
             counters.num_verified_rounds += 1
             counters.num_accepted += num_accepted
         elif assignment.is_missed:
             counters.num_missed_rounds += 1
-            waited_s = assignment.deadline_s - (assignment.asked_s or assignment.deadline_s)
-            assignment.attachment.patience.missed(now_s, waited_s)
+            assignment.attachment.patience.missed(now_s, assignment.waited_s)
             sequence.stats.num_missed_rounds += 1
 
     def decided(
@@ -78,6 +84,7 @@ class Verdicts:
             return
         attachment, was_prepared = assignment.attachment, assignment.has_pushed
         drafted = assignment.as_drafted(accepted_node_indices) if was_verified else ()
+        pays = self._pause(assignment, now_s) if self._may_pause else None
         wish = self._learn(assignment, drafted, len(committed_token_ids), was_verified=was_verified)
         verdict, foreseen = assignment.decide(
             committed_token_ids, drafted, wish, was_verified=was_verified
@@ -86,18 +93,56 @@ class Verdicts:
         if was_verified:
             position = len(accepted_node_indices)
             self._outcomes.count(attachment.outcomes, position, foreseen, was_prepared=was_prepared)
-        self._begin_wait(assignment, wish, now_s)
+        self._begin_wait(assignment, wish, now_s, pays=pays)
 
-    def _begin_wait(self, assignment: Assignment, wish: TreeWish, now_s: float) -> None:
-        """The draft is asked for the next round's tree, unless that is here already."""
+    def _pause(self, assignment: Assignment, now_s: float) -> bool | None:
+        """Decides whether a tree is wanted of a draft that may be of no use.
+
+        Returns:
+            Whether a tree is worth waiting for; None where one may be here already.
+        """
+        attachment, course = assignment.attachment, assignment.course
+        patience, pause = attachment.patience, attachment.pause
+        was_trying, is_on, pays = pause.is_trying, pause.goes_on(now_s), None
+        if pause.is_trying and not was_trying:
+            patience.doubt()
+        if not is_on and not assignment.has_pushed:
+            pays = self._pays(assignment)
+            is_on = pause.begins(
+                now_s,
+                len(attachment.sequence_ids),
+                is_silent=patience.is_cold,
+                pays=pays or patience.is_doubtful,
+            )
+        if is_on != course.wish.is_paused:
+            course.wish = replace(course.wish, is_paused=is_on)
+            if not is_on:
+                assignment.num_heard = 0  # the next answer is late by what the draft catches up
+        return False if is_on else pays
+
+    def _pays(self, assignment: Assignment) -> bool:
         patience = assignment.attachment.patience
+        return self._ladder.waits(assignment.sequence, patience.usual_wait_s, patience.answer_rate)
+
+    def _begin_wait(
+        self, assignment: Assignment, wish: TreeWish, now_s: float, *, pays: bool | None
+    ) -> None:
+        """The draft is asked for the next round's tree, unless that is here already."""
+        patience, pause = assignment.attachment.patience, assignment.attachment.pause
         assignment.asked_s = now_s
         assignment.heard_s = None if assignment.candidate is None else now_s
-        assignment.prefers_local = assignment.candidate is None and not self._ladder.waits(
-            assignment.sequence, patience.usual_wait_s, patience.answer_rate
-        )
-        goes_on = assignment.prefers_local or wish.is_paused
-        assignment.deadline_s = now_s if goes_on else patience.deadline_s(now_s)
+        if pause.is_trying:
+            # The step of the first round after a pause may be under way already.
+            pays = not (wish.is_paused or assignment.course.is_catching_up)
+        if assignment.candidate is None and pays is None:
+            pays = self._pays(assignment)
+        assignment.prefers_local = assignment.candidate is None and not pays
+        if assignment.prefers_local or wish.is_paused:
+            assignment.deadline_s = now_s
+        elif pause.is_trying:
+            assignment.deadline_s = patience.try_deadline_s(now_s, pause.affordable_s)
+        else:
+            assignment.deadline_s = patience.deadline_s(now_s)
 
     def _learn(
         self,

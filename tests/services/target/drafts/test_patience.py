@@ -9,6 +9,7 @@ from services.target.drafts.patience import (
     MISSES_UNTIL_COLD,
     SHORTEST_WAIT_S,
     STIRRING_FACTOR,
+    WAIT_PER_TRIED_RESPONSE,
     Patience,
 )
 
@@ -77,3 +78,35 @@ def test_rounds_of_one_step_count_as_one_miss() -> None:
     for _ in range(MISSES_UNTIL_COLD):
         patience.missed(1.0)
     assert not patience.is_cold
+
+
+@pytest.mark.parametrize(
+    ("affordable_s", "stirs", "given_s"),
+    [
+        (0.0, False, WAIT_PER_TRIED_RESPONSE * 0.015),
+        (0.04, False, 0.04),
+        (1.0, False, 0.06),
+        (1.0, True, STIRRING_FACTOR * 0.06),
+    ],
+    ids=str,
+)
+def test_try_is_as_long_as_it_may_cost(affordable_s: float, stirs: bool, given_s: float) -> None:
+    patience = Patience(1.0)
+    patience.heard(0.015)
+    if stirs:
+        patience.stirred()
+    assert patience.try_deadline_s(5.0, affordable_s) - 5.0 == pytest.approx(given_s)
+
+
+def test_first_answer_after_a_pause_says_more_than_those_before() -> None:
+    patience = Patience(1.0)
+    patience.heard(0.2)
+    for step in range(MISSES_UNTIL_COLD):
+        patience.missed(float(step), waited_s=0.8)
+    patience.doubt()
+    patience.heard(None)
+    assert patience.is_doubtful, "it was late by what the draft had to catch up"
+    patience.heard(0.01)
+    assert not patience.is_doubtful
+    assert patience.usual_wait_s == patience.response_s == pytest.approx(0.01)
+    assert patience.answer_rate == 1.0

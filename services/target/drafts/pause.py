@@ -1,0 +1,97 @@
+"""When a draft that is of no use is left alone, and when it is tried again. No torch, no clocks.
+
+A draft that is silent, or too slow to be worth waiting for, is asked for no trees for a while, so
+that the target decodes as without one. Then it is tried: a few of its trees are waited for. Each
+try that fails makes the next pause longer, and so long that tries cost a small share of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MISSES_WHEN_SILENT = 3
+MISSES_WHEN_SLOW = 16
+"""Rounds in a row without a tree, a sequence, until a draft is left alone."""
+TRIED_ROUNDS = 4
+FIRST_PAUSE_S = 0.5
+LAST_PAUSE_S = 8.0
+LONGEST_PAUSE_S = 30.0
+TRY_COST = 0.02
+"""Share of the time that tries may take."""
+
+
+@dataclass(slots=True)
+class Pause:
+    """Of all sequences at one draft, so that none keeps the others from being decoded plainly."""
+
+    _is_on: bool = False
+    _is_trying: bool = False
+    _until_s: float = -math.inf
+    _resumed_s: float = -math.inf
+    _length_s: float = 0.0
+    _num_missed: int = 0
+    _num_verified: int = 0
+    _waited_s: float = 0.0
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a pause is over, and not known yet whether the draft is of use again."""
+        return self._is_trying
+
+    @property
+    def affordable_s(self) -> float:
+        """How long a try may wait after the last pause."""
+        return TRY_COST * self._length_s
+
+    def count(self, now_s: float, waited_s: float, *, was_verified: bool) -> None:
+        """A round for which a tree was asked has ended.
+
+        Args:
+            waited_s: for the tree, in vain or not.
+        """
+        self._waited_s += waited_s
+        self._num_verified += was_verified
+        self._num_missed = 0 if was_verified else self._num_missed + 1
+        if self._is_trying and self._num_verified >= TRIED_ROUNDS:
+            self._is_trying, self._resumed_s = False, now_s
+
+    def goes_on(self, now_s: float) -> bool:
+        """Whether the draft is left alone. Where a pause has just ended, the try begins."""
+        if self._is_on and now_s >= self._until_s:
+            self._is_on, self._is_trying = False, True
+            self._num_missed, self._num_verified, self._waited_s = 0, 0, 0.0
+        return self._is_on
+
+    def begins(self, now_s: float, num_sequences: int, *, is_silent: bool, pays: bool) -> bool:
+        """Whether the draft is left alone from now on.
+
+        Args:
+            num_sequences: that it has.
+            is_silent: it has not answered lately.
+            pays: its trees are worth waiting for, as far as is known.
+        """
+        if self._is_trying:
+            has_failed = self._num_missed >= num_sequences or not pays
+        else:
+            num_allowed = MISSES_WHEN_SILENT if is_silent else MISSES_WHEN_SLOW
+            is_of_use = pays and not is_silent
+            has_failed = not is_of_use and self._num_missed >= num_allowed * num_sequences
+        if has_failed:
+            self._begin(now_s)
+        return self._is_on
+
+    def _begin(self, now_s: float) -> None:
+        if self._is_trying:
+            fair_s = self._waited_s / TRY_COST
+            self._length_s = max(self._next_length_s, min(fair_s, LONGEST_PAUSE_S))
+        elif now_s - self._resumed_s >= self._length_s:
+            self._length_s = FIRST_PAUSE_S
+        else:  # it was of use for a moment only
+            self._length_s = self._next_length_s
+        self._is_on, self._is_trying = True, False
+        self._until_s = now_s + self._length_s
+
+    @property
+    def _next_length_s(self) -> float:
+        return max(FIRST_PAUSE_S, min(2.0 * self._length_s, LAST_PAUSE_S))
