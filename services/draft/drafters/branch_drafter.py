@@ -49,7 +49,7 @@ class BranchDrafter:
     def __init__(
         self, trees: StandaloneTrees, contexts: StandaloneContexts, *, vocab_size: int
     ) -> None:
-        self.budget = 0
+        self._budget = 0
         self._trees = trees
         self._contexts = contexts
         self._vocab_size = vocab_size
@@ -62,6 +62,19 @@ class BranchDrafter:
         # Whose likeliest branch may be followed, and trees that are there before their round.
         self._to_follow: dict[SequenceKey, Plan] = {}
         self._ready: list[Proposal] = []
+
+    @property
+    def budget(self) -> int:
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: int) -> None:
+        self._budget = budget
+        if not budget:
+            # Nobody asks for what grows: trees of current rounds begin anew.
+            for each in self._fallen.values():
+                self._contexts.commit(each.wanted.plan.sequence)
+            self._fallen.clear()
 
     @property
     def has_work(self) -> bool:

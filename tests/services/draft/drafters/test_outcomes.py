@@ -474,3 +474,27 @@ def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for
     bench.drafter.foresight.budget = 0
     assert not bench.drafter.prepare_next(bench.shape)
     assert asked == [False, True, False]
+
+
+def test_a_window_slides_where_drafting_ahead_ends_before_its_tree_has_grown(
+    decoder: Decoder,
+) -> None:
+    shape = TreeShape(3, 2, 8)
+    bench = Bench(decoder, shape, in_passes=True)
+    sequence = bench.open(1, _text(4, CONTEXT - 33), SAMPLINGS[0])
+    [tree] = bench.propose(sequence)
+    bench.begin(sequence, tree)
+    foresight = bench.drafter.foresight
+    assert foresight.advance() == []
+    bench.commit(sequence, foresight._whole._pass.branches[0].wanted.path)
+    assert foresight.resume(sequence, shape)
+    foresight.budget = 0
+    assert not foresight.resume(sequence, shape)
+    assert bench.drafter.backlog(sequence) > 1, "the window has slid"
+    assert bench.drafter.reserve(sequence, shape)
+    bench.drafter.catch_up([sequence], CONTEXT)
+    assert bench.propose(sequence)[0].token_ids == _fresh(decoder, shape, sequence).token_ids
+    bench.advance_all()
+    bench.drafter.close(sequence)
+    bench.drafter.check()
+    assert bench.drafter.gauges()["held_page_count"] == 0
