@@ -77,9 +77,7 @@ class Patience:
             return now_s
         self._probe_s = now_s + self._probe_gap_s
         self._probe_gap_s = min(2.0 * self._probe_gap_s, LAST_PROBE_S)
-        is_stirring, self._is_stirring = self._is_stirring, False
-        given_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
-        return now_s + min(given_s, self.longest_wait_s)
+        return now_s + min(self._take_chance_s(), self.longest_wait_s)
 
     def try_deadline_s(self, now_s: float, affordable_s: float) -> float:
         """As `deadline_s`, for a draft that is tried after a pause: until when one that says
@@ -89,9 +87,13 @@ class Patience:
             affordable_s: what it may cost; less than it usually needs is no try.
         """
         needed_s = max(WAIT_PER_TRIED_RESPONSE * (self._response_s or 0.0), SHORTEST_WAIT_S)
+        most_s = min(self._take_chance_s(), self.longest_wait_s)
+        return now_s + min(max(needed_s, affordable_s), most_s)
+
+    def _take_chance_s(self) -> float:
+        """Returns the wait that a silent draft is given: longer once after it has stirred."""
         is_stirring, self._is_stirring = self._is_stirring, False
-        most_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
-        return now_s + min(max(needed_s, affordable_s), most_s, self.longest_wait_s)
+        return STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
 
     @property
     def is_doubtful(self) -> bool:
