@@ -48,6 +48,18 @@ class SequenceRows:
     tail_mask: Sequence[Sequence[bool]] | Array | None
     logit_rows: Sequence[int]
 
+    @classmethod
+    def causal(
+        cls,
+        token_ids: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        logit_rows: Sequence[int] = (),
+    ) -> SequenceRows:
+        """Returns the rows of tokens that follow `start` computed ones."""
+        positions = range(start, start + len(token_ids))
+        return cls(token_ids, positions, start, pages, start, None, logit_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

@@ -86,8 +86,9 @@ class GrowingTrees:
 
     def read(self) -> list[PassTree]:
         """Waits for the trees and returns what grew for each sequence."""
-        while self._trees is None:
-            self._queue_part()
+        while self._trees is None and self._queue_part():
+            pass
+        assert self._trees is not None, "the pass was given up"
         rows = self._trees.read().contiguous()
         scores = rows.view(torch.float32).tolist()
         return [

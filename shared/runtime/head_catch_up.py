@@ -78,12 +78,6 @@ class HeadCatchUp:
 
 
 def _rows(backlog: HeadBacklog, first: int, count: int) -> SequenceRows:
-    return SequenceRows(
-        token_ids=backlog.token_ids[first + 1 : first + 1 + count],
-        positions=range(first, first + count),
-        kv_start=first,
-        pages=backlog.head_pages,
-        prefix_length=first,
-        tail_mask=None,
-        logit_rows=(),
+    return SequenceRows.causal(
+        backlog.token_ids[first + 1 : first + 1 + count], first, backlog.head_pages
     )

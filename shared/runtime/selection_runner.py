@@ -89,10 +89,6 @@ class SelectionRunner:
         """Who has a slot."""
         return frozenset(self._slots.placed)
 
-    def holds(self, sequence_id: int) -> bool:
-        """Whether a sequence has a slot."""
-        return sequence_id in self._slots.placed
-
     @property
     def num_pending(self) -> int:
         """Launched rounds whose results nobody has read."""

@@ -84,14 +84,8 @@ class Subject:
 def window_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
     """Returns `[T, V]` float32 of one window, on the CPU."""
     num_rows = len(token_ids)
-    rows = SequenceRows(
-        token_ids=token_ids,
-        positions=range(num_rows),
-        kv_start=0,
-        pages=range(1, 2 + (num_rows - 1) // PAGE_SIZE),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=range(num_rows),
+    rows = SequenceRows.causal(
+        token_ids, 0, range(1, 2 + (num_rows - 1) // PAGE_SIZE), range(num_rows)
     )
     batch = build_batch([rows], page_size=PAGE_SIZE, device=runner.device)
     return runner.run(batch).logits.cpu()

@@ -158,15 +158,7 @@ class DeviceRounds:
             pages.append(free.pop())
 
     def _compute(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        rows = SequenceRows(
-            token_ids=token_ids,
-            positions=range(len(token_ids)),
-            kv_start=0,
-            pages=pages,
-            prefix_length=0,
-            tail_mask=None,
-            logit_rows=(0,),
-        )
+        rows = SequenceRows.causal(token_ids, 0, pages, (0,))
         spec, decoder = self._pair.head.feature_spec, self._pair.decoder
         layers = tuple(i for i in spec.layer_indices if i <= len(decoder.layers))
         device = decoder.device

@@ -27,14 +27,6 @@ def plain_forward(
     """
     num_pages = len(token_ids) // _PAGE_SIZE + 2
     pool = KvPool(decoder.kv_layout(_PAGE_SIZE, torch.float32), num_pages, decoder.device)
-    rows = SequenceRows(
-        token_ids=token_ids,
-        positions=range(len(token_ids)),
-        kv_start=0,
-        pages=range(1, num_pages),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=logit_rows,
-    )
+    rows = SequenceRows.causal(token_ids, 0, range(1, num_pages), logit_rows)
     batch = build_batch([rows], page_size=_PAGE_SIZE, device=decoder.device)
     return ModelRunner(decoder, pool).run(batch, capture_layers=capture_layers)

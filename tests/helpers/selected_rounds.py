@@ -134,15 +134,7 @@ class SelectedRounds:
             pages.append(self._free.pop())
 
     def _compute(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        rows = SequenceRows(
-            token_ids=token_ids,
-            positions=range(len(token_ids)),
-            kv_start=0,
-            pages=pages,
-            prefix_length=0,
-            tail_mask=None,
-            logit_rows=(0,),
-        )
+        rows = SequenceRows.causal(token_ids, 0, pages, (0,))
         batch = build_batch([rows], page_size=PAGE_SIZE, device=self._decoder.device)
         with torch.inference_mode():
             ModelRunner(self._decoder, self._pool).run(batch)

@@ -134,6 +134,16 @@ async def _outputs(
     return [tokens for tokens, _ in results], sum(count for _, count in results)
 
 
+async def _assert_nothing_changes(stub: pb_grpc.TargetServiceStub) -> None:
+    """With drafts and without, greedily and drawn; trees are verified each time."""
+    for temperature in (0.0, 1.0):
+        expected, _ = await _outputs(stub, temperature, disabled=True)
+        for _ in range(2):  # the second time prompts come from the prefix cache
+            found, num_verified = await _outputs(stub, temperature, disabled=False)
+            assert found == expected
+            assert num_verified > 0
+
+
 @pytest.mark.parametrize("placement", ["remote", "embedded"])
 @pytest.mark.parametrize(
     "kind",
@@ -143,12 +153,7 @@ async def test_head_drafts_and_changes_nothing(
     folders: dict[str, Path], kind: str, placement: str
 ) -> None:
     async with _serving(folders, kind, placement) as stub:
-        for temperature in (0.0, 1.0):
-            expected, _ = await _outputs(stub, temperature, disabled=True)
-            for _ in range(2):  # the second time prompts come from the prefix cache
-                found, num_verified = await _outputs(stub, temperature, disabled=False)
-                assert found == expected
-                assert num_verified > 0
+        await _assert_nothing_changes(stub)
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
@@ -163,12 +168,7 @@ async def test_rounds_on_the_device_change_nothing(
 
     monkeypatch.setattr(RoundRunner, "launch", counted)
     async with _serving(folders, kind, "embedded", "--device-rounds", "on") as stub:
-        for temperature in (0.0, 1.0):
-            expected, _ = await _outputs(stub, temperature, disabled=True)
-            for _ in range(2):
-                found, num_verified = await _outputs(stub, temperature, disabled=False)
-                assert found == expected
-                assert num_verified > 0
+        await _assert_nothing_changes(stub)
     assert max(launched) == len(PROMPTS)
 
 
@@ -184,12 +184,7 @@ async def test_trees_of_remote_heads_are_selected_on_the_device(
 
     monkeypatch.setattr(SelectionRunner, "launch", counted)
     async with _serving(folders, kind, "remote", "--device-rounds", "on") as stub:
-        for temperature in (0.0, 1.0):
-            expected, _ = await _outputs(stub, temperature, disabled=True)
-            for _ in range(2):
-                found, num_verified = await _outputs(stub, temperature, disabled=False)
-                assert found == expected
-                assert num_verified > 0
+        await _assert_nothing_changes(stub)
     assert launched
 
 

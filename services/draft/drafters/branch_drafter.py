@@ -258,8 +258,9 @@ class BranchDrafter:
     def _verdicts(
         self, plan: Plan, tree: TokenTree, rows: GrownRows, behind: Branch | None
     ) -> list[Wanted]:
-        verdicts = likely_verdicts(tree, rows.by_node(tree), self._shares, plan.fan_out)
         paths = list(paths_of(tree))
+        continuations = [rows.after(path) for path in paths]
+        verdicts = likely_verdicts(tree, continuations, self._shares, plan.fan_out)
         return [Wanted(plan, each, paths[each.place], rows, behind) for each in verdicts]
 
     def _branch(self, wanted: Wanted) -> GrowingBranch | None:

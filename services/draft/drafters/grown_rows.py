@@ -34,10 +34,6 @@ class GrownRows:
         line = self._lines.get(path)
         return () if line is None else self._choices.after(line[-1] + 1 if line else 0)
 
-    def by_node(self, tree: TokenTree) -> list[Sequence[Continuation]]:
-        """Returns what may follow the last committed token, then each node of a tree behind it."""
-        return [self.after(path) for path in paths_of(tree)]
-
     def tail(self, base: int, last_token: int) -> Tail:
         """Returns the rows as the tail of a sequence, row 0 being at index `base`."""
         tail = Tail(base, last_token)

@@ -191,14 +191,11 @@ class HeadContexts:
         context = self._contexts[sequence.key]
         start, first_token = context.kv.num_computed, context.next_position + 1
         context.kv.num_computed += count
-        return SequenceRows(
-            token_ids=sequence.token_ids[first_token : first_token + count],
-            positions=range(start, start + count),
-            kv_start=start,
-            pages=context.kv.lease.pages,
-            prefix_length=start,
-            tail_mask=None,
-            logit_rows=(count - 1,) if with_logits else (),
+        return SequenceRows.causal(
+            sequence.token_ids[first_token : first_token + count],
+            start,
+            context.kv.lease.pages,
+            (count - 1,) if with_logits else (),
         )
 
     def _restart(self, sequence: DraftSequence, window_start: int) -> None:

@@ -37,13 +37,14 @@ class JointForesight:
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
-        own = self._whole if grows_whole(sequence) else self._levels
-        own.begin(sequence, tree, shape, fan_out)
+        self._of(sequence).begin(sequence, tree, shape, fan_out)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        own = self._whole if grows_whole(sequence) else self._levels
-        return own.resume(sequence, shape)
+        return self._of(sequence).resume(sequence, shape)
 
     def advance(self) -> list[Proposal]:
         proposals = self._whole.advance() if self._whole.has_work else []
         return proposals + (self._levels.advance() if self._levels.has_work else [])
+
+    def _of(self, sequence: DraftSequence) -> BranchDrafter | OutcomeDrafter:
+        return self._whole if grows_whole(sequence) else self._levels

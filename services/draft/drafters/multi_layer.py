@@ -98,14 +98,8 @@ class MultiLayerDrafter(EagleDrafter):
         """Lays out the next `count` rows, whose tokens every layer knows."""
         kv = self._contexts.kv_of(sequence)
         start, first_token = kv.num_computed, kv.window_start + kv.num_computed + 1 + layer
-        return SequenceRows(
-            token_ids=sequence.token_ids[first_token : first_token + count],
-            positions=range(start, start + count),
-            kv_start=start,
-            pages=kv.lease.pages,
-            prefix_length=start,
-            tail_mask=None,
-            logit_rows=(),
+        return SequenceRows.causal(
+            sequence.token_ids[first_token : first_token + count], start, kv.lease.pages
         )
 
 

@@ -174,12 +174,9 @@ class StandaloneContexts:
         kv.num_computed += count
         kv.tail = None
         first_token = kv.window_start + start
-        return SequenceRows(
-            token_ids=sequence.token_ids[first_token : first_token + count],
-            positions=range(start, start + count),
-            kv_start=start,
-            pages=kv.lease.pages,
-            prefix_length=start,
-            tail_mask=None,
-            logit_rows=(count - 1,) if with_logits else (),
+        return SequenceRows.causal(
+            sequence.token_ids[first_token : first_token + count],
+            start,
+            kv.lease.pages,
+            (count - 1,) if with_logits else (),
         )

@@ -109,15 +109,7 @@ class PagedSequence:
         start = self.num_computed
         end = min(start + num_rows, len(self.token_ids))
         self.num_computed = end
-        return SequenceRows(
-            token_ids=self.token_ids[start:end],
-            positions=range(start, end),
-            kv_start=start,
-            pages=self.pages,
-            prefix_length=start,
-            tail_mask=None,
-            logit_rows=range(end - start),
-        )
+        return SequenceRows.causal(self.token_ids[start:end], start, self.pages, range(end - start))
 
 
 def shuffled_pages(num_sequences: int, pages_each: int) -> list[list[int]]:

@@ -42,15 +42,7 @@ def _runner(folder: Path, dtype: torch.dtype) -> ModelRunner:
 
 
 def _causal(runner: ModelRunner, token_ids: list[int], start: int) -> Tensor:
-    rows = SequenceRows(
-        token_ids=token_ids,
-        positions=range(start, start + len(token_ids)),
-        kv_start=start,
-        pages=PAGES,
-        prefix_length=start,
-        tail_mask=None,
-        logit_rows=range(len(token_ids)),
-    )
+    rows = SequenceRows.causal(token_ids, start, PAGES, range(len(token_ids)))
     return runner.run(build_batch([rows], page_size=PAGE_SIZE, device=CUDA)).logits
 
 

@@ -64,15 +64,7 @@ def _head(folder: Path, head: TinyHead, target: Path, quantisation: Quantisation
 
 def _rows() -> SequenceRows:
     num_rows = len(TOKENS)
-    return SequenceRows(
-        token_ids=TOKENS,
-        positions=range(num_rows),
-        kv_start=0,
-        pages=(1, 2, 3),
-        prefix_length=0,
-        tail_mask=None,
-        logit_rows=range(num_rows),
-    )
+    return SequenceRows.causal(TOKENS, 0, (1, 2, 3), range(num_rows))
 
 
 def _decoder_logits(decoder: Decoder) -> Tensor:

@@ -21,18 +21,7 @@ PAGE_SIZE = 8
 
 
 def _batch(num_sequences: int) -> ForwardBatch:
-    rows = [
-        SequenceRows(
-            token_ids=[4 + i, 5],
-            positions=range(2),
-            kv_start=0,
-            pages=(1 + i,),
-            prefix_length=0,
-            tail_mask=None,
-            logit_rows=(1,),
-        )
-        for i in range(num_sequences)
-    ]
+    rows = [SequenceRows.causal([4 + i, 5], 0, (1 + i,), (1,)) for i in range(num_sequences)]
     return build_batch(rows, page_size=PAGE_SIZE, device=CPU)
 
 

@@ -37,14 +37,8 @@ def rows(
     start: int, num_rows: int, pages: Sequence[int], logit_rows: Sequence[int] | None = None
 ) -> SequenceRows:
     end = start + num_rows
-    return SequenceRows(
-        token_ids=TOKEN_IDS[start:end],
-        positions=range(start, end),
-        kv_start=start,
-        pages=pages,
-        prefix_length=start,
-        tail_mask=None,
-        logit_rows=range(num_rows) if logit_rows is None else logit_rows,
+    return SequenceRows.causal(
+        TOKEN_IDS[start:end], start, pages, range(num_rows) if logit_rows is None else logit_rows
     )
 
 

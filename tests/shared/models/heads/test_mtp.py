@@ -47,15 +47,7 @@ def _features(num_rows: int, seed: int = 0) -> Tensor:
 def _states(
     runner: HeadRunner, tokens: Sequence[int], hidden: Tensor, *, layer: int = 0, start: int = 0
 ) -> Tensor:
-    rows = SequenceRows(
-        token_ids=tokens,
-        positions=range(start, start + len(tokens)),
-        kv_start=start,
-        pages=range(1, 6),
-        prefix_length=start,
-        tail_mask=None,
-        logit_rows=(),
-    )
+    rows = SequenceRows.causal(tokens, start, range(1, 6))
     return runner.states(build_batch([rows], page_size=PAGE_SIZE, device=CPU), hidden, layer=layer)
 
 
