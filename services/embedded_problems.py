@@ -19,12 +19,25 @@ _WITHOUT_LAWS = {
 
 def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
     """Raises:
-    SettingsError: names every setting of the draft that the target's rule, or rounds on the device
-        that it asks for, cannot do with.
+    SettingsError: names every setting of the draft that the target's process or rule, or rounds on
+        the device that it asks for, cannot do with.
     """
-    problems = [*_round_problems(settings, draft), *_law_problems(settings, draft)]
+    problems = [
+        *_process_problems(draft),
+        *_round_problems(settings, draft),
+        *_law_problems(settings, draft),
+    ]
     if problems:
         raise SettingsError(tuple(problems))
+
+
+def _process_problems(draft: DraftSettings) -> list[str]:
+    if draft.tp_size == 1:
+        return []
+    return [
+        f"OUTRIDER_DRAFT_TP_SIZE is {draft.tp_size}; a draft that a target hosts is whole, on the "
+        f"target's first GPU: --tp-size cuts the target alone, and a remote draft can be cut"
+    ]
 
 
 def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:

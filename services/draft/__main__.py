@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,9 @@ from shared.telemetry.round_log import open_round_log
 from shared.telemetry.tracing import tracer_for
 from shared.telemetry.wire_meter import WireMeter
 from shared.telemetry.wire_metrics import WireMetrics
+
+if TYPE_CHECKING:
+    from services.followers import Followers
 
 # How long a thread may keep the interpreter from another, while trees wait to be sent: Python's own
 # 5 ms are longer than a round.
@@ -59,12 +63,14 @@ async def _serve(settings: DraftSettings) -> None:
     registry = CollectorRegistry()
     registry.register(process.metrics())
     registry.register(WireMetrics("outrider_draft", wire))
+    followers = None
     try:
         serve_metrics(
             registry, settings.maintenance_host, settings.metrics_port, settings.server_tls
         )
         await process.listen()
-        drafter = await asyncio.to_thread(build_drafter, settings)
+        followers = await asyncio.to_thread(_followers, settings)
+        drafter = await asyncio.to_thread(build_drafter, settings, None, followers)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         identity = worker_identity(settings, drafter.limits, worker_id=worker_id)
         if not stop.is_set():
@@ -72,9 +78,22 @@ async def _serve(settings: DraftSettings) -> None:
             await process.run_until(stop)
     finally:
         await process.stop()
+        if followers is not None:
+            followers.stop()
         tracer.close()
         if round_log is not None:
             round_log.close()
+
+
+def _followers(settings: DraftSettings) -> Followers | None:
+    """Starts the other processes of the model, if there are any. They end with the thread that
+    starts them, see `end_with_parent`; one of the loop's lasts as long as the loop."""
+    if settings.tp_size == 1:
+        return None
+    # A worker without a model runs where torch is not installed.
+    from services.draft.tensor_parallel import start_followers
+
+    return start_followers(settings)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,19 @@ from shared.tokenizer_files import tokenizer_sha256
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
     from services.draft.drafters.host import Host
+    from services.followers import Followers
 
 log = logging.getLogger(__name__)
 
 
-def build_drafter(settings: DraftSettings, host: Host | None = None) -> Drafter:
+def build_drafter(
+    settings: DraftSettings, host: Host | None = None, followers: Followers | None = None
+) -> Drafter:
     """Loads weights or corpus.
 
     Args:
         host: the target of this process, if there is one.
+        followers: the other processes of a model that is cut.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -47,7 +51,7 @@ def build_drafter(settings: DraftSettings, host: Host | None = None) -> Drafter:
         return build_eagle(settings, host)
     from services.draft.drafters.standalone_factory import build_standalone
 
-    return build_standalone(settings)
+    return build_standalone(settings, followers)
 
 
 def use_device(settings: DraftSettings) -> None:

@@ -134,6 +134,12 @@ class DraftSettings(DialingSettings):
     )
     dtype: Dtype = setting(Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    tp_size: int = setting(
+        1,
+        "processes that hold a STANDALONE draft's model together, one a GPU from the device on",
+        minimum=1,
+        maximum=64,
+    )
     num_threads: int = setting(1, "CPU threads of a forward", minimum=1)
     page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=256)
     context_length: int | None = setting(

@@ -21,6 +21,7 @@ _OF_A_MODEL = frozenset(
         "speculative_draft_attention_backend",
         "speculative_draft_window_size",
         "enable_torch_compile",
+        "tp_size",
     }
 )
 
@@ -33,6 +34,7 @@ def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
         *_head_problems(settings),
         *_revision_problems(settings),
         *_compile_problems(settings),
+        *_tp_problems(settings),
         *_window_problems(settings),
         *device_problems(settings.device),
         *_target_problems(settings),
@@ -128,6 +130,24 @@ def _compile_problems(settings: DraftSettings) -> tuple[str, ...]:
         )
     if settings.enable_cuda_graph and settings.enable_torch_compile:
         problems.append("--enable-cuda-graph: graphs hold what is not compiled; set one")
+    return tuple(problems)
+
+
+def _tp_problems(settings: DraftSettings) -> tuple[str, ...]:
+    size, algorithm = settings.tp_size, settings.algorithm
+    if size == 1:
+        return ()
+    problems = []
+    if algorithm.reads_features:
+        problems.append(
+            f"--tp-size is {size}; {settings.speculative_algorithm.value} drafts by a head of a "
+            f"few layers, which one GPU reads faster than several add up its parts; STANDALONE "
+            f"models can be cut"
+        )
+    if settings.enable_torch_compile:
+        problems.append(
+            f"--enable-torch-compile needs the model on one device; --tp-size is {size}"
+        )
     return tuple(problems)
 
 

@@ -17,12 +17,13 @@ from prometheus_client import CollectorRegistry
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft, embedded_settings
+from services.followers import Followers
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, engine_figures
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
-from services.target.tensor_parallel import Followers
+from services.target.tensor_parallel import start_followers
 from shared.errors import OutriderError
 from shared.settings import load_settings, split_arguments
 from shared.telemetry.logs import configure_logs
@@ -133,7 +134,7 @@ def _followers(
     if settings.tp_size == 1:
         return None
     with start_phase("followers"):
-        followers = Followers(settings, layers)
+        followers = start_followers(settings, layers)
     opened.callback(followers.stop)
     return followers
 

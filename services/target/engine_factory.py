@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from services.followers import Followers
 from services.target.control.adaptive_config import (
     DEFAULT_CONFIG,
     AdaptiveConfig,
@@ -23,7 +24,6 @@ from services.target.runner_factory import build_runner
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
-from services.target.tensor_parallel import Followers
 from services.target.verifier import Verifier
 from shared.kv.leases import KvLeases
 from shared.runtime.round_runner import RoundLimits

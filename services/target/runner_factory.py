@@ -20,7 +20,6 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
-from shared.models.shard import Shard
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named, launch_on
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
@@ -91,13 +90,6 @@ def build_runner(
     return BuiltRunner(runner, config, max_context)
 
 
-def check_tp_size(settings: TargetSettings, config: ModelConfig) -> None:
-    """Raises: SettingsError if the model cannot be cut into that many parts."""
-    problems = Shard(0, settings.tp_size).problems(config)
-    if problems:
-        raise SettingsError(problems)
-
-
 def _opened_device(settings: TargetSettings) -> torch.device:
     """Returns the device, ready for use by this thread; a GPU takes a while to be."""
     with start_phase("device"):
@@ -143,8 +135,7 @@ def _pool(
     )
     if decoder.group is not None:
         # Pages are leased by rank 0 alone, so all must have them.
-        counts = -torch.tensor([num_pages], device=decoder.device)
-        num_pages = -int(decoder.group.maximum(counts))
+        num_pages = decoder.group.least(num_pages, decoder.device)
     scales: Tensor | None = kv_scales(decoder) if layout.is_e4m3 else None
     return KvPool(layout, num_pages, decoder.device, scales)
 

@@ -68,6 +68,10 @@ class TensorGroup:
         """Returns the largest of every process's elements, element by element."""
         return self._gathered(part).amax(0)
 
+    def least(self, number: int, device: torch.device) -> int:
+        """Returns the smallest of every process's numbers; waits for all of them."""
+        return -int(self.maximum(torch.tensor([-number], device=device)))
+
     def joined(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the parts `[T, N]` of all processes side by side, `[T, size * N]` in `dtype`."""
         num_rows, num_columns = part.shape

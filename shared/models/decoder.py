@@ -104,12 +104,12 @@ class Decoder:
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
-    def logits(self, hidden_rows: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 over all tokens for `hidden_rows` `[L, H]` of the last norm."""
+    def logits(self, hidden_rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` of the last norm."""
         logits = self.lm_head(hidden_rows)
         if self.group is None:
-            return logits.float()
-        return self.group.joined(logits, torch.float32)
+            return logits.to(dtype)
+        return self.group.joined(logits, dtype)
 
     def _embedded(self, token_ids: Tensor) -> Tensor | Part:
         """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""

@@ -44,4 +44,4 @@ class FusedDecoderDraft(DecoderDraft):
     def _logits(self, batch: ForwardBatch) -> Tensor:
         hidden = self.decoder.forward(batch, self.pool).hidden
         # The kernels read any float type.
-        return self.decoder.lm_head(hidden.index_select(0, batch.logit_rows))
+        return self.decoder.logits(hidden.index_select(0, batch.logit_rows), self.decoder.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,20 +85,30 @@ class Leader:
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
         tensors = [value for value in values if isinstance(value, Tensor)]
         specs = tuple(_spec(value) if isinstance(value, Tensor) else value for value in values)
-        self._tell(Forward(specs, capture_layers))
+        self.tell(Forward(specs, capture_layers))
         self._group.broadcast(_packed(tensors))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Announces `ModelRunner.move`."""
-        self._tell(Move(tuple(moves)))
+        self.tell(Move(tuple(moves)))
 
-    def _tell(self, message: Forward | Move) -> None:
+    def tell(self, message: object) -> None:
+        """Announces what needs no tensors of the device."""
         for pipe in self._pipes:
             pipe.send(message)
 
 
-def follow(runner: Follower, group: TensorGroup, pipe: Pipe) -> None:
-    """Computes what rank 0 announces, until its end of the pipe is closed."""
+def follow(
+    runner: Follower,
+    group: TensorGroup,
+    pipe: Pipe,
+    take_other: Callable[[object], None] | None = None,
+) -> None:
+    """Computes what rank 0 announces, until its end of the pipe is closed.
+
+    Args:
+        take_other: computes what is neither a forward nor a move.
+    """
     while True:
         try:
             message = pipe.recv()
@@ -113,9 +123,11 @@ def follow(runner: Follower, group: TensorGroup, pipe: Pipe) -> None:
             ]
             batch = ForwardBatch(*values)  # type: ignore[arg-type]
             runner.run(batch, capture_layers=message.capture_layers)
-        else:
-            assert isinstance(message, Move), message
+        elif isinstance(message, Move):
             runner.move(message.moves)
+        else:
+            assert take_other is not None, message
+            take_other(message)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

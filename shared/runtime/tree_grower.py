@@ -18,8 +18,9 @@ from shared.runtime.growing_trees import GrowingTrees
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.tree_lockstep import TreeLeader
 from shared.runtime.tree_model import TreeModel
-from shared.runtime.tree_pass import PassLimits, TreePass
+from shared.runtime.tree_pass import Levels, PassLimits, TreePass
 from shared.tokens import TreeShape
 
 # Most shapes whose graphs are kept.
@@ -32,13 +33,22 @@ class TreeGrower:
     """Passes of one model for trees of any shape, one at a time. Owned by one thread.
 
     Args:
+        leader: tells the other processes of the model's group, on rank 0.
         is_split: whether a pass can stop, and others be run, between two of its forwards; it then
             takes sequences with one open row.
     """
 
-    def __init__(self, model: TreeModel, limits: PassLimits, *, is_split: bool = False) -> None:
+    def __init__(
+        self,
+        model: TreeModel,
+        limits: PassLimits,
+        *,
+        is_split: bool = False,
+        leader: TreeLeader | None = None,
+    ) -> None:
         assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
         self._model, self.limits, self._is_split = model, limits, is_split
+        self._leader = leader
         self._kinds: dict[RoundSampling, None] = {}
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
         self._passes: OrderedDict[tuple[TreeShape, int], TreePass] = OrderedDict()
@@ -50,7 +60,8 @@ class TreeGrower:
     def split(self) -> TreeGrower:
         """Returns a grower of the same trees behind one open row, whose passes can stop. It has
         memory of its own, so that passes of this one can be run meanwhile."""
-        other = TreeGrower(self._model, self.limits, is_split=True)
+        leader = None if self._leader is None else self._leader.split()
+        other = TreeGrower(self._model, self.limits, is_split=True, leader=leader)
         other._kinds = self._kinds
         return other
 
@@ -72,10 +83,26 @@ class TreeGrower:
             num_choices: how many tokens to find after each computed row, see `DecoderDraft`; a few
                 more may be found.
         """
-        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
+        if self._leader is not None:
+            assert not features, "only what the host has is announced"
+            self._leader.begin(sequences, tree, num_choices)
+        levels = self.begin_levels(sequences, features, tree, num_choices=num_choices)
+        if self._leader is not None:
+            levels = self._leader.announced(levels)
         chosen = self._pass_of(tree, num_choices)
-        levels = chosen.begin(sequences, features)
         return GrowingTrees(levels, len(sequences), chosen, tree.max_node_count)
+
+    def begin_levels(
+        self,
+        sequences: Sequence[OpenSequence],
+        features: Sequence[Tensor],
+        tree: TreeShape,
+        *,
+        num_choices: int,
+    ) -> Levels:
+        """Does what `begin` does, where nobody reads the trees."""
+        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
+        return self._pass_of(tree, num_choices).begin(sequences, features)
 
     def launch(
         self,
@@ -95,6 +122,8 @@ class TreeGrower:
         returns whether one was left. A launch that comes before its graph captures it."""
         if not (self._kinds and self.limits.has_graphs):
             return False
+        if self._leader is not None:
+            self._leader.capture_next(tree, num_choices)
         return self._pass_of(tree, num_choices).capture_next(self._kinds)
 
     def _pass_of(self, tree: TreeShape, num_choices: int) -> TreePass:
@@ -103,7 +132,8 @@ class TreeGrower:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
         if len(self._passes) > _MAX_SHAPES:
-            self._passes.popitem(last=False)
+            _, forgotten = self._passes.popitem(last=False)
+            forgotten.release()
         return self._passes[key]
 
     def _key(self, tree: TreeShape, num_choices: int) -> tuple[TreeShape, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.kernels.kernel_settings import has_triton
 from shared.kv.pool import KvPool
+from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.decoder_draft import DecoderDraft
@@ -49,6 +50,10 @@ class TreeModel(Protocol):
     def feature_width(self) -> int:
         """Of the rows it reads beside tokens; 0 when it reads tokens only."""
 
+    @property
+    def group(self) -> TensorGroup | None:
+        """Processes that share the model and grow the same trees."""
+
     def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
 
@@ -76,6 +81,10 @@ class HeadModel:
     def feature_width(self) -> int:
         return self.head.feature_spec.width
 
+    @property
+    def group(self) -> None:
+        return None
+
     def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
         assert num_choices == 0, "a head looks for no choices"
         parts = RoundParts.of(self.head, batches.shape, self.pool.device)
@@ -100,6 +109,10 @@ class DecoderModel:
     @property
     def feature_width(self) -> int:
         return 0
+
+    @property
+    def group(self) -> TensorGroup | None:
+        return self.decoder.group
 
     def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):

@@ -56,6 +56,12 @@ class _CapturedPass:
     parts: Sequence[tuple[torch.cuda.CUDAGraph, Tensor | None]]
     last: tuple[torch.cuda.CUDAGraph, Tensor] | None
 
+    @property
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """All of them."""
+        parts = [graph for graph, _ in self.parts]
+        return parts if self.last is None else [*parts, self.last[0]]
+
     def levels(self) -> Levels:
         for graph, trees in self.parts:
             graph.replay()
@@ -155,6 +161,14 @@ class TreePass:
                     return True
         return False
 
+    def release(self) -> None:
+        """Takes back from the group what keeps its graphs alive: this pass is wanted no more."""
+        if self._model.group is None:
+            return
+        for captured in filter(None, self._captured.values()):
+            for graph in captured.graphs:
+                self._model.group.graphs.remove(graph)
+
     @property
     def is_on_gpu(self) -> bool:
         return self._pool.device.type == "cuda"
@@ -202,6 +216,10 @@ class TreePass:
             try:
                 self._captured[key] = self._capture(*key)
             except RuntimeError as error:
+                if self._model.group is not None:
+                    # The other processes wait for this one in the middle of the graph.
+                    logger.critical("no CUDA graph for trees of %d sequences", num_slots)
+                    raise
                 # What is short of memory while a graph is captured need not be without one.
                 self._captured[key] = None
                 logger.warning(
@@ -218,17 +236,23 @@ class TreePass:
         levels, trees = self._grown(draft, inputs, sampling), None
         parts: list[tuple[torch.cuda.CUDAGraph, Tensor | None]] = []
         while trees is None:
-            graph = torch.cuda.CUDAGraph()
+            graph = self._new_graph()
             with capturing(graph, self._memory):
                 trees = next(levels) if self._is_split else next(filter(_is_there, levels))
             parts.append((graph, trees))
         if not self.num_choices:
             return _CapturedPass(parts, None)
-        graph = torch.cuda.CUDAGraph()
+        graph = self._new_graph()
         with capturing(graph, self._memory):
             choices = ended(levels)
         assert choices is not None
         return _CapturedPass(parts, (graph, choices))
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        if self._model.group is not None:
+            self._model.group.graphs.append(graph)
+        return graph
 
 
 def ended(levels: Generator[object, None, T]) -> T:

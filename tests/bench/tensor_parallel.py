@@ -20,7 +20,7 @@ import torch
 
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
-from services.target.tensor_parallel import Followers
+from services.target.tensor_parallel import start_followers
 from shared.kv.batch import SequenceRows, build_batch
 from shared.layers.memory import linears
 from shared.layers.tensor_group import TensorGroup
@@ -62,7 +62,7 @@ class ParallelBench:
         drafting = self._wide.eagle3(head, CHAIN)
         for size in sizes:
             settings = target_settings(self._folder, self.plan, size)
-            followers = Followers(settings) if size > 1 else None
+            followers = start_followers(settings) if size > 1 else None
             try:
                 if followers is None:
                     runner = build_runner(settings).runner

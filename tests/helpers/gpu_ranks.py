@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.bound import end_with_parent
-from services.target.tensor_parallel import end_processes
+from services.followers import end_processes
 from shared.layers.tensor_group import TensorGroup, open_group
 
 _HOST = "127.0.0.1"

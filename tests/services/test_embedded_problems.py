@@ -91,6 +91,14 @@ def test_rounds_that_cannot_be_are_refused_where_they_are_asked_for(
     assert settings.device_rounds is DeviceRoundsChoice.AUTO
 
 
+def test_a_hosted_draft_cannot_be_cut() -> None:
+    with pytest.raises(SettingsError, match="OUTRIDER_DRAFT_TP_SIZE is 2; a draft that a target"):
+        read_settings(EMBEDDED, {"OUTRIDER_DRAFT_TP_SIZE": "2"})
+    settings, draft_settings = read_settings([*EMBEDDED, "--tp-size", "2"], {})
+    assert draft_settings is not None
+    assert (settings.tp_size, draft_settings.tp_size) == (2, 1)
+
+
 def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
     folder = write_mtp(tmp_path, TinyMtp(num_layers=2))
     arguments = [

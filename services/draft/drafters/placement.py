@@ -12,6 +12,7 @@ from shared.kv.layout import KvLayout
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.layers.memory import num_saved_bytes
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import AttentionBackend, Quantisation
 from shared.runtime.device import device_named, launch_on
 from shared.runtime.memory import num_pages_for
@@ -95,12 +96,14 @@ def allocate_kv(
     max_context_tokens: int,
     reserved_bytes: int = 0,
     most_tokens: int | None = None,
+    group: TensorGroup | None = None,
 ) -> tuple[KvPool, KvLeases]:
     """Allocates the KV pool; call it once the weights are loaded.
 
     Args:
         reserved_bytes: memory that something else will take.
         most_tokens: see `num_pages_for`.
+        group: processes that hold a part of each page; all of them call this at the same time.
 
     Raises:
         SettingsError: memory does not hold what the settings ask for.
@@ -116,6 +119,9 @@ def allocate_kv(
         reserved_bytes=reserved_bytes,
         most_tokens=most_tokens,
     )
+    if group is not None:
+        # Pages are leased by rank 0 alone, so all must have them.
+        num_pages = group.least(num_pages, device)
     leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
     log.info("%s KV pages of %d tokens", f"{leases.num_pages:,}", settings.page_size)
     return KvPool(layout, num_pages, device), leases

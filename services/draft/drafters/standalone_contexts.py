@@ -13,7 +13,6 @@ from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
-from shared.kv.upload import uploaded_numbers
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.runner import ModelRunner
 
@@ -158,8 +157,7 @@ class StandaloneContexts:
         """Moves the keys and values that wait to be, which is due before any forward."""
         moves = self._kv.take_moves()
         if moves:
-            slots = uploaded_numbers(moves, self.device)
-            self._runner.pool.move(slots[:, 0], slots[:, 1])
+            self._runner.move(moves)
 
     def _reopen(self, sequence: DraftSequence) -> None:
         """Leaves at least a token to compute."""

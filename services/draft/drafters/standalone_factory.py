@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from services.draft.drafters.grower_factory import pass_limits, reserved_for_model
 from services.draft.drafters.placement import (
@@ -13,13 +14,18 @@ from services.draft.drafters.placement import (
 )
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.settings import DraftSettings
+from services.followers import Followers
+from shared.kv.leases import KvLeases
+from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
 from shared.models.loader import load_decoder
 from shared.runtime.device import dtype_named
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
+from shared.runtime.lockstep import Leader
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_lockstep import TreeLeader
 from shared.runtime.tree_model import DecoderModel
 
 log = logging.getLogger(__name__)
@@ -27,8 +33,53 @@ MOST_TAIL_ROWS = 512
 """Rows of trees behind the context that a graph reaches; larger forwards run without."""
 
 
-def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """What computes forwards and whole trees.
+
+    Attributes:
+        grower: None where trees grow level by level.
+        max_context_tokens: that a forward can look back on.
+    """
+
+    runner: ModelRunner
+    grower: TreeGrower | None
+    leases: KvLeases
+    max_context_tokens: int
+
+
+def build_standalone(
+    settings: DraftSettings, followers: Followers | None = None
+) -> StandaloneDrafter:
     """Returns the drafter with weights loaded.
+
+    Args:
+        followers: the other processes that hold a part of the model; None holds it all.
+
+    Raises:
+        CheckpointError: the folder cannot be served.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    if followers is None:
+        built = build_model(settings)
+    else:
+        built = build_model(settings, followers.group, followers.leader)
+    return StandaloneDrafter(
+        built.runner,
+        built.leases,
+        max_context_tokens=built.max_context_tokens,
+        grower=built.grower,
+    )
+
+
+def build_model(
+    settings: DraftSettings, group: TensorGroup | None = None, leader: Leader | None = None
+) -> BuiltModel:
+    """Loads the model, or this process's part of it, and allocates its KV pool.
+
+    Args:
+        group: processes that share the model; all of them call this at the same time.
+        leader: of rank 0.
 
     Raises:
         CheckpointError: the folder cannot be served.
@@ -40,7 +91,12 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
     dtype = dtype_named(settings.dtype, config.dtype, device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
     decoder = load_decoder(
-        folder, dtype=dtype, device=device, options=settings.model_options, show_progress=True
+        folder,
+        dtype=dtype,
+        device=device,
+        options=settings.model_options,
+        show_progress=leader is not None or group is None,
+        group=group,
     )
     log.info("%s in %s on %s", folder.name, dtype, device)
     log_quantisation(settings, decoder)
@@ -50,16 +106,28 @@ def build_standalone(settings: DraftSettings) -> StandaloneDrafter:
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     reserved_bytes += reserved_for_model(settings, config, dtype, passes)
     pool, leases = allocate_kv(
-        settings, layout, device, max_context_tokens=context, reserved_bytes=reserved_bytes
+        settings,
+        layout,
+        device,
+        max_context_tokens=context,
+        reserved_bytes=reserved_bytes,
+        group=group,
     )
     graphs = None if limits is None else ForwardGraphs(decoder, pool, limits)
     if graphs is not None:
         graphs.capture(show_progress=True)
     runner = ModelRunner(
-        decoder, pool, graphs, max_compiled_sequences=settings.max_compiled_sequences
+        decoder,
+        pool,
+        graphs,
+        max_compiled_sequences=settings.max_compiled_sequences,
+        leader=leader,
     )
-    grower = None if passes is None else TreeGrower(DecoderModel(decoder, pool), passes)
-    return StandaloneDrafter(runner, leases, max_context_tokens=context, grower=grower)
+    grower = None
+    if passes is not None:
+        tree_leader = None if leader is None else TreeLeader(leader)
+        grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
+    return BuiltModel(runner, grower, leases, context)
 
 
 def _graph_limits(settings: DraftSettings, max_context_tokens: int) -> GraphLimits | None:

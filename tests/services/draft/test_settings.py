@@ -124,6 +124,20 @@ def test_the_demo_draft_is_the_default_model() -> None:
             "--enable-cuda-graph: DFLASH runs without graphs",
         ),
         (("--enable-cuda-graph", "--enable-torch-compile"), "graphs hold what is not compiled"),
+        ((*NGRAM, "--tp-size", "2"), "--tp-size: NGRAM has no model"),
+        (
+            ("--tp-size", "2", "--speculative-algorithm", "EAGLE3"),
+            "--tp-size is 2; EAGLE3 drafts by a head of a few layers",
+        ),
+        (
+            ("--tp-size", "4", "--speculative-algorithm", "NEXTN"),
+            "--tp-size is 4; NEXTN drafts by a head of a few layers",
+        ),
+        (
+            ("--tp-size", "2", "--enable-torch-compile"),
+            "--enable-torch-compile needs the model on one device; --tp-size is 2",
+        ),
+        (("--tp-size", "65"), "--tp-size is '65'"),
         (("--speculative-outcome-budget", "65"), "--speculative-outcome-budget is '65'"),
         (("--speculative-adaptive",), "--speculative-adaptive is not a setting"),
     ],

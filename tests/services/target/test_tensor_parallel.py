@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.target import tensor_parallel
+from services import followers
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
-from services.target.tensor_parallel import Followers, end_processes
+from services.target.tensor_parallel import start_followers
 from shared.errors import SettingsError
 from shared.kv.leases import KvLeases
 from shared.model_options import KvDtype, Quantisation
@@ -39,6 +38,7 @@ from tests.helpers.engines import (
     run,
     shuffled_drops,
 )
+from tests.helpers.followers import follower_of
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3] * 12)
 SAMPLINGS = {
@@ -76,12 +76,12 @@ def runners(
     folder = write_checkpoint(tmp_path_factory.mktemp("target"), family, shape, seed=3)
     whole = build_runner(_settings(folder, **changes)).runner
     settings = _settings(folder, tp_size=2, **changes)
-    followers = Followers(settings)
+    others = start_followers(settings)
     try:
-        cut = build_runner(settings, followers.group, followers.leader).runner
+        cut = build_runner(settings, others.group, others.leader).runner
         yield whole, cut
     finally:
-        followers.stop()
+        others.stop()
 
 
 def _engine(runner: ModelRunner) -> Engine:
@@ -148,29 +148,14 @@ def test_sizes_that_do_not_divide_are_named() -> None:
 def test_a_size_that_does_not_fit_is_refused_before_processes_start(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", SHAPE)
     with pytest.raises(SettingsError, match="num_attention_heads, 4"):
-        Followers(_settings(folder, tp_size=3))
+        start_followers(_settings(folder, tp_size=3))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the GPUs of a host without")
 def test_more_processes_than_gpus_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", SHAPE)
     with pytest.raises(SettingsError, match="this host has 0 GPUs"):
-        Followers(_settings(folder, tp_size=2, device="cuda:0"))
-
-
-def test_processes_that_do_not_end_are_killed(caplog: pytest.LogCaptureFixture) -> None:
-    context = multiprocessing.get_context("spawn")
-    ends = context.Process(target=int, name="target-1")
-    hangs = context.Process(target=time.sleep, args=(3600.0,), name="target-2")
-    ends.start()
-    ends.join()
-    hangs.start()
-    end_processes([ends, hangs], 0.0)
-    assert ends.exitcode == 0
-    assert hangs.exitcode == -signal.SIGKILL
-    assert [record.getMessage() for record in caplog.records] == [
-        "target-2 does not end; it is killed"
-    ]
+        start_followers(_settings(folder, tp_size=2, device="cuda:0"))
 
 
 def test_followers_do_not_outlive_a_group_that_cannot_be(
@@ -179,30 +164,11 @@ def test_followers_do_not_outlive_a_group_that_cannot_be(
     def refuse(store: object, **place: object) -> None:
         raise RuntimeError("no network")
 
-    monkeypatch.setattr(tensor_parallel, "open_group", refuse)
+    monkeypatch.setattr(followers, "open_group", refuse)
     folder, others = write_checkpoint(tmp_path, "llama", SHAPE), multiprocessing.active_children()
     with pytest.raises(RuntimeError, match="no network"):
-        Followers(_settings(folder, tp_size=2))
+        start_followers(_settings(folder, tp_size=2))
     assert set(multiprocessing.active_children()) <= set(others)
-
-
-def test_a_follower_that_fails_ends_with_an_error() -> None:
-    code = "from services.target.tensor_parallel import _serve; _serve(None, None, None, ())"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1
-    assert "cannot compute its part of the model" in ended.stderr
-
-
-def _follower_of(process_id: int) -> int:
-    """Returns the one child of a target that multiprocessing spawned to compute."""
-    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
-    [follower] = [
-        int(child) for child in children
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]  # fmt: skip
-    return follower
 
 
 def _target_of_two(folder: Path, port: int = 0) -> list[str]:
@@ -232,7 +198,7 @@ def test_a_target_ends_with_its_follower(tmp_path: Path) -> None:
         try:
             # The last line before it serves.
             assert any("KV pages of" in line for line in target.stderr)
-            os.kill(_follower_of(target.pid), signal.SIGKILL)
+            os.kill(follower_of(target.pid), signal.SIGKILL)
             messages = target.stderr.read()
             assert target.wait(60) == 1
         finally:

@@ -1,0 +1,33 @@
+"""The processes that share a draft's language model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+
+from services.draft.drafters.standalone_factory import build_model
+from services.draft.settings import DraftSettings
+from services.followers import Followers, Seat, check_tp_size, rank_devices
+from shared.models.config import ModelConfig
+from shared.runtime.lockstep import follow
+from shared.runtime.tree_follower import TreeFollower
+
+
+def start_followers(settings: DraftSettings) -> Followers:
+    """Starts them and returns once all have joined; they load their weights meanwhile.
+
+    Raises:
+        CheckpointError: the model folder has no usable config.
+        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+    """
+    check_tp_size(settings.tp_size, ModelConfig.from_folder(settings.model_folder))
+    devices = rank_devices(settings.device, settings.tp_size)
+    return Followers(partial(_follow, settings), devices, service="draft")
+
+
+def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:
+    group = seat.join(settings)
+    built = build_model(replace(settings, device=str(seat.device)), group)
+    assert built.grower is not None, "settings refuse what has none"
+    follow(built.runner, group, pipe, TreeFollower(built.grower).take)
