@@ -43,7 +43,7 @@ class GraphLimits:
 class GraphInputs:
     """A `ForwardBatch` of the largest size, in memory that never moves.
 
-    A bucket of R rows reads the first R of every tensor, so all graphs share these.
+    A bucket of R rows and B sequences reads the first of every tensor, so all graphs share these.
 
     Attributes:
         num_pages: columns of the page table; a sequence may hold more pages than its rows need.
@@ -71,10 +71,9 @@ class GraphInputs:
             page_size=page_size,
         )
 
-    def bucket(self, num_rows: int, *, has_tail: bool) -> ForwardBatch:
+    def bucket(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> ForwardBatch:
         """Returns the batch that a graph of this size reads."""
         whole = self._whole
-        num_sequences = min(num_rows, len(whole.kv_lengths))
         mask = whole.tail_mask
         assert mask is not None
         return replace(

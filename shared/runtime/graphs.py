@@ -1,8 +1,8 @@
 """CUDA graphs of small forwards: plain decode, and verification of trees.
 
-A graph fixes shapes and addresses, not contents. One serves every batch of up to its number of
-rows, however they fall to sequences: queries are ragged inside it as they are outside. Padding
-rows touch the padding page alone. Forwards that fit no graph run as they are.
+A graph fixes shapes and addresses, not contents. One serves every batch of up to its numbers of
+rows and sequences, however rows fall to sequences: queries are ragged inside it as they are
+outside. Padding rows touch the padding page alone. Forwards that fit no graph run as they are.
 """
 
 from __future__ import annotations
@@ -23,31 +23,14 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.runtime.capture import capturing
 from shared.runtime.graph_inputs import GraphInputs, GraphLimits
+from shared.runtime.graph_key import GraphKey, key_of, keys_of
 from shared.runtime.graph_store import GraphStore
 
 logger = logging.getLogger(__name__)
-# Each size costs its captures at start; between two sizes padding costs little, because small
-# products are bound by their weights.
-_ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
 # A few sequences, or the tree of one: what a target is asked for first.
 _FIRST_ROWS = 8
 # Most kinds of features that graphs are kept for; more are computed without.
 _MAX_CAPTURE_KINDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """What tells graphs apart.
-
-    Attributes:
-        num_rows: rows of the bucket.
-        has_tail: whether some sequence may be a tree.
-        capture_layers: layers whose input the forward returns.
-    """
-
-    num_rows: int
-    has_tail: bool
-    capture_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +42,6 @@ class CapturedForward:
     logits: Tensor
     hidden: Tensor
     features: tuple[Tensor, ...]
-
-
-def row_buckets(max_rows: int) -> tuple[int, ...]:
-    """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
-    return (*(rows for rows in _ROW_BUCKETS if rows < max_rows), max_rows)
 
 
 class ForwardGraphs:
@@ -105,12 +83,7 @@ class ForwardGraphs:
             capture_layers: those that nearly every forward will want.
         """
         before = torch.cuda.mem_get_info(self._pool.device)[0]
-        largest, *others = (
-            GraphKey(num_rows, has_tail, capture_layers)
-            for num_rows in reversed(row_buckets(self.limits.max_rows))
-            for has_tail in (True, False)
-            if has_tail or num_rows <= _bucket_of(self.limits.max_sequences, self.limits)
-        )
+        largest, *others = reversed(keys_of(self.limits, capture_layers))
         self._left = [key for key in others if key.num_rows > _FIRST_ROWS]
         for key in (largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)):
             self._graph_of(key)
@@ -149,9 +122,7 @@ class ForwardGraphs:
         The first run of a size, or with other captured layers, captures it, which takes about as
         long as a hundred steps.
         """
-        num_rows = _bucket_of(len(batch.token_ids), self.limits)
-        key = GraphKey(num_rows, batch.tail_mask is not None, capture_layers)
-        captured = self._graph_of(key)
+        captured = self._graph_of(key_of(batch, self.limits, capture_layers))
         if captured is not None:
             self._inputs.fill(captured.bucket, batch)
             captured.graph.replay()
@@ -185,7 +156,7 @@ class ForwardGraphs:
 
     @torch.inference_mode()
     def _captured(self, key: GraphKey) -> CapturedForward:
-        bucket = self._inputs.bucket(key.num_rows, has_tail=key.has_tail)
+        bucket = self._inputs.bucket(key.num_rows, key.num_sequences, has_tail=key.has_tail)
         nobody = _padding_only(bucket)
         self._inputs.fill(bucket, nobody)
         # Loads kernels and makes the workspaces of products outside of the graph.
@@ -214,10 +185,6 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
     blocks = rows * (8 * config.hidden_size + 3 * config.intermediate_size) * dtype.itemsize
     masks = rows * limits.max_tail_width * 9
     return attention + logits + blocks + masks
-
-
-def _bucket_of(num_rows: int, limits: GraphLimits) -> int:
-    return next(rows for rows in row_buckets(limits.max_rows) if rows >= num_rows)
 
 
 def _padding_only(bucket: ForwardBatch) -> ForwardBatch:

@@ -15,7 +15,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs, row_buckets
+from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner, RunnerOutput
 from tests.helpers.attention_batches import chunk, tree, with_pages
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -67,6 +67,8 @@ def batches() -> list[ForwardBatch]:
         [chunk(30, 1), chunk(31, 2), chunk(77, 16)],
         [chunk(400, 1)],
         [tree(rng, start=16, num_nodes=2), chunk(5, 20)],
+        # Trees in a graph for many sequences.
+        [*(tree(rng, start=11 * i, num_nodes=3) for i in range(7)), chunk(50, 3)],
     ]
     return [batch_of(sequences, seed) for seed, sequences in enumerate(makers)]
 
@@ -159,9 +161,3 @@ def test_graphs_of_more_rows_are_captured_one_by_one_later(decoder: Decoder) -> 
     whole.capture()
     assert set(graphs._graphs) == set(whole._graphs)
     assert num_later == len(whole._graphs) - 9
-
-
-def test_buckets_end_at_the_limit() -> None:
-    assert row_buckets(48)[-3:] == (32, 40, 48)
-    assert row_buckets(3) == (1, 2, 3)
-    assert row_buckets(1) == (1,)

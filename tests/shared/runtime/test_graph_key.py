@@ -1,0 +1,59 @@
+"""Which CUDA graphs there are, and which one a batch takes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shared.kv.batch import SequenceRows, build_batch
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graph_key import GraphKey, key_of, keys_of, row_buckets, sequence_buckets
+from tests.helpers.attention_batches import chunk, tree, with_pages
+
+LIMITS = GraphLimits(max_rows=256, max_sequences=48, max_tail_width=80, max_context_tokens=512)
+
+
+def _key(sequences: list[SequenceRows]) -> GraphKey:
+    placed, _ = with_pages(random.Random(0), sequences, 4)
+    batch = build_batch(placed, page_size=4, device=torch.device("cpu"))
+    return key_of(batch, LIMITS, (1,))
+
+
+def test_buckets_end_at_the_limit() -> None:
+    assert row_buckets(48)[-3:] == (32, 40, 48)
+    assert row_buckets(3) == (1, 2, 3)
+    assert row_buckets(1) == (1,)
+
+
+def test_rows_of_trees_have_a_graph_for_few_sequences_and_one_for_many() -> None:
+    assert sequence_buckets(32, 48, has_tail=True) == (8, 32)
+    assert sequence_buckets(64, 48, has_tail=True) == (16, 48)
+    assert sequence_buckets(256, 48, has_tail=True) == (48,)
+    assert sequence_buckets(16, 48, has_tail=True) == (16,)
+    assert sequence_buckets(64, 48, has_tail=False) == (48,)
+
+
+@pytest.mark.parametrize(
+    ("num_trees", "num_plain", "expected"),
+    [(1, 0, (12, 12)), (3, 0, (32, 8)), (2, 7, (32, 32)), (1, 40, (64, 48)), (0, 40, (40, 40))],
+)
+def test_a_batch_takes_the_smallest_graph_that_holds_it(
+    num_trees: int, num_plain: int, expected: tuple[int, int]
+) -> None:
+    rng = random.Random(1)
+    trees = [tree(rng, start=9, num_nodes=10) for _ in range(num_trees)]
+    key = _key([*trees, *[chunk(5, 1)] * num_plain])
+    assert (key.num_rows, key.num_sequences) == expected
+    assert key.has_tail == bool(num_trees)
+    assert key in keys_of(LIMITS, (1,))
+
+
+def test_keys_ascend_and_differ() -> None:
+    keys = keys_of(LIMITS, ())
+    assert len(set(keys)) == len(keys)
+    assert [key.num_rows for key in keys] == sorted(key.num_rows for key in keys)
+    assert keys[-1].num_rows == 256
+    assert keys[-1].num_sequences == 48
+    assert keys[-1].has_tail
