@@ -7,47 +7,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shared.runtime.host_copy import HostCopy
-from shared.runtime.tree_pass import Levels, TreePass
+from shared.runtime.pass_codec import PackedRows, PackedTrees, Part, Parts
+from shared.runtime.tree_pass import TreePass
 from shared.tokens import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
 class PassTree:
-    """What a pass grew for one sequence.
+    """What a pass computed for one sequence.
 
     Attributes:
         levels: tokens of the nodes whose rows are computed, and the places of their parents in the
             level before; level by level.
-        choices: what may follow the root and each of those nodes.
+        rows: those of the root and each of these nodes.
     """
 
     tree: TokenTree
     levels: tuple[tuple[Sequence[int], Sequence[int]], ...]
-    choices: Choices
+    rows: PassRows
 
 
-class Choices:
-    """The best tokens after the rows of one sequence, which the device may still be at."""
+class PassRows:
+    """The computed rows of one sequence, which the device may still be at."""
 
     def __init__(self, growing: GrowingTrees, place: int) -> None:
         self._growing, self._place = growing, place
 
     def after(self, row: int) -> tuple[tuple[int, float], ...]:
-        """Returns tokens and scores of one row, best first; waits for the device. There are none
+        """Returns tokens and scores after one row, best first; waits for the device. There are none
         where nobody asked for any, or the pass was given up."""
         return self._growing.choices(self._place, row)
 
+    def state(self, row: int) -> Tensor:
+        """Returns `[1, H]`, what a row below this one reads; waits for nothing."""
+        return self._growing.states(self._place)[row : row + 1]
+
 
 class GrowingTrees:
-    """Trees that the device is at work on."""
+    """Trees that the device is at work on.
 
-    def __init__(self, levels: Levels, num_sequences: int, grown: TreePass, max_nodes: int) -> None:
-        self._levels, self._num_sequences = levels, num_sequences
+    Args:
+        max_nodes: of a tree.
+    """
+
+    def __init__(self, parts: Parts, num_sequences: int, grown: TreePass, max_nodes: int) -> None:
+        self._parts, self._num_sequences = parts, num_sequences
         self._pass, self._max_nodes = grown, max_nodes
         self._trees: HostCopy | None = None
         self._choices: HostCopy | None = None
+        self._states: Tensor | None = None
         self._host_choices: tuple[list[list[int]], list[list[float]]] | None = None
         self._is_queued = False
         self._part: torch.cuda.Event | None = None
@@ -97,37 +108,46 @@ class GrowingTrees:
         ]
 
     def choices(self, place: int, row: int) -> tuple[tuple[int, float], ...]:
-        """See `Choices.after`."""
+        """See `PassRows.after`."""
         self.queue()
         if self._choices is None:
             return ()
         if self._host_choices is None:
             numbers = self._choices.read().contiguous()
             self._host_choices = numbers.tolist(), numbers.view(torch.float32).tolist()
-        (numbers_of, scores_of), width = self._host_choices, self._pass.num_choices
+        (numbers_of, scores_of), width = self._host_choices, self._pass.kind.num_choices
         first, half = row * width, len(numbers_of[place]) // 2
         tokens = numbers_of[place][first : first + width]
         return tuple(zip(tokens, scores_of[place][half + first :][:width], strict=True))
+
+    def states(self, place: int) -> Tensor:
+        """Returns the states `[N, H]` of one sequence's rows."""
+        self.queue()
+        assert self._states is not None, "the pass keeps no states, or was given up"
+        return self._states[place]
 
     @torch.inference_mode()
     def _queue_part(self) -> bool:
         if self._is_queued:
             return False
-        try:
-            trees = next(self._levels)
-        except StopIteration as end:
-            self._is_queued = True
-            if end.value is None:
-                return False
-            self._choices = HostCopy(end.value[: self._num_sequences])
-            return True
-        if trees is not None:
-            self._trees = HostCopy(trees[: self._num_sequences])
+        part = next(self._parts)
+        self._is_queued = self._pass.ends_with(part)
+        self._keep(part)
         return True
 
+    def _keep(self, part: Part) -> None:
+        match part:
+            case PackedTrees():
+                self._trees = HostCopy(part.numbers[: self._num_sequences])
+            case PackedRows():
+                self._choices = HostCopy(part.numbers[: self._num_sequences])
+                if part.states is not None:
+                    # The next pass writes where they are.
+                    self._states = part.states[: self._num_sequences].clone()
+
     def _tree(self, place: int, row: list[int], scores: list[float]) -> PassTree:
-        """Takes a row of `packed_trees` apart; each number is read as what it is, `scores` being
-        the same bits."""
+        """Takes a row of `PackedTrees` apart; each number is read as what it is, `scores` being the
+        same bits."""
         num_rows, topk = self._pass.shape.num_tree_rows, self._pass.shape.tree.topk
         num_beam_rows = self._pass.num_levels * topk
         tokens, parents = row[:num_rows], row[num_rows : 2 * num_rows]
@@ -137,7 +157,7 @@ class GrowingTrees:
             for first in range(0, num_beam_rows, topk)
         )
         tree = best_tree(tokens, parents, paths, self._max_nodes)
-        return PassTree(tree, levels, Choices(self, place))
+        return PassTree(tree, levels, PassRows(self, place))
 
 
 def best_tree(

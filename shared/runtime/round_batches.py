@@ -18,6 +18,8 @@ from shared.speculation.growth import Beam
 from shared.speculation.tree_rows import TreeRows
 from shared.tokens import TreeShape
 
+WALK_TOKEN, WALK_PARENT, WALK_LINE = range(3)
+"""Columns of a walked tree; its line takes the rest."""
 MAX_PENDING_ROUNDS = 2
 """Rounds that may be launched before the host reads the first of them."""
 
@@ -145,6 +147,47 @@ class RoundBatches:
             # A chain is causal.
             tail_mask=None if num_rows == 1 else beam.visible.flatten(0, 1),
         )
+
+    def of_walks(self, state: RoundState, walks: Tensor) -> list[tuple[ForwardBatch, Tensor]]:
+        """Returns the rows of each level of given trees as `of_beam` lays them out, and for each
+        the row `[S * K]` int64 of the level before whose state it reads.
+
+        Args:
+            walks: `[S, L * K, 2 + L]` int64, see `WalkedTree.numbers`.
+        """
+        num_slots, num_rows, width = walks.shape
+        num_levels = width - WALK_LINE
+        size = (num_slots, num_levels, num_rows // num_levels)
+        levels = torch.arange(num_levels, device=walks.device)
+        rows = torch.arange(num_rows, device=walks.device)
+        bases = state.lengths - 1
+        nodes = walks.view(*size, width).transpose(0, 1)
+        token_ids = nodes[..., WALK_TOKEN].contiguous()
+        slots = self._slots(state.head_page_table, bases.unsqueeze(1) + rows)
+        slots = slots.view(size).transpose(0, 1).contiguous()
+        positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots).contiguous()
+        kv_lengths = (bases + (levels.unsqueeze(1) + 1) * size[2]).int()
+        prefix_lengths = bases.int()
+        # Of the root there is one row a slot, of a level K.
+        first_rows = torch.arange(num_slots, device=walks.device) * size[2]
+        parents = nodes[..., WALK_PARENT] + (first_rows * (levels > 0).unsqueeze(1)).unsqueeze(2)
+        parents[:1] += torch.arange(num_slots, device=walks.device).view(1, -1, 1)
+        visible = (nodes[..., WALK_LINE:].unsqueeze(4) == rows).any(3)
+        return [
+            (
+                self.fixed(
+                    token_ids=token_ids[level],
+                    positions=positions[level],
+                    slots=slots[level],
+                    kv_lengths=kv_lengths[level],
+                    prefix_lengths=prefix_lengths,
+                    page_table=state.head_page_table,
+                    tail_mask=None if size[2] == 1 else visible[level].flatten(0, 1),
+                ),
+                parents[level].flatten(),
+            )
+            for level in range(num_levels)
+        ]
 
     def of_trees(self, state: RoundState, tree: TreeRows) -> RoundTree:
         """Returns the target's rows of the trees."""

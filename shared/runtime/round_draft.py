@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,130 +11,111 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
+from shared.runtime.plain_growth import PlainGrowth, plain_scores
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.speculation.growth import (
-    Beam,
-    Children,
-    SelectedNodes,
-    TreeGrowth,
-    choose_children,
-    parent_states,
-)
-from shared.speculation.tree_rows import TreeRows, tree_rows
-from shared.tokens import TreeShape
+from shared.runtime.tree_draft import Growth, Scores, grow
+
+Level = Callable[[ForwardBatch, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredRows:
-    """Trees and how likely the target is to accept them.
+class HeadForwards:
+    """See `Forwards`: each level reads the states of the one before.
 
-    Attributes:
-        paths: `[S, T]` float32, score of the path to each row; the root's is 0.
-        beams: `[2, S, L, K]` int64, token of each node that is computed on each of L levels, and
-            the place of its parent in the level before.
+    Args:
+        level: see `RoundDraft.level`.
+        hidden: `[R, H]`, what the open rows read.
+        keeps_states: those of all levels, not of the last alone.
     """
 
-    rows: TreeRows
-    paths: Tensor
-    beams: Tensor
+    def __init__(
+        self, level: Level, batch: ForwardBatch, hidden: Tensor, *, keeps_states: bool
+    ) -> None:
+        self._level, self._batch, self._hidden = level, batch, hidden
+        self._keeps_states, self._kept = keeps_states, list[Tensor]()
+        self._num_slots = len(batch.logit_rows)
 
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        return self._advance(self._batch, None, self._batch.logit_rows)
 
-GrowthLevels: TypeAlias = Generator[ScoredRows | None, None, Children | None]
-"""Trees that grow in parts: nothing after each forward that others follow, then the trees, and at
-the end, where it was asked for, what may follow the root and each of their computed nodes,
-`[S, 1 + L * K, W]`."""
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`."""
+        return self._advance(batch, parents, None)
+
+    def states(self) -> Tensor:
+        """See `Forwards.states`."""
+        levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
+        return torch.cat(levels, dim=1)
+
+    def _advance(
+        self, batch: ForwardBatch, sources: Tensor | None, wanted: Tensor | None
+    ) -> Tensor:
+        self._hidden, logits = self._level(batch, self._hidden, sources, wanted)
+        if self._keeps_states:
+            self._kept.append(self._hidden)
+        return logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundDraft:
-    """Drafts for all slots of a state, in plain torch.
+    """Drafts for all slots of a state, in plain torch. See `DraftCode`.
 
     Attributes:
         pool: the head's; its pages are as large as the target's.
-        feature_rows: `[num_slots, W]`, the target's features of each slot of the target's pool.
+        source_rows: what open rows read beside tokens: the target's features `[num_slots, W]` of
+            each slot of the target's pool, or of any rows where the target is elsewhere.
+        reads_states: they are states `[any, H]` of the head's own instead.
     """
 
     head: DraftHead
     pool: KvPool
     batches: RoundBatches
-    feature_rows: Tensor
+    source_rows: Tensor
+    reads_states: bool = False
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Computes the open rows and returns the trees that grow from the last of them."""
-        batch, feature_slots = self.batches.of_open_rows(state)
-        grown = self._grown(state, sampling, batch, feature_slots)
-        return self.batches.of_trees(state, grown.rows)
+        batch, feature_slots = self.open_rows(state)
+        growth = self.growth(state, sampling, 0)
+        forwards = self.forwards(batch, feature_slots, keeps_states=False)
+        for _ in grow(growth, forwards, self.batches.shape.tree.num_steps):
+            pass
+        return growth.finish()
 
-    def grow_scored(
-        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> ScoredRows:
-        """Grows as `grow` does for a draft whose target is elsewhere.
+    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """See `DraftCode.open_rows`."""
+        return self.batches.of_open_rows(state)
 
-        Args:
-            state: its `page_table` is not read.
-            feature_slots: `[S * W]` int64, the row of `feature_rows` that each open row reads.
-        """
-        batch, _ = self.batches.of_open_rows(state)
-        return self._grown(state, sampling, batch, feature_slots)
+    def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
+        """See `DraftCode.forwards`."""
+        rows = self.source_rows.index_select(0, sources)
+        hidden = rows if self.reads_states else self.head.fuse(rows)
+        return HeadForwards(self.level, batch, hidden, keeps_states=keeps_states)
 
-    def grow_levels(
-        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> GrowthLevels:
-        """See `GrowthLevels`: a head's forwards are too short to stop between them."""
-        yield self.grow_scored(state, sampling, feature_slots)
-        return None
+    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
+        """See `DraftCode.scores`."""
+        return plain_scores(state, self.batches, sampling, num_choices)
+
+    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
+        """See `DraftCode.growth`."""
+        scores = plain_scores(state, self.batches, sampling, num_choices)
+        return PlainGrowth(state, self.batches, scores)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """Returns the kind that does all that this draft does for `sampling`."""
+        """See `DraftCode.kind_of`."""
         return sampling
 
-    def _grown(
-        self,
-        state: RoundState,
-        sampling: RoundSampling,
-        batch: ForwardBatch,
-        feature_slots: Tensor,
-    ) -> ScoredRows:
-        tree = self.batches.shape.tree
-        growth, beams = TreeGrowth(tree), []
-        hidden = self.head.fuse(self.feature_rows.index_select(0, feature_slots))
-        states = self._forward(batch, hidden).index_select(0, batch.logit_rows)
-        growth.add(self._children(states, state, sampling, depth=0))
-        for level in range(tree.num_steps - 1):
-            beam = growth.select_beam()
-            beams.append(beam)
-            batch = self.batches.of_beam(state, beam, level)
-            states = self._forward(batch, parent_states(states, beam.parents))
-            growth.add(self._children(states, state, sampling, depth=level + 1))
-        return scored_rows(growth.select(), state, tree, beams)
+    def level(
+        self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns states `[R, H]` and logits `[R, any]` of the wanted rows, None being all.
 
-    def _forward(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        return self.head.forward(batch, hidden, self.pool)
-
-    def _children(
-        self, states: Tensor, state: RoundState, sampling: RoundSampling, *, depth: int
-    ) -> Children:
-        logits = self.head.logits(states)
-        scores = sampling.confidence(logits, state, depth)
-        topk = self.batches.shape.tree.topk
-        return choose_children(scores.view(state.num_slots, -1, logits.shape[1]), topk)
-
-
-def scored_rows(
-    nodes: SelectedNodes, state: RoundState, tree: TreeShape, beams: Sequence[Beam]
-) -> ScoredRows:
-    """Lays out selected nodes behind the last committed tokens.
-
-    Args:
-        beams: of each level that is computed.
-    """
-    roots = state.roots
-    none = roots.new_empty((2, state.num_slots, 0, tree.topk))
-    levels = [torch.stack((each.token_ids, each.parents)).unsqueeze(2) for each in beams]
-    return ScoredRows(
-        tree_rows(nodes, roots, tree.num_steps),
-        torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1),
-        torch.cat((none, *levels), dim=2),
-    )
+        Args:
+            sources: the row of `hidden` that each row reads; None is its own.
+        """
+        read = hidden if sources is None else hidden.index_select(0, sources)
+        states = self.head.forward(batch, read, self.pool)
+        states = states if wanted is None else states.index_select(0, wanted)
+        return states, self.head.logits(states)

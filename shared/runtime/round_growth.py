@@ -2,66 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.runtime.round_batches import RoundBatches, RoundTree
-from shared.runtime.round_growth_jit import choose_tokens, grow_level, score_blocks
+from shared.runtime.round_growth_jit import grow_level
 from shared.runtime.round_layout_jit import finish_trees, lay_open_rows
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import LENGTH, OFFSET, OPEN, SEED, TAIL, RoundState
+from shared.runtime.round_scores import FusedScores, num_warps_for
+from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState
+from shared.runtime.tree_draft import ScoredRows
 from shared.runtime.unwritten_trees import UnwrittenTrees
-from shared.speculation.growth import Children
 
-_BLOCK = 1024
-# A warp needs no barrier to agree on a maximum, but holds only so many keys.
-_KEYS_A_WARP = 512
-_MAX_WARPS = 8
 _RANK_CHUNK = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """What is known of R rows' next tokens.
-
-    Attributes:
-        keys: `[R, any]` int64, those of the best tokens among them.
-        maxima: `[R, N]` float32, of N blocks of the vocabulary.
-        sums: likewise, of exponentials below the maximum.
-    """
-
-    keys: Tensor
-    maxima: Tensor
-    sums: Tensor
-
-
 class FusedGrowth:
-    """`TreeGrowth` of S slots in Triton: `add` a level's logits, compute the rows it returns.
+    """See `Growth`. Where choices are looked for, the leaves' level is computed as well."""
 
-    Args:
-        token_map: `[Vd]` int64, the target's id of each of the head's tokens; None when equal.
-        num_choices: see `DecoderDraft`. Where there are any, the leaves' level is computed as well
-            and its logits are looked at.
-    """
-
-    def __init__(
-        self,
-        state: RoundState,
-        batches: RoundBatches,
-        sampling: RoundSampling,
-        token_map: Tensor | None,
-        num_choices: int = 0,
-    ) -> None:
+    def __init__(self, state: RoundState, batches: RoundBatches, scores: FusedScores) -> None:
         tree, device = batches.shape.tree, state.numbers.device
         self._state, self._batches, self._shape = state, batches, batches.shape
-        self._has_draws = sampling is not RoundSampling.GREEDY
-        self._token_map = token_map
+        self.scores = scores
         self._level = 0
-        self._num_levels = tree.num_steps if num_choices else tree.num_steps - 1
+        self._num_levels = tree.num_steps if scores.num_choices else tree.num_steps - 1
         num_beams = max(self._num_levels, 1) * state.num_slots * tree.topk
         self._num_candidates = batches.shape.num_candidates
 
@@ -78,14 +43,10 @@ class FusedGrowth:
         self._parent_rows, self._token_ids, self._positions, self._slots = wide
         self._kv_lengths = empty(max(self._num_levels, 1), state.num_slots)
         self._prefix_lengths = empty(state.num_slots)
-        choices = (state.num_slots, 1 + self._num_levels * tree.topk, num_choices)
-        self._choice_tokens = empty(*choices)
-        self._choice_scores = empty(*choices, dtype=torch.float32)
-        self._num_rows_scored = 0
 
     def add(self, logits: Tensor) -> None:
-        """Adds the children of the root, later of the last beam, from logits `[S * N, Vd]`."""
-        state, tree, scored = self._state, self._shape.tree, self._scored(logits)
+        """See `Growth.add`."""
+        state, tree, scored = self._state, self._shape.tree, self.scores.best(logits)
         rows = len(logits) // state.num_slots
         num_keys, num_blocks = scored.keys.shape[1], scored.maxima.shape[1]
         block_rows = triton.next_power_of_2(rows)
@@ -105,51 +66,12 @@ class FusedGrowth:
             BLOCK_ROWS=block_rows, BLOCK_TOPK=triton.next_power_of_2(tree.topk),
             BLOCK_KEYS=block_keys, BLOCKS=triton.next_power_of_2(num_blocks),
             BLOCK_VISIBLE=triton.next_power_of_2(self._visible.shape[1]),
-            num_warps=_level_warps(block_rows * block_keys),
+            num_warps=num_warps_for(block_rows * block_keys),
         )  # fmt: skip
         self._level += 1
 
-    def look(self, logits: Tensor) -> None:
-        """Finds what may follow the beam of the leaves, from its logits `[S * K, Vd]`."""
-        self._scored(logits)
-
-    def choices(self) -> Children:
-        """Returns what may follow each computed row, see `ScoredRows`."""
-        return Children(self._choice_tokens, self._choice_scores)
-
-    def _scored(self, logits: Tensor) -> _Scored:
-        state, tree, width = self._state, self._shape.tree, self._choice_tokens.shape[2]
-        assert logits.is_contiguous()
-        num_rows, num_own = logits.shape
-        rows = num_rows // state.num_slots
-        num_blocks = triton.cdiv(num_own, _BLOCK)
-        num_keys, device = width or tree.topk, logits.device
-        keys = torch.empty((num_rows, num_blocks * num_keys), dtype=torch.int64, device=device)
-        maxima, sums = torch.empty((2, num_rows, num_blocks), device=device).unbind()
-        token_map = self._token_map
-        score_blocks[(num_rows, num_blocks)](
-            logits, logits if token_map is None else token_map, state.numbers, state.sampling,
-            keys, maxima, sums,
-            self._level, state.numbers.stride(0), num_own, num_blocks,
-            ROWS=rows, TOPK=num_keys, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
-            LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
-        if not width:
-            return _Scored(keys, maxima, sums)
-        best = torch.empty((num_rows, width), dtype=torch.int64, device=device)
-        block_keys = triton.next_power_of_2(keys.shape[1])
-        choose_tokens[(num_rows,)](
-            keys, maxima, sums, best, self._choice_tokens, self._choice_scores,
-            num_blocks, self._num_rows_scored, self._choice_tokens.shape[1],
-            ROWS=rows, WIDTH=width, BLOCK_KEYS=block_keys,
-            BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_level_warps(block_keys),
-        )  # fmt: skip
-        self._num_rows_scored += rows
-        return _Scored(best, maxima, sums)
-
     def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """Returns the rows of the last level's beam, and for each the row `[S * K]` int64 of the
-        level before whose state it reads."""
+        """See `Growth.beam`."""
         level, tree = self._level - 1, self._shape.tree
         size = (self._state.num_slots, tree.topk)
         rows = slice(level * size[0] * size[1], (level + 1) * size[0] * size[1])
@@ -164,7 +86,16 @@ class FusedGrowth:
         )
         return batch, self._parent_rows[rows]
 
-    def beams(self) -> Tensor:
+    def scored(self) -> ScoredRows:
+        """See `Growth.scored`."""
+        tree, paths = self._finish()
+        return ScoredRows(tree.rows, paths, self._beams())
+
+    def finish(self) -> RoundTree:
+        """See `Growth.finish`."""
+        return self._finish()[0]
+
+    def _beams(self) -> Tensor:
         """Returns the nodes that were computed, see `ScoredRows`."""
         num_slots, topk = self._state.num_slots, self._shape.tree.topk
         num_beams = self._num_levels * num_slots * topk
@@ -174,9 +105,8 @@ class FusedGrowth:
         parents[:1].zero_()
         return torch.stack((self._token_ids[:num_beams].view(size), parents)).transpose(1, 2)
 
-    def finish(self) -> tuple[RoundTree, Tensor]:
-        """Returns the trees with their best nodes, laid out for the target, and the score `[S, T]`
-        float32 of each node's path; the root's is 0."""
+    def _finish(self) -> tuple[RoundTree, Tensor]:
+        """Returns also the score `[S, T]` float32 of each node's path; the root's is 0."""
         state, shape, device = self._state, self._shape, self._tokens.device
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
         tree = UnwrittenTrees.of(num_slots, num_rows, device)
@@ -192,10 +122,6 @@ class FusedGrowth:
             CHUNK=_RANK_CHUNK, BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
         )  # fmt: skip
         return tree.written(state, self._batches), paths
-
-
-def _level_warps(num_keys: int) -> int:
-    return min(max(num_keys // _KEYS_A_WARP, 1), _MAX_WARPS)
 
 
 def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[ForwardBatch, Tensor]:

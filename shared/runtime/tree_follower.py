@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import torch
 
+from shared.runtime.pass_codec import Parts
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_lockstep import BeginTrees, CaptureTrees, QueuePart
-from shared.runtime.tree_pass import Levels
 
 
 class TreeFollower:
@@ -20,18 +20,18 @@ class TreeFollower:
 
     def __init__(self, grower: TreeGrower) -> None:
         self._growers = {False: grower, True: grower.split()}
-        self._levels: dict[bool, Levels] = {}
+        self._parts: dict[bool, Parts] = {}
 
     @torch.inference_mode()
     def take(self, message: object) -> None:
         """Does what rank 0 announces that it does."""
         if isinstance(message, BeginTrees):
-            self._levels[message.is_split] = self._growers[message.is_split].begin_levels(
+            self._parts[message.is_split] = self._growers[message.is_split].begin_parts(
                 message.sequences, (), message.tree, num_choices=message.num_choices
             )
         elif isinstance(message, QueuePart):
             with suppress(StopIteration):
-                next(self._levels[message.is_split])
+                next(self._parts[message.is_split])
         else:
             assert isinstance(message, CaptureTrees), message
             grower = self._growers[message.is_split]

@@ -14,14 +14,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.runtime.growing_trees import GrowingTrees
+from shared.runtime.growing_trees import GrowingTrees, PassRows, PassTree
 from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.pass_codec import Parts
+from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_lockstep import TreeLeader
 from shared.runtime.tree_model import TreeModel
-from shared.runtime.tree_pass import Levels, PassLimits, TreePass
-from shared.tokens import TreeShape
+from shared.runtime.tree_pass import PassLimits, TreePass
+from shared.runtime.walked_tree import WalkedTree
+from shared.tokens import TokenTree, TreeShape
 
 # Most shapes whose graphs are kept.
 _MAX_SHAPES = 16
@@ -34,8 +37,7 @@ class TreeGrower:
 
     Args:
         leader: tells the other processes of the model's group, on rank 0.
-        is_split: whether a pass can stop, and others be run, between two of its forwards; it then
-            takes sequences with one open row.
+        is_split: see `PassKind`.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class TreeGrower:
         self._leader = leader
         self._kinds: dict[RoundSampling, None] = {}
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
-        self._passes: OrderedDict[tuple[TreeShape, int], TreePass] = OrderedDict()
+        self._passes: OrderedDict[tuple[TreeShape, PassKind], TreePass] = OrderedDict()
 
     def max_open_rows(self, tree: TreeShape) -> int:
         """Returns most open rows of a sequence that a pass of this shape takes."""
@@ -68,7 +70,7 @@ class TreeGrower:
     def begin(
         self,
         sequences: Sequence[OpenSequence],
-        features: Sequence[Tensor],
+        sources: Sequence[Tensor],
         tree: TreeShape,
         *,
         num_choices: int = 0,
@@ -78,56 +80,89 @@ class TreeGrower:
 
         Args:
             sequences: at most `max_sequences`.
-            features: see `TreePass.begin`.
+            sources: see `TreePass.begin`.
             tree: without levels and children that could not be kept.
-            num_choices: how many tokens to find after each computed row, see `DecoderDraft`; a few
+            num_choices: how many tokens to find after each computed row, see `TreeDraft`; a few
                 more may be found.
         """
         if self._leader is not None:
-            assert not features, "only what the host has is announced"
+            assert not sources, "only what the host has is announced"
             self._leader.begin(sequences, tree, num_choices)
-        levels = self.begin_levels(sequences, features, tree, num_choices=num_choices)
+        parts = self.begin_parts(sequences, sources, tree, num_choices=num_choices)
         if self._leader is not None:
-            levels = self._leader.announced(levels)
+            parts = self._leader.announced(parts)
         chosen = self._pass_of(tree, num_choices)
-        return GrowingTrees(levels, len(sequences), chosen, tree.max_node_count)
+        return GrowingTrees(parts, len(sequences), chosen, tree.max_node_count)
 
-    def begin_levels(
+    def begin_parts(
         self,
         sequences: Sequence[OpenSequence],
-        features: Sequence[Tensor],
+        sources: Sequence[Tensor],
         tree: TreeShape,
         *,
         num_choices: int,
-    ) -> Levels:
+    ) -> Parts:
         """Does what `begin` does, where nobody reads the trees."""
-        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
-        return self._pass_of(tree, num_choices).begin(sequences, features)
+        self._meet(sequences)
+        return self._pass_of(tree, num_choices).begin(sequences, sources)
 
     def launch(
         self,
         sequences: Sequence[OpenSequence],
-        features: Sequence[Tensor],
+        sources: Sequence[Tensor],
         tree: TreeShape,
         *,
         num_choices: int = 0,
     ) -> GrowingTrees:
         """Queues the whole growth of a tree for each sequence; see `begin`."""
-        growing = self.begin(sequences, features, tree, num_choices=num_choices)
+        growing = self.begin(sequences, sources, tree, num_choices=num_choices)
         growing.queue()
         return growing
 
-    def capture_next(self, tree: TreeShape, *, num_choices: int = 0) -> bool:
+    def walk(
+        self,
+        sequences: Sequence[OpenSequence],
+        sources: Sequence[Tensor],
+        trees: Sequence[TokenTree],
+        shape: TreeShape,
+        *,
+        num_choices: int,
+    ) -> list[PassTree]:
+        """Queues the computation of a given tree behind each sequence; see `begin`.
+
+        Args:
+            shape: all trees are within its `walked_shape`.
+        """
+        assert self._leader is None, "walks are not announced"
+        self._meet(sequences)
+        chosen = self._pass_of(shape, num_choices, is_walk=True)
+        size = chosen.shape.tree
+        walks = [WalkedTree.of(each, size.num_steps, size.topk) for each in trees]
+        rows = [replace(each, walk=walk) for each, walk in zip(sequences, walks, strict=True)]
+        parts = chosen.begin(rows, sources)
+        growing = GrowingTrees(parts, len(rows), chosen, shape.max_node_count)
+        growing.queue()
+        return [
+            PassTree(walk.tree, walk.levels, PassRows(growing, place))
+            for place, walk in enumerate(walks)
+        ]
+
+    def capture_next(self, tree: TreeShape, *, num_choices: int = 0, is_walk: bool = False) -> bool:
         """Captures one graph that batches of a shape may want, of the kinds of sampling met so far;
         returns whether one was left. A launch that comes before its graph captures it."""
         if not (self._kinds and self.limits.has_graphs):
             return False
         if self._leader is not None:
             self._leader.capture_next(tree, num_choices)
-        return self._pass_of(tree, num_choices).capture_next(self._kinds)
+        chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
+        return chosen.capture_next(self._kinds)
 
-    def _pass_of(self, tree: TreeShape, num_choices: int) -> TreePass:
-        key = self._key(tree, num_choices)
+    def _meet(self, sequences: Sequence[OpenSequence]) -> None:
+        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
+
+    def _pass_of(self, tree: TreeShape, num_choices: int, *, is_walk: bool = False) -> TreePass:
+        num_found = self._num_found(tree, num_choices)
+        key = _common_shape(tree), PassKind(num_found, self._is_split, is_walk)
         if key not in self._passes:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
@@ -136,30 +171,23 @@ class TreeGrower:
             forgotten.release()
         return self._passes[key]
 
-    def _key(self, tree: TreeShape, num_choices: int) -> tuple[TreeShape, int]:
-        """Returns what tells passes apart: few graphs serve trees and choices of any size."""
-        if num_choices:
-            wanted = max(num_choices, tree.topk)
-            sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
-            num_choices = min(next(sizes, wanted), self._model.vocab_size)
-        return _common_shape(tree), num_choices
+    def _num_found(self, tree: TreeShape, num_choices: int) -> int:
+        """Returns how many tokens a pass looks for: few graphs serve any number."""
+        if not num_choices:
+            return 0
+        wanted = max(num_choices, tree.topk)
+        sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
+        return min(next(sizes, wanted), self._model.vocab_size)
 
-    def _new_pass(self, tree: TreeShape, num_choices: int) -> TreePass:
+    def _new_pass(self, tree: TreeShape, kind: PassKind) -> TreePass:
         # Leaves are computed where choices are wanted.
-        num_leaves = tree.topk if num_choices else 0
+        num_leaves = tree.topk if kind.num_choices else 0
         shape = RoundShape.of(
             tree,
             draft_vocab_size=self._model.vocab_size,
             max_context_tokens=self.limits.max_context_tokens + num_leaves,
         )
-        return TreePass(
-            self._model,
-            shape,
-            self.limits,
-            num_choices=num_choices,
-            is_split=self._is_split,
-            memory=self._memory,
-        )
+        return TreePass(self._model, shape, self.limits, kind, memory=self._memory)
 
 
 def _common_shape(tree: TreeShape) -> TreeShape:

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from shared.runtime.lockstep import Leader
 from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.tree_pass import Levels
+from shared.runtime.pass_codec import Parts
 from shared.tokens import TreeShape
 
 
@@ -68,18 +66,17 @@ class TreeLeader:
     def capture_next(self, tree: TreeShape, num_choices: int) -> None:
         self._leader.tell(CaptureTrees(self._is_split, tree, num_choices))
 
-    def announced(self, levels: Levels) -> Levels:
+    def announced(self, parts: Parts) -> Parts:
         """Returns the pass that was begun last, each part of which is announced from now on."""
-        part, number = QueuePart(self._is_split), self._num_begun
+        message, number = QueuePart(self._is_split), self._num_begun
         while True:
             assert number == self._num_begun, "another pass has taken its place"
-            self._leader.tell(part)
+            self._leader.tell(message)
             try:
-                trees = next(levels)
-            except StopIteration as end:
-                choices: Tensor | None = end.value
-                return choices
-            yield trees
+                part = next(parts)
+            except StopIteration:
+                return
+            yield part
 
 
 def _sendable(sequence: OpenSequence) -> OpenSequence:

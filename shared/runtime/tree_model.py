@@ -14,23 +14,10 @@ from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.decoder_draft import DecoderDraft
+from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import RoundBatches
-from shared.runtime.round_draft import GrowthLevels
 from shared.runtime.round_parts import RoundParts, fits_kernels
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
-
-
-class TreeDraft(Protocol):
-    """Grows trees of one shape for all slots of a state."""
-
-    def grow_levels(
-        self, state: RoundState, sampling: RoundSampling, feature_slots: Tensor
-    ) -> GrowthLevels:
-        """Grows as `RoundDraft.grow_scored` says, in parts."""
-
-    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `RoundDraft.kind_of`."""
+from shared.runtime.tree_draft import TreeDraft
 
 
 class TreeModel(Protocol):
@@ -47,18 +34,18 @@ class TreeModel(Protocol):
         """Tokens it can propose."""
 
     @property
-    def feature_width(self) -> int:
-        """Of the rows it reads beside tokens; 0 when it reads tokens only."""
-
-    @property
     def group(self) -> TensorGroup | None:
         """Processes that share the model and grow the same trees."""
 
-    def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
+    def source_width(self, kind: PassKind) -> int:
+        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
+
+    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
 
         Args:
-            num_choices: see `DecoderDraft`; heads find none.
+            source_rows: `[any, source_width]`, the features of open rows or, in passes that are
+                split, states.
         """
 
 
@@ -78,17 +65,16 @@ class HeadModel:
         return self.head.vocabulary.size
 
     @property
-    def feature_width(self) -> int:
-        return self.head.feature_spec.width
-
-    @property
     def group(self) -> None:
         return None
 
-    def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
-        assert num_choices == 0, "a head looks for no choices"
+    def source_width(self, kind: PassKind) -> int:
+        return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
+
+    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
         parts = RoundParts.of(self.head, batches.shape, self.pool.device)
-        return parts.draft(self.head, self.pool, batches, feature_rows)
+        code = parts.draft(self.head, self.pool, batches, source_rows, kind.is_split)
+        return TreeDraft(code, batches, kind.num_choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +93,19 @@ class DecoderModel:
         return self.decoder.config.vocab_size
 
     @property
-    def feature_width(self) -> int:
-        return 0
-
-    @property
     def group(self) -> TensorGroup | None:
         return self.decoder.group
 
-    def draft(self, batches: RoundBatches, feature_rows: Tensor, num_choices: int) -> TreeDraft:
+    def source_width(self, kind: PassKind) -> int:
+        return 0
+
+    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
+        return TreeDraft(self._code(batches), batches, kind.num_choices)
+
+    def _code(self, batches: RoundBatches) -> DecoderDraft:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
-            return DecoderDraft(self.decoder, self.pool, batches, num_choices)
+            return DecoderDraft(self.decoder, self.pool, batches)
         # Triton is not installed where there is no CUDA.
         from shared.runtime.decoder_draft_fused import FusedDecoderDraft
 
-        return FusedDecoderDraft(self.decoder, self.pool, batches, num_choices)
+        return FusedDecoderDraft(self.decoder, self.pool, batches)

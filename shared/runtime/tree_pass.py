@@ -7,9 +7,9 @@ is: without CUDA, where graphs are not wanted, and where memory does not hold an
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from torch import Tensor
 from shared.runtime.capture import capturing
 from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenInputs, OpenSequence, open_inputs
-from shared.runtime.pass_codec import packed_choices, packed_trees
-from shared.runtime.round_batches import RoundBatches, RoundShape
+from shared.runtime.pass_codec import PackedRows, PackedTrees, Part, Parts, packed
+from shared.runtime.pass_kind import PassKind
+from shared.runtime.round_batches import WALK_LINE, RoundBatches, RoundShape
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.tree_model import TreeDraft, TreeModel
+from shared.runtime.tree_draft import TreeDraft
+from shared.runtime.tree_model import TreeModel
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _SLOT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -42,35 +43,8 @@ class PassLimits:
     has_graphs: bool
 
 
-Levels: TypeAlias = Generator[Tensor | None, None, Tensor | None]
-"""A pass under way: each step queues a part of it on the device. One of them returns the trees, see
-`packed_trees`, and the end what may follow their nodes, see `packed_choices`, or None; both hold
-until the next pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CapturedPass:
-    """Graphs that follow one another, each with what it has made: nothing, the last one the trees;
-    then that of the choices, where there are any."""
-
-    parts: Sequence[tuple[torch.cuda.CUDAGraph, Tensor | None]]
-    last: tuple[torch.cuda.CUDAGraph, Tensor] | None
-
-    @property
-    def graphs(self) -> list[torch.cuda.CUDAGraph]:
-        """All of them."""
-        parts = [graph for graph, _ in self.parts]
-        return parts if self.last is None else [*parts, self.last[0]]
-
-    def levels(self) -> Levels:
-        for graph, trees in self.parts:
-            graph.replay()
-            yield trees
-        if self.last is None:
-            return None
-        graph, choices = self.last
-        graph.replay()
-        return choices
+_Captured: TypeAlias = Sequence[tuple[torch.cuda.CUDAGraph, Part]]
+"""Graphs that follow one another, each with what it makes."""
 
 
 def slot_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -79,13 +53,10 @@ def slot_buckets(max_sequences: int) -> tuple[int, ...]:
 
 
 class TreePass:
-    """Passes of one shape.
+    """Passes of one shape and kind.
 
     Args:
-        num_choices: see `DecoderDraft`.
-        is_split: each part is a graph, and sequences have one open row each; else all up to the
-            trees is one graph.
-        memory: of `torch.cuda.graph_pool_handle`, for all graphs of a model; None without graphs.
+        memory: of `torch.cuda.graph_pool_handle`, for all graphs of a grower; None without graphs.
     """
 
     def __init__(
@@ -93,18 +64,17 @@ class TreePass:
         model: TreeModel,
         shape: RoundShape,
         limits: PassLimits,
+        kind: PassKind,
         *,
-        num_choices: int,
-        is_split: bool,
         memory: Any,
     ) -> None:
         self._model, self._pool = model, model.pool
-        self.shape, self.num_choices = shape, num_choices
-        self._limits, self._is_split, self._memory = limits, is_split, memory
-        self.max_open_rows = 1 if is_split else shape.max_committed
-        # Graphs read the features and the inputs at addresses that never change.
-        self._features = torch.zeros(
-            (limits.max_sequences * self.max_open_rows, model.feature_width),
+        self.shape, self.kind = shape, kind
+        self._limits, self._memory = limits, memory
+        self.max_open_rows = 1 if kind.is_split else shape.max_committed
+        # Graphs read the inputs, and what is beside them, at addresses that never change.
+        self._sources = torch.zeros(
+            (limits.max_sequences * self.max_open_rows, model.source_width(kind)),
             dtype=model.dtype,
             device=self._pool.device,
         )
@@ -112,23 +82,24 @@ class TreePass:
             limits.max_sequences if limits.has_graphs else 0,
             max_open_rows=self.max_open_rows,
             num_pages=self._num_pages(shape.max_kv_length),
+            walk_size=self._walk_size,
             device=self._pool.device,
         )
         # Graphs read what its batches hold, too.
         self._captured_draft = self._draft(shape)
-        self._captured: dict[tuple[int, RoundSampling], _CapturedPass | None] = {}
+        self._captured: dict[tuple[int, RoundSampling], _Captured | None] = {}
         self._buckets = slot_buckets(limits.max_sequences)
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[OpenSequence], features: Sequence[Tensor]) -> Levels:
+    def begin(self, sequences: Sequence[OpenSequence], sources: Sequence[Tensor]) -> Parts:
         """Begins a pass and gives up the one before, unless it has ended.
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
-            features: of the open rows, end to end, in any pieces `[any, width]` on any devices;
-                none for a model that reads none.
+            sources: what the open rows read beside tokens, end to end, in any pieces
+                `[any, width]` on any devices; none for a model that reads tokens alone.
         """
-        self._take_features(features)
+        self._take_sources(sources)
         sampling = RoundSampling.of(each.sampling for each in sequences)
         bucket = next(size for size in self._buckets if size >= len(sequences))
         captured = self._graph_of(bucket, sampling) if self._limits.has_graphs else None
@@ -141,19 +112,20 @@ class TreePass:
             num_slots=len(sequences) if captured is None else bucket,
             max_open_rows=widest if captured is None else self.max_open_rows,
             num_pages=self._num_pages(reach),
+            walk_size=self._walk_size,
             device=self._pool.device,
         )
         if captured is None:
             shape = replace(self.shape, max_kv_length=reach)
-            return self._grown(self._draft(shape), inputs, sampling)
+            return self._parts(self._draft(shape), inputs, sampling)
         self._inputs.first(bucket).fill(inputs)
-        return captured.levels()
+        return _replayed(captured)
 
     @torch.inference_mode()
     def capture_next(self, kinds: Iterable[RoundSampling]) -> bool:
         """Captures a graph that some kinds of sampling may want: those of the most slots first,
         whose memory the others reuse, then the smallest. Returns whether one was left."""
-        kinds = dict.fromkeys(map(self._captured_draft.kind_of, kinds))
+        kinds = dict.fromkeys(map(self._captured_draft.code.kind_of, kinds))
         for num_slots in (self._buckets[-1], *self._buckets):
             for kind in kinds:
                 if (num_slots, kind) not in self._captured:
@@ -166,7 +138,7 @@ class TreePass:
         if self._model.group is None:
             return
         for captured in filter(None, self._captured.values()):
-            for graph in captured.graphs:
+            for graph, _ in captured:
                 self._model.group.graphs.remove(graph)
 
     @property
@@ -177,7 +149,18 @@ class TreePass:
     def num_levels(self) -> int:
         """Levels of nodes that are computed: the leaves are, where it matters what may follow."""
         steps = self.shape.tree.num_steps
-        return steps if self.num_choices else steps - 1
+        return steps if self.kind.num_choices else steps - 1
+
+    def ends_with(self, part: Part) -> bool:
+        """Whether nothing follows what a pass has brought."""
+        is_last = not self.kind.num_choices
+        return isinstance(part, PackedRows) or (is_last and isinstance(part, PackedTrees))
+
+    @property
+    def _walk_size(self) -> tuple[int, int]:
+        tree = self.shape.tree
+        size = tree.num_steps * tree.topk, WALK_LINE + tree.num_steps
+        return size if self.kind.is_walk else (0, 0)
 
     @property
     def _spare(self) -> int:
@@ -188,30 +171,28 @@ class TreePass:
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_size)
 
-    def _take_features(self, pieces: Sequence[Tensor]) -> None:
+    def _take_sources(self, pieces: Sequence[Tensor]) -> None:
         if not pieces:
             return
-        rows = joined_rows(pieces, self._features.device)
-        assert len(rows) <= len(self._features), f"{len(rows)} open rows"
-        self._features[: len(rows)].copy_(rows)
+        rows = joined_rows(pieces, self._sources.device)
+        assert len(rows) <= len(self._sources), f"{len(rows)} open rows"
+        self._sources[: len(rows)].copy_(rows)
 
     def _draft(self, shape: RoundShape) -> TreeDraft:
         batches = RoundBatches(shape, self._pool.page_size)
-        return self._model.draft(batches, self._features, self.num_choices)
+        return self._model.draft(batches, self._sources, self.kind)
 
-    def _grown(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Levels:
-        kind, slots = draft.kind_of(sampling), inputs.feature_slots.flatten()
-        levels = draft.grow_levels(inputs.state, kind, slots)
-        trees = None
-        while trees is None:
-            trees = next(levels)
-            yield None if trees is None else packed_trees(trees)
-        choices = ended(levels)
-        return None if choices is None else packed_choices(choices)
+    def _parts(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Parts:
+        kind, sources = draft.code.kind_of(sampling), inputs.sources.flatten()
+        if self.kind.is_walk:
+            yield packed(draft.walk(inputs.state, kind, sources, inputs.walks))
+            return
+        for part in draft.grow_levels(inputs.state, kind, sources):
+            yield packed(part)
 
-    def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass | None:
+    def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _Captured | None:
         """Returns the graph, captured when first asked for; None if it cannot be."""
-        key = num_slots, self._captured_draft.kind_of(sampling)
+        key = num_slots, self._captured_draft.code.kind_of(sampling)
         if key not in self._captured:
             try:
                 self._captured[key] = self._capture(*key)
@@ -228,25 +209,19 @@ class TreePass:
                 )
         return self._captured[key]
 
-    def _capture(self, num_slots: int, sampling: RoundSampling) -> _CapturedPass:
+    def _capture(self, num_slots: int, sampling: RoundSampling) -> _Captured:
         draft, inputs = self._captured_draft, self._inputs.first(num_slots)
         # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
-        nobody = OpenInputs(inputs.state.emptied(), torch.zeros_like(inputs.feature_slots))
-        ended(self._grown(draft, nobody, sampling))
-        levels, trees = self._grown(draft, inputs, sampling), None
-        parts: list[tuple[torch.cuda.CUDAGraph, Tensor | None]] = []
-        while trees is None:
+        for _ in self._parts(draft, inputs.emptied(), sampling):
+            pass
+        parts = self._parts(draft, inputs, sampling)
+        captured: list[tuple[torch.cuda.CUDAGraph, Part]] = []
+        while not captured or not self.ends_with(captured[-1][1]):
             graph = self._new_graph()
             with capturing(graph, self._memory):
-                trees = next(levels) if self._is_split else next(filter(_is_there, levels))
-            parts.append((graph, trees))
-        if not self.num_choices:
-            return _CapturedPass(parts, None)
-        graph = self._new_graph()
-        with capturing(graph, self._memory):
-            choices = ended(levels)
-        assert choices is not None
-        return _CapturedPass(parts, (graph, choices))
+                part = next(parts) if self.kind.is_split else _next_result(parts)
+            captured.append((graph, part))
+        return captured
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -255,15 +230,11 @@ class TreePass:
         return graph
 
 
-def ended(levels: Generator[object, None, T]) -> T:
-    """Queues all that is left; returns what comes at the end."""
-    while True:
-        try:
-            next(levels)
-        except StopIteration as end:
-            value: T = end.value
-            return value
+def _replayed(captured: _Captured) -> Parts:
+    for graph, part in captured:
+        graph.replay()
+        yield part
 
 
-def _is_there(trees: Tensor | None) -> bool:
-    return trees is not None
+def _next_result(parts: Parts) -> Part:
+    return next(part for part in parts if part is not None)

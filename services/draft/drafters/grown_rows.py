@@ -23,7 +23,7 @@ class GrownRows:
 
     def __init__(self, grown: PassTree) -> None:
         self.tree = grown.tree
-        self._levels, self._choices = grown.levels, grown.choices
+        self._levels, self._rows = grown.levels, grown.rows
 
     def line(self, path: Path) -> tuple[int, ...]:
         """Returns the rows on the way to a computed node, its own last."""
@@ -32,7 +32,7 @@ class GrownRows:
     def after(self, path: Path) -> Sequence[Continuation]:
         """Returns the best tokens after a node, best first; none after one that is not computed."""
         line = self._lines.get(path)
-        return () if line is None else self._choices.after(line[-1] + 1 if line else 0)
+        return () if line is None else self._rows.after(line[-1] + 1 if line else 0)
 
     def tail(self, base: int, last_token: int) -> Tail:
         """Returns the rows as the tail of a sequence, row 0 being at index `base`."""

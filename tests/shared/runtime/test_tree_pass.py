@@ -12,6 +12,8 @@ from torch import Tensor
 from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
 from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.pass_codec import PackedTrees
+from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.tree_model import DecoderModel
@@ -33,7 +35,7 @@ class GraphlessPass(TreePass):
 
     def __init__(self, model: DecoderModel, shape: RoundShape) -> None:
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=True)
-        super().__init__(model, shape, limits, num_choices=0, is_split=False, memory=None)
+        super().__init__(model, shape, limits, PassKind(), memory=None)
         self.asked: list[tuple[int, RoundSampling]] = []
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> NoReturn:
@@ -61,9 +63,9 @@ def _sequence(sampling: SamplingParams, first_page: int) -> OpenSequence:
 
 @torch.inference_mode()
 def _result(graphless: GraphlessPass, batch: Sequence[OpenSequence]) -> Tensor:
-    [trees] = filter(lambda part: part is not None, graphless.begin(batch, ()))
-    assert trees is not None
-    return trees
+    [trees] = filter(None, graphless.begin(batch, ()))
+    assert isinstance(trees, PackedTrees)
+    return trees.numbers
 
 
 def test_every_number_of_sequences_has_one_of_a_few_graphs() -> None:
