@@ -24,8 +24,8 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu serve certs demo bench \
-  bench-drafters bench-async bench-start bench-gpu bench-tp load load-gateway load-target load-draft tune test-clients \
-  up down clean
+  bench-drafters bench-async bench-start bench-gpu bench-tp bench-tp-draft load load-gateway load-target load-draft \
+  tune test-clients up down clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, rounds, plain dec
 
 bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 4"
 	@$(PY) -m tests.bench.tensor_parallel $(ARGS)
+
+bench-tp-draft: $(STAMP) ## a draft's trees on one GPU and on two; ARGS="--model 8b"
+	@$(PY) -m tests.bench.draft_parallel $(ARGS)
 
 load: $(STAMP) ## load on a running gateway, closed or open loop; ARGS="--help"
 	@$(PY) -m tests.load $(ARGS)

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.model_options import Dtype
+from shared.tokens import TreeShape
+from tests.bench.draft_parallel import DraftBench, DraftPlan
 from tests.bench.tensor_parallel import ParallelBench
 from tests.bench.wide import Plan, WideBench, check_equality
 from tests.bench.wide_head import WideHeadShape
-from tests.bench.wide_model import WideShape
-from tests.bench.wide_pair import PairShapes, chat_prompts
+from tests.bench.wide_model import SPARE_TOKEN, WideModel, WideShape
+from tests.bench.wide_pair import DRAFT, PairShapes, chat_prompts
 
 SHAPES = PairShapes(
     target=WideShape(512, 7, 8, 2, 1300, 8210),
@@ -62,3 +65,14 @@ def test_two_processes_leave_the_answers_as_they_are(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["1 × plain", "1 × EAGLE3", "2 × plain", "2 × EAGLE3"]
     assert all(row[-1] == "2/2" for row in rows)
     assert float(rows[3][4]) == float(rows[1][4]) > 1.0
+
+
+def test_two_processes_grow_the_same_trees(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    model = WideModel(DRAFT, SHAPES.draft, spare_token=SPARE_TOKEN, device=cpu)
+    model.write(tmp_path, dtype=torch.float32, shard_size_bytes=10**9)
+    shapes = (TreeShape(3, 1, 4), TreeShape(2, 3, 8))
+    plan = DraftPlan((2,), shapes, 40, num_rounds=6, device=cpu, dtype=Dtype.FLOAT32)
+    rows = list(DraftBench(plan, tmp_path).rows((1, 2)))
+    assert [row[0] for row in rows] == ["1 × 3,1,4", "1 × 2,3,8", "2 × 3,1,4", "2 × 2,3,8"]
+    assert all(row[-1] == "12/12" for row in rows)
