@@ -27,7 +27,11 @@ class TreeFollower:
         """Does what rank 0 announces that it does."""
         if isinstance(message, BeginTrees):
             self._parts[message.is_split] = self._growers[message.is_split].begin_parts(
-                message.sequences, (), message.tree, num_choices=message.num_choices
+                message.sequences,
+                (),
+                message.tree,
+                num_choices=message.num_choices,
+                is_walk=message.is_walk,
             )
         elif isinstance(message, QueuePart):
             with suppress(StopIteration):
@@ -35,4 +39,6 @@ class TreeFollower:
         else:
             assert isinstance(message, CaptureTrees), message
             grower = self._growers[message.is_split]
-            grower.capture_next(message.tree, num_choices=message.num_choices)
+            grower.capture_next(
+                message.tree, num_choices=message.num_choices, is_walk=message.is_walk
+            )

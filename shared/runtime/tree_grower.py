@@ -85,14 +85,7 @@ class TreeGrower:
             num_choices: how many tokens to find after each computed row, see `TreeDraft`; a few
                 more may be found.
         """
-        if self._leader is not None:
-            assert not sources, "only what the host has is announced"
-            self._leader.begin(sequences, tree, num_choices)
-        parts = self.begin_parts(sequences, sources, tree, num_choices=num_choices)
-        if self._leader is not None:
-            parts = self._leader.announced(parts)
-        chosen = self._pass_of(tree, num_choices)
-        return GrowingTrees(parts, len(sequences), chosen, tree.max_node_count)
+        return self._begin(sequences, sources, tree, num_choices)
 
     def begin_parts(
         self,
@@ -101,10 +94,11 @@ class TreeGrower:
         tree: TreeShape,
         *,
         num_choices: int,
+        is_walk: bool = False,
     ) -> Parts:
-        """Does what `begin` does, where nobody reads the trees."""
-        self._meet(sequences)
-        return self._pass_of(tree, num_choices).begin(sequences, sources)
+        """Does what `begin` does, or `walk`, where nobody reads the trees."""
+        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
+        return self._pass_of(tree, num_choices, is_walk=is_walk).begin(sequences, sources)
 
     def launch(
         self,
@@ -133,14 +127,10 @@ class TreeGrower:
         Args:
             shape: all trees are within its `walked_shape`.
         """
-        assert self._leader is None, "walks are not announced"
-        self._meet(sequences)
-        chosen = self._pass_of(shape, num_choices, is_walk=True)
-        size = chosen.shape.tree
+        size = self._pass_of(shape, num_choices, is_walk=True).shape.tree
         walks = [WalkedTree.of(each, size.num_steps, size.topk) for each in trees]
         rows = [replace(each, walk=walk) for each, walk in zip(sequences, walks, strict=True)]
-        parts = chosen.begin(rows, sources)
-        growing = GrowingTrees(parts, len(rows), chosen, shape.max_node_count)
+        growing = self._begin(rows, sources, shape, num_choices, is_walk=True)
         growing.queue()
         return [
             PassTree(walk.tree, walk.levels, PassRows(growing, place))
@@ -153,12 +143,27 @@ class TreeGrower:
         if not (self._kinds and self.limits.has_graphs):
             return False
         if self._leader is not None:
-            self._leader.capture_next(tree, num_choices)
+            self._leader.capture_next(tree, num_choices, is_walk=is_walk)
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
         return chosen.capture_next(self._kinds)
 
-    def _meet(self, sequences: Sequence[OpenSequence]) -> None:
-        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
+    def _begin(
+        self,
+        sequences: Sequence[OpenSequence],
+        sources: Sequence[Tensor],
+        tree: TreeShape,
+        num_choices: int,
+        *,
+        is_walk: bool = False,
+    ) -> GrowingTrees:
+        if self._leader is not None:
+            assert not sources, "only what the host has is announced"
+            self._leader.begin(sequences, tree, num_choices, is_walk=is_walk)
+        parts = self.begin_parts(sequences, sources, tree, num_choices=num_choices, is_walk=is_walk)
+        if self._leader is not None:
+            parts = self._leader.announced(parts)
+        chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
+        return GrowingTrees(parts, len(sequences), chosen, tree.max_node_count)
 
     def _pass_of(self, tree: TreeShape, num_choices: int, *, is_walk: bool = False) -> TreePass:
         num_found = self._num_found(tree, num_choices)

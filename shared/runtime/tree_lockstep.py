@@ -19,7 +19,7 @@ from shared.tokens import TreeShape
 
 @dataclass(frozen=True, slots=True)
 class BeginTrees:
-    """See `TreeGrower.begin`.
+    """See `TreeGrower.begin_parts`.
 
     Attributes:
         is_split: of the two growers of a model, the one whose passes can stop.
@@ -29,6 +29,7 @@ class BeginTrees:
     sequences: tuple[OpenSequence, ...]
     tree: TreeShape
     num_choices: int
+    is_walk: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class CaptureTrees:
     is_split: bool
     tree: TreeShape
     num_choices: int
+    is_walk: bool
 
 
 class TreeLeader:
@@ -58,13 +60,20 @@ class TreeLeader:
         """Returns that of the grower's split."""
         return TreeLeader(self._leader, is_split=True)
 
-    def begin(self, sequences: Sequence[OpenSequence], tree: TreeShape, num_choices: int) -> None:
+    def begin(
+        self,
+        sequences: Sequence[OpenSequence],
+        tree: TreeShape,
+        num_choices: int,
+        *,
+        is_walk: bool = False,
+    ) -> None:
         self._num_begun += 1
         sent = tuple(map(_sendable, sequences))
-        self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices))
+        self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk))
 
-    def capture_next(self, tree: TreeShape, num_choices: int) -> None:
-        self._leader.tell(CaptureTrees(self._is_split, tree, num_choices))
+    def capture_next(self, tree: TreeShape, num_choices: int, *, is_walk: bool) -> None:
+        self._leader.tell(CaptureTrees(self._is_split, tree, num_choices, is_walk))
 
     def announced(self, parts: Parts) -> Parts:
         """Returns the pass that was begun last, each part of which is announced from now on."""

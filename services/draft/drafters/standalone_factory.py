@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from services.draft.drafters.grower_factory import pass_limits, reserved_for_model
 from services.draft.drafters.placement import (
     allocate_kv,
@@ -15,9 +17,12 @@ from services.draft.drafters.placement import (
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.settings import DraftSettings
 from services.followers import Followers
+from shared.errors import SettingsError
 from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.device import dtype_named
 from shared.runtime.graph_inputs import GraphLimits
@@ -113,9 +118,9 @@ def build_model(
         reserved_bytes=reserved_bytes,
         group=group,
     )
-    graphs = None if limits is None else ForwardGraphs(decoder, pool, limits)
-    if graphs is not None:
-        graphs.capture(show_progress=True)
+    graphs = None
+    if limits is not None:
+        graphs = _captured(decoder, pool, limits, show_progress=leader is not None or group is None)
     runner = ModelRunner(
         decoder,
         pool,
@@ -128,6 +133,23 @@ def build_model(
         tree_leader = None if leader is None else TreeLeader(leader)
         grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
     return BuiltModel(runner, grower, leases, context)
+
+
+def _captured(
+    decoder: Decoder, pool: KvPool, limits: GraphLimits, *, show_progress: bool
+) -> ForwardGraphs:
+    """Returns all graphs; processes of a group capture the same one at the same time."""
+    graphs = ForwardGraphs(decoder, pool, limits)
+    try:
+        graphs.capture(show_progress=show_progress)
+    except torch.OutOfMemoryError:
+        raise SettingsError(
+            (
+                f"no memory for CUDA graphs of {limits.max_rows} rows; lower --mem-fraction-static "
+                f"or --max-running-requests, or leave --enable-cuda-graph out",
+            )
+        ) from None
+    return graphs
 
 
 def _graph_limits(settings: DraftSettings, max_context_tokens: int) -> GraphLimits | None:

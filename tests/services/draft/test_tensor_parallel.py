@@ -11,11 +11,12 @@ import torch
 from services.draft.tensor_parallel import start_followers
 from shared.errors import SettingsError
 from shared.runtime.lockstep import Leader
+from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.tree_lockstep import TreeLeader
-from shared.tokens import TreeShape
+from shared.tokens import TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.cut_drafts import CutDraft, check_ahead, check_trees, cut_draft, draft_settings
-from tests.helpers.drafting import VOCAB_SIZE
+from tests.helpers.drafting import GREEDY, VOCAB_SIZE
 
 SHAPES = [TreeShape(4, 1, 5), TreeShape(3, 3, 9), TreeShape(2, 16, 257)]
 TREE = SHAPES[1]
@@ -45,6 +46,21 @@ def test_two_processes_grow_the_trees_of_one(
 
 def test_two_processes_draft_ahead_what_one_drafts_afterwards(draft: CutDraft) -> None:
     check_ahead(draft.twins(), TREE)
+
+
+def test_two_processes_walk_a_tree_as_one_does(draft: CutDraft) -> None:
+    """What may follow the nodes of a tree that comes from elsewhere."""
+    tree = TokenTree((5, 9, 7, 5), (None, None, 0, 2), (-1.0, -2.0, -1.0, -1.0))
+    sequence = OpenSequence((3, 4), 0, -1, GREEDY, range(1, 9))
+    found = []
+    for built in (draft.whole, draft.cut):
+        assert built.grower is not None
+        [walked] = built.grower.walk([sequence], (), [tree], TREE, num_choices=4)
+        num_rows = 1 + sum(len(tokens) for tokens, _ in walked.levels)
+        found.append([walked.rows.after(row) for row in range(num_rows)])
+    for row, expected in zip(*found, strict=True):
+        assert [token for token, _ in row] == [token for token, _ in expected]
+        assert [score for _, score in row] == pytest.approx([score for _, score in expected])
 
 
 class _Silent:

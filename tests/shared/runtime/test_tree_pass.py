@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.kv.pool import KvPool
+from shared.layers.tensor_group import TensorGroup
 from shared.models.loader import load_decoder
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.pass_codec import PackedTrees
@@ -33,6 +35,8 @@ class GraphlessPass(TreePass):
         asked: the slots and the kind of each graph that was tried.
     """
 
+    _model: DecoderModel
+
     def __init__(self, model: DecoderModel, shape: RoundShape) -> None:
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=True)
         super().__init__(model, shape, limits, PassKind(), memory=None)
@@ -55,6 +59,13 @@ def graphless(tmp_path_factory: pytest.TempPathFactory) -> GraphlessPass:
         TreeShape(2, 2, 8), draft_vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT
     )
     return GraphlessPass(model, shape)
+
+
+def _of_a_group(graphless: GraphlessPass) -> GraphlessPass:
+    """Returns one whose model another process shares."""
+    group = TensorGroup(0, 2, lambda *_: None)
+    decoder = replace(graphless._model.decoder, group=group)
+    return GraphlessPass(DecoderModel(decoder, graphless._pool), graphless.shape)
 
 
 def _sequence(sampling: SamplingParams, first_page: int) -> OpenSequence:
@@ -99,3 +110,22 @@ def test_graphs_left_are_those_of_kinds_met_the_largest_first(graphless: Graphle
     largest = [(6, greedy), (6, drawn)]
     smaller = [(1, drawn), (2, greedy), (4, greedy), (4, drawn)]
     assert graphless.asked == [*largest, *smaller]
+
+
+def test_a_group_does_not_go_on_without_a_graph(graphless: GraphlessPass) -> None:
+    """The other processes wait in the middle of it."""
+    with pytest.raises(torch.OutOfMemoryError):
+        _of_a_group(graphless).begin([_sequence(GREEDY, 1)], ())
+
+
+def test_a_pass_that_is_wanted_no_more_takes_its_graphs_from_the_group(
+    graphless: GraphlessPass,
+) -> None:
+    grown = _of_a_group(graphless)
+    group = grown._model.group
+    assert group is not None
+    other, *own = (object() for _ in range(3))
+    group.graphs.extend([other, *own])  # type: ignore[list-item]
+    grown._captured[1, RoundSampling.GREEDY] = [(graph, None) for graph in own]  # type: ignore[misc]
+    grown.release()
+    assert group.graphs == [other]
