@@ -237,10 +237,12 @@ class DraftReport:
     Attributes:
         draft_s: time the drafter computed for them, in seconds; None when it did not say.
         pinned_shape: an operator fixed the shape there, so that wishes have no effect.
+        is_warming: it prepares what is needed once, so that what it sends meanwhile is late.
     """
 
     draft_s: float | None = None
     pinned_shape: TreeShape | None = None
+    is_warming: bool = False
 
 
 NO_REPORT = DraftReport()
@@ -271,6 +273,7 @@ class Candidate:
     Attributes:
         candidate_id: names the tree in conditions and verdicts, unique for the sequence on its
             attachment; None when nothing is pushed ahead for it.
+        shape: that the tree was grown in; None when it is the one that was wanted.
     """
 
     sequence_id: int
@@ -279,6 +282,7 @@ class Candidate:
     tree: TokenTree
     condition: Condition | None = None
     candidate_id: int | None = None
+    shape: TreeShape | None = None
 
 
 class Outcome(enum.Enum):

@@ -204,7 +204,11 @@ class DraftEngine:
     def gauges(self) -> Future[dict[str, float]]:
         """Resolves to live figures for operators."""
         return self._inbox.call(
-            lambda: {"sequence_count": float(len(self._roster)), **self._drafter.gauges()}
+            lambda: {
+                "sequence_count": float(len(self._roster)),
+                "unprepared_shape_count": float(self._rounds.num_unprepared),
+                **self._drafter.gauges(),
+            }
         )
 
     def check(self) -> Future[None]:
@@ -217,7 +221,8 @@ class DraftEngine:
                 self._enter_thread()
             has_work = False
             while self._take_in(wait=not has_work):
-                has_work = self._rounds.step() or self._prepare_next()
+                has_work = self._rounds.step()
+                has_work = self._rounds.prepare() or has_work or self._prepare_next()
         except BaseException:
             # Losing the draft costs its targets speed, never a token; going on with state of
             # unknown soundness could cost more.

@@ -33,6 +33,7 @@ class DraftMetrics(Collector):
     | `outrider_draft_ahead_steps` | steps for them, mostly of a forward | |
     | `outrider_draft_ahead_seconds` | seconds of those | share of time: its rate |
     | `outrider_draft_foreseen_verdicts` | verdicts one was for | hit rate: over verdicts |
+    | `outrider_draft_preparations`, `…_preparation_seconds` | graphs captured for wishes | |
     | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
     | `outrider_draft_caught_up_tokens` | committed tokens taken in beside proposals | |
     | `outrider_draft_verdicts` | rounds, by `outcome` | misses: rate of `missed` over all |
@@ -59,6 +60,8 @@ class DraftMetrics(Collector):
             ("ahead_steps", "Steps for verdicts to come", counters.num_ahead),
             ("ahead_seconds", "Time of steps for verdicts to come", counters.ahead_s),
             ("foreseen_verdicts", "Verdicts that a tree was there for", counters.num_foreseen),
+            ("preparations", "Things done once for trees to come", counters.num_prepared),
+            ("preparation_seconds", "Time of those", counters.prepared_s),
             ("caught_up_tokens", "Committed tokens taken in", counters.num_caught_up),
             ("accepted_tokens", "Nodes that targets accepted", counters.num_accepted),
             ("opened_sequences", "Sequences taken from targets", counters.num_opened),

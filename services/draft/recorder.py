@@ -37,6 +37,9 @@ class DraftCounters:
         num_ahead: steps spent on them, mostly of one forward.
         ahead_s: time of those, beside that of its batches.
         num_foreseen: verdicts that one of them was for.
+        num_prepared: things done once, such as graphs captured, while sequences were open or for a
+            shape that was wished for.
+        prepared_s: time of those.
         num_opened, num_released: sequences taken, and given back for want of memory or sense.
         batch_seconds: of the drafter, for one batch of trees.
     """
@@ -49,6 +52,8 @@ class DraftCounters:
     num_ahead: int = 0
     ahead_s: float = 0.0
     num_foreseen: int = 0
+    num_prepared: int = 0
+    prepared_s: float = 0.0
     num_opened: int = 0
     num_released: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
@@ -135,6 +140,13 @@ class DraftRecorder:
         self.counters.ahead_s += elapsed_s
         if self._log is not None:
             self._log.span("ahead", elapsed_s, trees=num_trees)
+
+    def prepared(self, elapsed_s: float) -> None:
+        """The drafter did something that is needed once."""
+        self.counters.num_prepared += 1
+        self.counters.prepared_s += elapsed_s
+        if self._log is not None:
+            self._log.span("prepare", elapsed_s, trees=0)
 
     def foreseen(self) -> None:
         """A verdict fell that a tree had been pushed for."""

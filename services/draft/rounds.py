@@ -6,7 +6,7 @@ delays the others by one chunk, never by the whole prompt. A sequence more than 
 answered with an empty tree at once: its target would only wait in vain.
 
 What time is left goes into the verdicts to come, one forward a step, so that a verdict that
-arrives is heeded after the forward in progress.
+arrives is heeded after the forward in progress. Shapes that are wished for are prepared beside.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.draft.candidates import (
-    conditional_candidate,
-    current_candidate,
-    drop_unknown_tokens,
-    launched_candidate,
-)
+from services.draft.answers import Answers
 from services.draft.drafters.drafter import Drafter, Foresight, Proposal
-from services.draft.events import CandidatesReady, Output, ProbeDone
+from services.draft.drafters.whole_trees import grows_whole
+from services.draft.events import Output
 from services.draft.fair_share import FairShare
 from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.preparation import Preparation
 from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import EMPTY_TREE, Candidate, Condition, DraftReport, TokenTree, TreeShape
+from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
 
 NUM_READY_TOKENS = 64
 """A sequence at most this far behind catches up in the first forward of its proposal. A round
@@ -62,8 +59,9 @@ class Rounds:
         self._chunk_tokens = chunk_tokens
         self._proposals = FairShare(max(chunk_tokens // 8, 1))
         self._prompts = FairShare(chunk_tokens)
-        self._deliver = deliver
         self._clock = clock
+        self._answers = Answers(roster, deliver, is_launched=lambda each: self._budget(each) > 0)
+        self._preparation = Preparation(drafter, self._warming_changed, clock)
         self.fan_out = fan_out
 
     @property
@@ -83,6 +81,7 @@ class Rounds:
 
         True when another step has work without waiting for an event.
         """
+        self._preparation.begin_step()
         due = [each for each in self._roster.due.values() if not self._resumes(each)]
         ready = [sequence for sequence in due if self._is_ready(sequence)]
         batch = self._turn(ready)
@@ -90,7 +89,8 @@ class Rounds:
         start_s = self._clock()
         proposals = self._propose(batch)
         elapsed_s = self._clock() - start_s
-        self._answer([*(Proposal(s, EMPTY_TREE) for s in late), *proposals], elapsed_s)
+        answers = [*(Proposal(s, EMPTY_TREE) for s in late), *proposals]
+        self._answers.give(answers, self._report(elapsed_s))
         num_taken = self._catch_up()
         return self._foresee() or num_taken > 0 or len(batch) < len(ready)
 
@@ -105,10 +105,30 @@ class Rounds:
     def _num_nodes(self, sequence: DraftSequence) -> int:
         return self._shape_for(sequence).max_node_count
 
+    def prepare(self) -> bool:
+        """Prepares one thing for a shape that is wished for, if it is time; whether there is more
+        to do without waiting for an event."""
+        is_idle = not len(self._roster)
+        if self._roster.due or not self._preparation.is_due(is_idle=is_idle):
+            return False
+        self._preparation.advance()
+        return is_idle
+
+    @property
+    def num_unprepared(self) -> int:
+        """Shapes that are wished for and not prepared yet."""
+        return self._preparation.num_wanted
+
     def announce(self, link: int) -> None:
         """Tells a target whether the shape is pinned, without waiting for a tree to send: it may
         have paused every sequence."""
-        self._deliver(CandidatesReady(link, (), self._report(None)))
+        self._answers.announce(link, self._report(None))
+
+    def _warming_changed(self) -> None:
+        for link in self._roster.links:
+            self.announce(link)
+        if not self._preparation.is_warming:
+            self._roster.recorder.prepared(self._preparation.last_s)
 
     def _foresee(self) -> bool:
         """Prepares for verdicts by one forward; whether there is more to do."""
@@ -124,7 +144,7 @@ class Rounds:
             elapsed_s = self._clock() - start_s
             num_pushed = sum(each.condition is not None for each in proposals)
             self._roster.recorder.drafted_ahead(num_pushed, elapsed_s)
-            self._answer(proposals, elapsed_s)
+            self._answers.give(proposals, self._report(elapsed_s))
         return foresight.has_work or bool(self._roster.flying)
 
     def _begin(self, foresight: Foresight, sequence: DraftSequence) -> None:
@@ -166,6 +186,8 @@ class Rounds:
             by_shape.setdefault(batch_key, []).append(sequence)
         proposals: list[Proposal] = []
         for (shape, _), sequences in by_shape.items():
+            if any(self._needs_graphs(sequence) for sequence in sequences):
+                self._preparation.ensure(shape, len(self._roster))
             batch = self._with_room(sequences)
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []
@@ -173,7 +195,7 @@ class Rounds:
             self._charge(batch, elapsed_s)
             if proposed:
                 self._roster.recorder.proposed(proposed, elapsed_s)
-            proposals += proposed
+            proposals += (replace(proposal, shape=shape) for proposal in proposed)
         return proposals
 
     def _catch_up(self) -> int:
@@ -215,41 +237,17 @@ class Rounds:
 
     def _shape_for(self, sequence: DraftSequence) -> TreeShape:
         wished = None if self.is_pinned else sequence.wish.shape
+        if wished is not None and self._needs_graphs(sequence):
+            wished = self._preparation.shape_for(wished, self.shape, len(self._roster))
         shape = sequence.shape or wished or self.shape
         num_draft_tokens = min(shape.num_draft_tokens, sequence.max_nodes + 1)
         return replace(shape, num_draft_tokens=num_draft_tokens)
 
-    def _answer(self, proposals: Iterable[Proposal], draft_s: float) -> None:
-        """Delivers one message a link."""
-        by_link: dict[int, list[Candidate]] = {}
-        for proposal in proposals:
-            sequence = proposal.sequence
-            if not self._roster.holds(sequence):
-                continue
-            tree = drop_unknown_tokens(proposal.tree, sequence.vocab_size)
-            if proposal.condition is None:
-                self._roster.due.pop(sequence.key, None)
-            if sequence.is_probe:
-                self._roster.close(sequence.key)
-                self._deliver(ProbeDone(sequence.key.link, tree, sequence.draft_s))
-                continue
-            candidate = self._candidate(sequence, tree, proposal.condition)
-            if candidate is not None:
-                by_link.setdefault(sequence.key.link, []).append(candidate)
-        report = self._report(draft_s)
-        for link, candidates in by_link.items():
-            self._deliver(CandidatesReady(link, tuple(candidates), report))
+    @staticmethod
+    def _needs_graphs(sequence: DraftSequence) -> bool:
+        """Whether its trees are grown by what a drafter prepares. A probe waits in any case."""
+        return not sequence.is_probe and grows_whole(sequence)
 
     def _report(self, draft_s: float | None) -> DraftReport:
-        return DraftReport(draft_s, self.shape if self.is_pinned else None)
-
-    def _candidate(
-        self, sequence: DraftSequence, tree: TokenTree, condition: Condition | None
-    ) -> Candidate | None:
-        """Returns the candidate; None when no verdict can make use of it."""
-        if condition is not None:
-            return conditional_candidate(sequence, tree, condition)
-        if not self._budget(sequence) or not tree.token_ids:
-            return current_candidate(sequence, tree)
-        self._roster.flying[sequence.key] = sequence
-        return launched_candidate(sequence, tree)
+        pinned_shape = self.shape if self.is_pinned else None
+        return DraftReport(draft_s, pinned_shape, self._preparation.is_warming)

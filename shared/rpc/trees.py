@@ -76,7 +76,7 @@ def candidate_from_message(message: pb.Candidate) -> Candidate:
     """Returns the candidate.
 
     Raises:
-        InvalidArgument: the tree is malformed.
+        InvalidArgument: the tree is malformed, or its shape is out of range.
     """
     return Candidate(
         message.sequence_id,
@@ -85,6 +85,7 @@ def candidate_from_message(message: pb.Candidate) -> Candidate:
         tree_from_message(message.tree),
         _condition(message.condition) if message.HasField("condition") else None,
         message.candidate_id if message.HasField("candidate_id") else None,
+        shape_from_message(message.shape) if message.HasField("shape") else None,
     )
 
 
@@ -92,7 +93,9 @@ def candidate_batch_message(
     candidates: Iterable[Candidate], report: DraftReport
 ) -> pb.CandidateBatch:
     """Returns the message of one step's candidates."""
-    batch = pb.CandidateBatch(candidates=map(_candidate_message, candidates))
+    batch = pb.CandidateBatch(
+        candidates=map(_candidate_message, candidates), warming=report.is_warming
+    )
     if report.draft_s is not None:
         batch.draft_duration.FromNanoseconds(round(report.draft_s * 1e9))
     if report.pinned_shape is not None:
@@ -110,6 +113,7 @@ def report_from_message(batch: pb.CandidateBatch) -> DraftReport:
     return DraftReport(
         draft_s=batch.draft_duration.ToNanoseconds() / 1e9 if has_time else None,
         pinned_shape=shape_from_message(batch.pinned_shape) if has_shape else None,
+        is_warming=batch.warming,
     )
 
 
@@ -185,6 +189,8 @@ def _candidate_message(candidate: Candidate) -> pb.Candidate:
     )
     if candidate.condition is not None:
         message.condition.CopyFrom(_condition_message(candidate.condition))
+    if candidate.shape is not None:
+        message.shape.CopyFrom(shape_message(candidate.shape))
     return message
 
 

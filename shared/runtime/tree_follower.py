@@ -40,5 +40,8 @@ class TreeFollower:
             assert isinstance(message, CaptureTrees), message
             grower = self._growers[message.is_split]
             grower.capture_next(
-                message.tree, num_choices=message.num_choices, is_walk=message.is_walk
+                message.tree,
+                num_choices=message.num_choices,
+                is_walk=message.is_walk,
+                num_sequences=message.num_sequences,
             )

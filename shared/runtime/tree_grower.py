@@ -97,7 +97,7 @@ class TreeGrower:
         is_walk: bool = False,
     ) -> Parts:
         """Does what `begin` does, or `walk`, where nobody reads the trees."""
-        self._kinds.setdefault(RoundSampling.of(each.sampling for each in sequences))
+        self._meet(RoundSampling.of(each.sampling for each in sequences))
         return self._pass_of(tree, num_choices, is_walk=is_walk).begin(sequences, sources)
 
     def launch(
@@ -137,15 +137,49 @@ class TreeGrower:
             for place, walk in enumerate(walks)
         ]
 
-    def capture_next(self, tree: TreeShape, *, num_choices: int = 0, is_walk: bool = False) -> bool:
-        """Captures one graph that batches of a shape may want, of the kinds of sampling met so far;
-        returns whether one was left. A launch that comes before its graph captures it."""
+    def capture_next(
+        self,
+        tree: TreeShape,
+        *,
+        num_choices: int = 0,
+        is_walk: bool = False,
+        num_sequences: int | None = None,
+    ) -> bool:
+        """Captures one graph that batches of a shape may want; returns whether one was left. A
+        launch that comes before its graph captures it.
+
+        Args:
+            num_sequences: only what `is_ready` asks for; None is any number, and every kind of
+                sampling met so far.
+        """
         if not (self._kinds and self.limits.has_graphs):
             return False
         if self._leader is not None:
-            self._leader.capture_next(tree, num_choices, is_walk=is_walk)
+            self._leader.capture_next(tree, num_choices, num_sequences, is_walk=is_walk)
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
-        return chosen.capture_next(self._kinds)
+        if num_sequences is None:
+            return chosen.capture_next(self._kinds)
+        return chosen.capture_for(num_sequences, self._last_kind)
+
+    def is_ready(
+        self, tree: TreeShape, num_sequences: int, *, num_choices: int = 0, is_walk: bool = False
+    ) -> bool:
+        """Whether passes of so many sequences, or fewer, have all their graphs, for the kind of
+        sampling that was met last."""
+        if not (self._kinds and self.limits.has_graphs):
+            return True
+        grown = self._passes.get(self._key(tree, num_choices, is_walk=is_walk))
+        return grown is not None and not grown.left_for(num_sequences, self._last_kind)
+
+    @property
+    def _last_kind(self) -> RoundSampling:
+        return next(reversed(self._kinds))
+
+    def _meet(self, kind: RoundSampling) -> None:
+        """The kind that was met last stands last."""
+        if not self._kinds or self._last_kind is not kind:
+            self._kinds.pop(kind, None)
+            self._kinds[kind] = None
 
     def _begin(
         self,
@@ -166,8 +200,7 @@ class TreeGrower:
         return GrowingTrees(parts, len(sequences), chosen, tree.max_node_count)
 
     def _pass_of(self, tree: TreeShape, num_choices: int, *, is_walk: bool = False) -> TreePass:
-        num_found = self._num_found(tree, num_choices)
-        key = _common_shape(tree), PassKind(num_found, self._is_split, is_walk)
+        key = self._key(tree, num_choices, is_walk=is_walk)
         if key not in self._passes:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
@@ -175,6 +208,12 @@ class TreeGrower:
             _, forgotten = self._passes.popitem(last=False)
             forgotten.release()
         return self._passes[key]
+
+    def _key(
+        self, tree: TreeShape, num_choices: int, *, is_walk: bool
+    ) -> tuple[TreeShape, PassKind]:
+        num_found = self._num_found(tree, num_choices)
+        return _common_shape(tree), PassKind(num_found, self._is_split, is_walk)
 
     def _num_found(self, tree: TreeShape, num_choices: int) -> int:
         """Returns how many tokens a pass looks for: few graphs serve any number."""

@@ -46,6 +46,7 @@ class CaptureTrees:
     is_split: bool
     tree: TreeShape
     num_choices: int
+    num_sequences: int | None
     is_walk: bool
 
 
@@ -72,8 +73,10 @@ class TreeLeader:
         sent = tuple(map(_sendable, sequences))
         self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk))
 
-    def capture_next(self, tree: TreeShape, num_choices: int, *, is_walk: bool) -> None:
-        self._leader.tell(CaptureTrees(self._is_split, tree, num_choices, is_walk))
+    def capture_next(
+        self, tree: TreeShape, num_choices: int, num_sequences: int | None, *, is_walk: bool
+    ) -> None:
+        self._leader.tell(CaptureTrees(self._is_split, tree, num_choices, num_sequences, is_walk))
 
     def announced(self, parts: Parts) -> Parts:
         """Returns the pass that was begun last, each part of which is announced from now on."""

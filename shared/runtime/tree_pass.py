@@ -25,6 +25,9 @@ from shared.runtime.tree_draft import TreeDraft
 from shared.runtime.tree_model import TreeModel
 
 logger = logging.getLogger(__name__)
+# A graph of so many slots serves fewer sequences nearly as fast as one of their number.
+_FEW_SLOTS = 8
+_MOST_SPARE = 4
 _SLOT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -101,7 +104,7 @@ class TreePass:
         """
         self._take_sources(sources)
         sampling = RoundSampling.of(each.sampling for each in sequences)
-        bucket = next(size for size in self._buckets if size >= len(sequences))
+        bucket = self._bucket_for(len(sequences), sampling)
         captured = self._graph_of(bucket, sampling) if self._limits.has_graphs else None
         longest = max(each.length for each in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
@@ -132,6 +135,25 @@ class TreePass:
                     self._graph_of(num_slots, kind)
                     return True
         return False
+
+    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[int]:
+        """Returns the slots of the graphs that passes of so many sequences, or fewer, would have to
+        capture, the most first. There is one that is not much too large for any number."""
+        kind, left = self._captured_draft.code.kind_of(sampling), []
+        while num_sequences > 0:
+            size = self._bucket_for(num_sequences, sampling)
+            if (size, kind) not in self._captured:
+                left.append(size)
+            num_sequences = (size - 1) // _MOST_SPARE if size > _FEW_SLOTS else 0
+        return left
+
+    @torch.inference_mode()
+    def capture_for(self, num_sequences: int, sampling: RoundSampling) -> bool:
+        """Captures a graph of `left_for`; returns whether one was left."""
+        left = self.left_for(num_sequences, sampling)
+        if left:
+            self._graph_of(left[0], sampling)
+        return bool(left)
 
     def release(self) -> None:
         """Takes back from the group what keeps its graphs alive: this pass is wanted no more."""
@@ -167,6 +189,15 @@ class TreePass:
         """Indices behind a sequence that a pass may address."""
         num_beam_rows = self.num_levels * self.shape.tree.topk
         return max(self.shape.num_tree_rows, num_beam_rows, self.max_open_rows)
+
+    def _bucket_for(self, num_sequences: int, sampling: RoundSampling) -> int:
+        """Returns the slots of a pass: of the smallest graph that is there and not much too large,
+        else as few as hold the sequences."""
+        sizes = [size for size in self._buckets if size >= min(num_sequences, self._buckets[-1])]
+        most = max(_FEW_SLOTS, _MOST_SPARE * num_sequences)
+        kind = self._captured_draft.code.kind_of(sampling)
+        there = (each for each in sizes if each <= most and self._captured.get((each, kind)))
+        return next(there, sizes[0])
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_size)

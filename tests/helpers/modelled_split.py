@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from services.draft.preparation import Preparation
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.patience import Patience
@@ -55,6 +57,10 @@ def _unchanged(now_s: float) -> float:
     return 1.0
 
 
+def _in_no_time(steps: int, num_outcomes: int) -> float:
+    return 0.0
+
+
 def _alone(now_s: float) -> int:
     return 1
 
@@ -72,8 +78,10 @@ class Kind:
         shape: of its trees while no other is wanted.
         slower: how many times as long everything takes, by time.
         budget: verdicts it prepares for, unless the target wants fewer.
-        ahead_s: seconds of doing so, by the verdicts of all sequences.
+        ahead_s: seconds of doing so, by depth and the verdicts of all sequences.
         hit_rate: how often the verdict is among them.
+        capture_s: seconds to capture the graphs for trees of one shape and about one number of
+            them, after a verdict or ahead of one.
     """
 
     tree_s: Callable[[int, int], float]
@@ -86,8 +94,9 @@ class Kind:
     shape: TreeShape = CHAIN
     slower: Callable[[float], float] = _unchanged
     budget: int = 0
-    ahead_s: Callable[[int], float] = _unchanged
+    ahead_s: Callable[[int, int], float] = _in_no_time
     hit_rate: float = 0.0
+    capture_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -205,9 +214,11 @@ class ModelledDraft:
     _due: dict[int, tuple[int, TreeWish]] = field(default_factory=dict)
     _unread: list[int] = field(default_factory=list)
     _flying: list[Candidate] = field(default_factory=list)
+    _captured: set[tuple[str, TreeShape, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         source = random.Random(self.seed)
+        self._preparation = Preparation(self, self._announce, lambda: self.free_s)
         self._draws = [source.random() for _ in range(_NUM_DRAWS)]
 
     def __len__(self) -> int:
@@ -285,18 +296,21 @@ class ModelledDraft:
             for sequence_id, (round_, wish) in self._due.items()
             if not wish.is_paused and sequence_id not in self._unread
         }
-        by_shape: dict[TreeShape, list[tuple[int, int]]] = {}
-        for sequence_id, (round_, wish) in ready.items():
-            del self._due[sequence_id]
-            shape = self.kind.shape if self.is_pinned else wish.shape or self.kind.shape
-            by_shape.setdefault(shape, []).append((sequence_id, round_))
         self.free_s = self.clock.now_s
+        self._preparation.begin_step()
+        by_shape: dict[TreeShape, list[tuple[int, int]]] = {}
+        for sequence_id, (round_, _) in ready.items():
+            del self._due[sequence_id]
+            shape = self._shape_for(sequence_id)
+            by_shape.setdefault(shape, []).append((sequence_id, round_))
         for shape, rounds in by_shape.items():
             self._draft(shape, rounds)
         self._prepare()
         if self._unread:
             self._unread.pop(0)
             self.free_s += self.kind.prompt_s
+        if self._preparation.is_due(is_idle=not len(self)):
+            self._preparation.advance()
         if self.free_s > self.clock.now_s:
             self._at(self.free_s, self._work)
 
@@ -305,6 +319,7 @@ class ModelledDraft:
         duration_s *= self.kind.slower(self.clock.now_s)
         if len(self.shapes) < self.kind.num_cold:
             duration_s *= self.kind.cold
+        self._preparation.ensure(shape, len(self))
         self.free_s += duration_s
         self.shapes.append((self.clock.now_s, shape))
         batch = [
@@ -314,19 +329,20 @@ class ModelledDraft:
                 self._lengths[each],
                 self._tree(each, self._lengths[each], shape),
                 candidate_id=next(self._ids),
+                shape=shape,
             )
             for each, round_ in rounds
         ]
         self._flying += batch
         self.sequence_ids += [each for each, _ in rounds]
-        report = DraftReport(duration_s, self.kind.shape if self.is_pinned else None)
+        report = self._report(duration_s)
         name = self.kind.name
         self._at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
 
     def _prepare(self) -> None:
         """Prepares for the verdicts on what the target verifies now."""
         batch: list[Candidate] = []
-        num_outcomes = 0
+        by_shape: Counter[TreeShape] = Counter()
         for candidate in self._flying:
             length = self._lengths.get(candidate.sequence_id)
             wanted = self._wishes[candidate.sequence_id].num_outcomes
@@ -335,13 +351,15 @@ class ModelledDraft:
                 self.budgets.append(budget)
             if length is None or not budget or not candidate.tree.token_ids:
                 continue
-            num_outcomes += budget
+            by_shape[self._shape_for(candidate.sequence_id)] += budget
             batch.append(self._foreseen(candidate, length))
         self._flying.clear()
         if batch:
-            self.free_s += self.kind.ahead_s(num_outcomes)
+            for shape, num_outcomes in by_shape.items():
+                self.free_s += self.kind.ahead_s(shape.num_steps, num_outcomes)
             name, at_s = self.kind.name, self.free_s + self.kind.hop_s
-            self._at(at_s, lambda: self.engine.offer(name, batch))
+            report = self._report(None)
+            self._at(at_s, lambda: self.engine.offer(name, batch, report))
 
     def _foreseen(self, candidate: Candidate, length: int) -> Candidate:
         """Returns the tree for the verdict that falls, or for another if that is not foreseen."""
@@ -355,14 +373,50 @@ class ModelledDraft:
             bonus = (bonus + 1) % VOCAB_SIZE
         node = num_right - 1 if num_right else None
         condition = Condition(node, bonus, candidate.candidate_id)
-        shape = self._wishes[candidate.sequence_id].shape or self.kind.shape
+        shape = self._shape_for(candidate.sequence_id)
         tree = self._tree(candidate.sequence_id, end, shape)
         pushed = replace(
             candidate, tree=tree, condition=condition, candidate_id=next(self._ids),
-            committed_token_count=length,
+            committed_token_count=length, shape=shape,
         )  # fmt: skip
         self._pushed[candidate.sequence_id] = {condition: pushed}
         return pushed
+
+    def _shape_for(self, sequence_id: int) -> TreeShape:
+        wished = None if self.is_pinned else self._wishes[sequence_id].shape
+        if wished is None:
+            return self.kind.shape
+        return self._preparation.shape_for(wished, self.kind.shape, len(self))
+
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """See `Preparation`."""
+        return not self._left(shape, num_sequences)
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """See `Preparation`."""
+        left = self._left(shape, num_sequences)
+        if left:
+            self._captured.add(left[0])
+            self.free_s += self.kind.capture_s
+        return bool(left)
+
+    def _left(self, shape: TreeShape, num_sequences: int) -> list[tuple[str, TreeShape, int]]:
+        """Returns the batches whose graphs are missing."""
+        if not self.kind.capture_s:
+            return []
+        sizes = {"trees": num_sequences, "ahead": num_sequences * self.kind.budget}
+        keys = [(name, shape, 1 << (size - 1).bit_length()) for name, size in sizes.items() if size]
+        return [key for key in keys if not any(_serves(each, key) for each in self._captured)]
+
+    def _announce(self) -> None:
+        report = self._report(None)
+        self.clock.at(
+            self.free_s + self.kind.hop_s, lambda: self.engine.offer(self.kind.name, [], report)
+        )
+
+    def _report(self, draft_s: float | None) -> DraftReport:
+        pinned_shape = self.kind.shape if self.is_pinned else None
+        return DraftReport(draft_s, pinned_shape, self._preparation.is_warming)
 
     def _tree(self, sequence_id: int, length: int, shape: TreeShape) -> TokenTree:
         right = self.kind.right(self.clock.now_s, sequence_id)
@@ -372,6 +426,12 @@ class ModelledDraft:
             tokens.append((answer(position) + (0 if is_right else 5)) % VOCAB_SIZE)
         parents = (None, *range(len(tokens) - 1))
         return TokenTree(tuple(tokens), parents, (math.log(0.7),) * len(tokens))
+
+
+def _serves(captured: tuple[str, TreeShape, int], wanted: tuple[str, TreeShape, int]) -> bool:
+    """Whether a graph does for smaller batches, too, if it is not much too large for them."""
+    size = wanted[2]
+    return captured[:2] == wanted[:2] and size <= captured[2] <= max(8, 4 * size)
 
 
 @dataclass

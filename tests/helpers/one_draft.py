@@ -9,7 +9,15 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.patience import Patience
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
-from shared.tokens import NO_REPORT, Candidate, Condition, SamplingParams, StopParams, TokenTree
+from shared.tokens import (
+    NO_REPORT,
+    Candidate,
+    Condition,
+    DraftReport,
+    SamplingParams,
+    StopParams,
+    TokenTree,
+)
 
 TREE = TokenTree.chain([5, 6])
 _LIMITS = ModelLimits(1000, 1000, 1000, frozenset())
@@ -46,9 +54,14 @@ def with_one_draft(wait_s: float = 1.0) -> tuple[Attachments, Attachment, Sequen
     return attachments, attachment, sequence
 
 
-def offer(attachments: Attachments, candidates: Iterable[Candidate], now_s: float) -> None:
+def offer(
+    attachments: Attachments,
+    candidates: Iterable[Candidate],
+    now_s: float,
+    report: DraftReport = NO_REPORT,
+) -> None:
     """Draft `a` pushes candidates."""
-    attachments.intake.offer(Offer("a", tuple(candidates), NO_REPORT, now_s))
+    attachments.intake.offer(Offer("a", tuple(candidates), report, now_s))
 
 
 def make_candidate(sequence: Sequence, tree: TokenTree = TREE, **changes: int) -> Candidate:

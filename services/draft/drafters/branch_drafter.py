@@ -99,6 +99,16 @@ class BranchDrafter:
         """Captures a graph that later passes may want; returns whether one was left."""
         return self._trees.capture_next(shape, self._num_choices(shape))
 
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """See `Drafter.is_prepared`."""
+        sizes = num_sequences, num_sequences * self.budget
+        return self._trees.is_ready(shape, *sizes, self._num_choices(shape))
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """See `Drafter.prepare_for`."""
+        sizes = num_sequences, num_sequences * self.budget
+        return self._trees.capture_for(shape, *sizes, self._num_choices(shape))
+
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
@@ -109,7 +119,7 @@ class BranchDrafter:
         followers = self._branches.get(key, {})
         if followers:
             self._ready += [
-                Proposal(sequence, each.rows.tree, each.verdict.condition)
+                Proposal(sequence, each.rows.tree, each.verdict.condition, each.shape)
                 for each in followers.values()
             ]
             self._to_follow[key] = plan
@@ -282,16 +292,17 @@ class BranchDrafter:
 
     def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
         """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
-        wanted, branch = growing.wanted, Branch(growing.wanted.verdict, growing.kv, rows)
+        wanted, shape = growing.wanted, growing.wanted.plan.shape
+        branch = Branch(wanted.verdict, growing.kv, rows, shape)
         sequence, key = wanted.plan.sequence, wanted.plan.sequence.key
         if self._fallen.get(key) is growing:
             del self._fallen[key]
             self._adopt(sequence, branch)
-            return Proposal(sequence, rows.tree)
+            return Proposal(sequence, rows.tree, shape=shape)
         if self._rows.get(key) is wanted.rows:
             self._branches.setdefault(key, {})[wanted.path] = branch
             self._to_follow[key] = wanted.plan
-            return Proposal(sequence, rows.tree, wanted.verdict.condition)
+            return Proposal(sequence, rows.tree, wanted.verdict.condition, shape)
         if wanted.behind is not None and self._holds(key, wanted.behind):
             wanted.behind.followers[wanted.path] = branch
         else:

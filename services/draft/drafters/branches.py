@@ -54,12 +54,14 @@ class Branch:
     """What is computed for a verdict.
 
     Attributes:
+        shape: that its tree was grown in.
         followers: by the tokens that it commits, what is computed for a verdict on its tree.
     """
 
     verdict: LikelyVerdict
     kv: BranchKv
     rows: GrownRows
+    shape: TreeShape
     followers: dict[Path, Branch] = field(default_factory=dict)
 
 

@@ -94,6 +94,13 @@ class DflashDrafter:
         self._foresight.drop(sequence)
         self._contexts.close(sequence)
 
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """There are no graphs."""
+        return True
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        return False
+
     def prepare_next(self, shape: TreeShape) -> bool:
         """Nothing to do: there are no graphs."""
         return False

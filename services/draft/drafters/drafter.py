@@ -4,8 +4,8 @@ A drafter keeps its own state per sequence (KV pages, trie cursors, hidden state
 on the engine thread only. The engine owns the committed tokens: it extends
 `DraftSequence.token_ids` and then calls `commit`.
 
-Cheap calls, without a forward: `open`, `commit`, `add_features`, `backlog`, `reserve`, `close`.
-Calls that compute: `catch_up`, `propose` and `prepare_next`.
+Cheap calls, without a forward: `open`, `commit`, `add_features`, `backlog`, `reserve`, `close`,
+`is_prepared`. Calls that compute: `catch_up`, `propose`, `prepare_for` and `prepare_next`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A tree for a sequence's current round, or with a condition for the round after it."""
+    """A tree for a sequence's current round, or with a condition for the round after it.
+
+    Attributes:
+        shape: that it was grown in, if it may have been begun while another one was wanted.
+    """
 
     sequence: DraftSequence
     tree: TokenTree
     condition: Condition | None = None
+    shape: TreeShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,13 @@ class Drafter(Protocol):
 
     def close(self, sequence: DraftSequence) -> None:
         """Frees the sequence's state."""
+
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Whether proposals of this shape for so many sequences, or fewer, wait for nothing that is
+        done once."""
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Does one thing that `is_prepared` asks for; returns whether something was left to do."""
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Does one thing that a later proposal of this shape would otherwise wait for; called while

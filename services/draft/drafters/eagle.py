@@ -153,6 +153,17 @@ class EagleDrafter:
         self._outcomes.drop(sequence)
         self._contexts.close(sequence)
 
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        # Drafting ahead goes level by level.
+        if self._trees is None or self._outcomes.budget:
+            return True
+        return self._trees.is_ready(self._grown_shape(shape), num_sequences)
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Captures a graph of trees that are grown in one pass."""
+        grown = self._grown_shape(shape)
+        return self._trees is not None and self._trees.capture_for(grown, num_sequences)
+
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
         grown_shape = self._grown_shape(shape)

@@ -32,6 +32,14 @@ class HeadTrees:
         """See `TreeGrower.capture_next`."""
         return self._grower.capture_next(shape)
 
+    def is_ready(self, shape: TreeShape, num_sequences: int) -> bool:
+        """See `TreeGrower.is_ready`."""
+        return self._grower.is_ready(shape, num_sequences)
+
+    def capture_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Captures one graph of those that `is_ready` asks for; returns whether one was left."""
+        return self._grower.capture_next(shape, num_sequences=num_sequences)
+
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts = self._contexts
         self._catch_up(sequences, self._grower.max_open_rows(shape))

@@ -73,6 +73,13 @@ class NgramDrafter:
         self._foresight.drop(sequence)
         del self._cursors[sequence.key]
 
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """There are no graphs."""
+        return True
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        return False
+
     def prepare_next(self, shape: TreeShape) -> bool:
         """Nothing to do: there are no graphs."""
         return False

@@ -158,6 +158,15 @@ class StandaloneDrafter:
             self._branches.drop(sequence)
         self._contexts.close(sequence)
 
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        grown = grown_shape(shape, self._vocab_size)
+        return self._branches is None or self._branches.is_prepared(grown, num_sequences)
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Captures a graph of trees that are grown in one pass."""
+        grown = grown_shape(shape, self._vocab_size)
+        return self._branches is not None and self._branches.prepare_for(grown, num_sequences)
+
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
         grown = grown_shape(shape, self._vocab_size)

@@ -31,6 +31,29 @@ class StandaloneTrees:
         growers = (self._grower, self._split) if num_choices else (self._grower,)
         return any(each.capture_next(shape, num_choices=num_choices) for each in growers)
 
+    def is_ready(
+        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
+    ) -> bool:
+        """Whether every graph is there for passes of so many sequences, and of as many branches as
+        all of them may have; none where none are prepared for."""
+        return all(
+            grower.is_ready(shape, size, num_choices=num_choices)
+            for grower, size in self._sizes(num_sequences, num_branches)
+        )
+
+    def capture_for(
+        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
+    ) -> bool:
+        """Captures one graph of those that `is_ready` asks for; returns whether one was left."""
+        return any(
+            grower.capture_next(shape, num_choices=num_choices, num_sequences=size)
+            for grower, size in self._sizes(num_sequences, num_branches)
+        )
+
+    def _sizes(self, num_sequences: int, num_branches: int) -> list[tuple[TreeGrower, int]]:
+        branches = [(self._split, num_branches)] if num_branches else []
+        return [(self._grower, num_sequences), *branches]
+
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
     ) -> list[GrownRows]:

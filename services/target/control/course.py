@@ -54,6 +54,8 @@ class Course:
         wish: sent with the next verdict.
         asked: sent with the last one: what the current round's tree was wanted to be.
         decided: what was asked for that round.
+        grown: shape of the last tree that came, where its draft said it: not the one that is wanted
+            until the draft is prepared for that.
         num_decided: tokens that the last round committed, if its time tells what drafting ahead is
             worth; None where it does not.
         told_s: end of the step whose verdict asked; None before the first.
@@ -71,6 +73,7 @@ class Course:
     smoothing: float
     wish: TreeWish = ANY_TREE
     asked: TreeWish = ANY_TREE
+    grown: TreeShape | None = None
     num_decided: int | None = None
     decided: TreeWish = ANY_TREE
     told_s: float | None = None
@@ -99,6 +102,25 @@ class Course:
         """Whether its draft has to read a prompt, or what was committed in a pause, before it can
         draft, so that the time it takes says little about the next."""
         return self.num_asked <= 1
+
+    @property
+    def expects_nothing(self) -> bool:
+        """Whether no tree is due for the current round, or a late one."""
+        return self.asked.is_paused or self.is_catching_up
+
+    @property
+    def shape(self) -> TreeShape:
+        """Of the current round's tree, as far as is known."""
+        return self.grown or self.asked.shape or self.attachment.base_shape
+
+    @property
+    def is_obeyed(self) -> bool:
+        """Whether its trees are what is wanted, as far as is known."""
+        return self.grown is None or self.asked.shape in (None, self.grown)
+
+    def was_warming(self, since_s: float, now_s: float) -> bool:
+        """Whether its draft prepared something at any time from then until now."""
+        return self.attachment.warming.was_on(since_s, now_s)
 
     @property
     def fixed_wish(self) -> TreeWish | None:

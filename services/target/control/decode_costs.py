@@ -12,7 +12,6 @@ from services.target.control.goodput import Device, Part, WaitTime, cycle
 from services.target.control.step_times import StepTimes
 from services.target.drafts.attachment import Attachment
 from services.target.step_report import StepReport
-from shared.tokens import TreeShape
 
 MIN_CYCLES = 2.0
 LARGEST_STRETCH = 4.0
@@ -82,11 +81,13 @@ class DecodeCosts:
 
     def observe_wait(self, course: Course, heard_s: float) -> None:
         """Takes in the arrival of a tree that was asked for."""
-        if course.told_s is None or course.asked.is_paused or course.is_catching_up:
+        if course.told_s is None or course.expects_nothing:
+            return
+        if course.was_warming(course.told_s, heard_s):
             return
         attachment = course.attachment
         attachment.turnarounds.observe(
-            _asked_shape(course).num_steps,
+            course.shape.num_steps,
             self._size(attachment),
             max(heard_s - course.told_s, 0.0),
             attachment.report.draft_s,
@@ -99,7 +100,7 @@ class DecodeCosts:
     def usual_wait_s(self, course: Course) -> float:
         """Returns how long the tree that a sequence asked for usually takes."""
         wait_s = self.wait_time(course.attachment)
-        return wait_s(_asked_shape(course).num_steps, self._size(course.attachment))
+        return wait_s(course.shape.num_steps, self._size(course.attachment))
 
     def is_known(self, course: Course) -> bool:
         """Whether the draft of a sequence has answered often enough to be judged."""
@@ -148,10 +149,6 @@ class DecodeCosts:
         return self.sizes.get(attachment.identity.attachment_id, 1)
 
 
-def _asked_shape(course: Course) -> TreeShape:
-    return course.asked.shape or course.attachment.base_shape
-
-
 def _num_rows(courses: SequenceOf[Course]) -> int:
-    """Rows that a step over these sequences has, if their trees are what was asked for."""
-    return sum(1 + _asked_shape(each).max_node_count for each in courses)
+    """Rows that a step over these sequences has, if their trees are what they usually are."""
+    return sum(1 + each.shape.max_node_count for each in courses)

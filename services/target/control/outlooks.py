@@ -41,7 +41,7 @@ class Outlooks:
         courses = self._courses.setdefault(sequence.sequence_id, {})
         course = courses[attachment.kind] = self._outlook(attachment, sequence, step)
         course.attachment, course.told_s, course.opened_at = attachment, None, step
-        course.num_asked = 0
+        course.num_asked, course.grown = 0, None
         return course
 
     def forget(self, sequence: Sequence) -> None:

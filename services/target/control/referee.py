@@ -135,6 +135,15 @@ class Referee:
         self._window.clear()
         self._take(Stance.OFF)
 
+    def put_off(self) -> None:
+        """What is measured now tells nothing, because drafts prepare what they need once: a trial
+        is for later, and has not failed."""
+        self._window.clear()
+        regime = self.regime
+        if regime is not None and self.stance is Stance.ON and not regime.pays:
+            regime.is_put_off = True
+            self._take(Stance.OFF)
+
     def _follow_size(self, num_sequences: int) -> None:
         if self._octave is None:
             self._size = float(num_sequences)
@@ -215,8 +224,10 @@ class Referee:
     def _begin_trial(self, regime: Regime, step_s: float) -> None:
         if not regime.num_trials:
             self.budget.grant(LEARNING_STEPS * step_s)
-        if self.stance is Stance.OFF and (self.budget.allows_probe or not regime.num_trials):
-            regime.num_trials += 1
+        is_granted = regime.is_put_off or not regime.num_trials
+        if self.stance is Stance.OFF and (self.budget.allows_probe or is_granted):
+            regime.num_trials += not regime.is_put_off
+            regime.is_put_off = False
             self._take(Stance.ON)
         else:
             self._take(Stance.OFF)

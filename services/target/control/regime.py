@@ -32,6 +32,7 @@ class Regime:
         pays: whether speculation was faster beyond doubt when it was last judged.
         num_trials: life-long.
         num_failed: trials since it last did pay; clear ones count as several.
+        is_put_off: its last trial ended before it could tell anything, so it is to be made again.
         num_losses: windows in a row in which speculation was slower than plain decoding.
     """
 
@@ -40,6 +41,7 @@ class Regime:
     num_trials: int = 0
     num_failed: int = 0
     num_losses: int = 0
+    is_put_off: bool = False
 
     @property
     def eagerness(self) -> float:

@@ -143,18 +143,23 @@ class SpeculationController:
         """A turn of the loop begins."""
         self._counts.waiting_s += self._turns.wake(now_s)
 
-    def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
+    def judge(
+        self, courses: SequenceOf[Course], num_decoding: int, *, is_warming: bool = False
+    ) -> None:
         """Decides whether speculation runs.
 
         Args:
             courses: of the sequences that decode and have a draft.
             num_decoding: sequences that decode.
+            is_warming: a draft has prepared what it needs once since this was last asked.
         """
         if self._config is None or not num_decoding:
             return
         candidates = self._config.candidates(num_decoding)
         if not candidates.may_draft:
             self.referee.forbid()
+        elif candidates.may_pause and is_warming:
+            self.referee.put_off()
         elif candidates.may_pause:
             was_off = self.stance is Stance.OFF
             self._turns.judge(courses, num_decoding)
@@ -232,7 +237,7 @@ class SpeculationController:
             accepted: those that were accepted, the root's child first.
             max_levels: depth that could be used before the output's end.
         """
-        shape = course.asked.shape or course.attachment.base_shape
+        shape = course.shape
         levels = min(shape.num_steps, max_levels)
         course.observe(seen_round(tree, kept, accepted, levels, is_tree=shape.topk > 1))
 

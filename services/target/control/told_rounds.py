@@ -21,8 +21,7 @@ class ToldRounds:
 
     def tell(self, course: Course, num_committed: int) -> TreeWish:
         """Moves a sequence on to its next round; returns what is wanted for that."""
-        is_telling = not (course.asked.is_paused or course.is_catching_up)
-        course.num_decided = num_committed if is_telling else None
+        course.num_decided = None if course.expects_nothing else num_committed
         course.decided, course.asked = course.asked, self._with_fan_out(course)
         course.num_asked = 0 if course.wish.is_paused else course.num_asked + 1
         self._told.append(course)
@@ -51,5 +50,7 @@ class ToldRounds:
 def _observe_fan_out(course: Course, now_s: float) -> None:
     fan_out = course.attachment.fan_out
     if fan_out is None or course.num_decided is None or course.told_s is None:
+        return
+    if course.was_warming(course.told_s, now_s):
         return
     fan_out.observe(course.decided.num_outcomes, course.num_decided, now_s - course.told_s)

@@ -94,7 +94,8 @@ class Wishes:
         if not candidates.may_draft:
             self.pause(courses)
             return
-        self._costs.close_window(now_s, is_whole=before == self.sequence_ids)
+        is_whole = before == self.sequence_ids and all(each.is_obeyed for each in courses)
+        self._costs.close_window(now_s, is_whole=is_whole)
         by_draft, num_fixed = _by_draft(courses)
         if not self._costs.are_known:
             return

@@ -44,7 +44,8 @@ class Assignment:
         asked_s: when the last verdict went out; None before the first.
         heard_s: when the candidate for the current round came; None while there is none.
         candidate: for the current round.
-        prefers_local: the current round does not wait, because the target has a better tree.
+        prefers_local: the current round does not wait, because the target has a better tree, or the
+            draft has said that its own will be late.
         kept: the part of its tree that is worth verifying; None is all of it.
         course: what is known and wanted of the sequence at this draft.
         is_stepping: a step is computing the current round, so its tree is chosen.
@@ -89,6 +90,22 @@ class Assignment:
     def receive(self, candidate: Candidate, now_s: float) -> None:
         """A candidate for the current round arrived."""
         self.candidate, self.kept, self.heard_s = candidate, None, now_s
+        self.course.grown = candidate.shape
+
+    def go_without(self, now_s: float) -> None:
+        """The current round waits no longer for a tree."""
+        self.prefers_local, self.deadline_s = True, now_s
+
+    def was_warming(self, now_s: float) -> bool:
+        """Whether the draft has prepared something since the last verdict went out."""
+        return self.asked_s is not None and self.attachment.warming.was_on(self.asked_s, now_s)
+
+    def response_s(self, now_s: float) -> float | None:
+        """Returns how long the draft took for what arrives now; None where that says nothing of the
+        next, because nobody had asked or it was preparing something."""
+        if self.asked_s is None or self.was_warming(now_s):
+            return None
+        return now_s - self.asked_s
 
     @property
     def waited_s(self) -> float:
@@ -174,6 +191,8 @@ class Assignment:
         self._pushed.clear()
         self._sealed = frozenset()
         self.candidate, self.kept = selected, None
+        if selected is not None:
+            self.course.grown = selected.shape
         self.is_stepping = False
         self.stale_in_round = False
         return verdict, foreseen

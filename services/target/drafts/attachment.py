@@ -13,6 +13,7 @@ from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.drafts.patience import Patience
 from services.target.drafts.pause import Pause
+from services.target.drafts.warming import Warming
 from shared.tokens import (
     ANY_TREE,
     NO_REPORT,
@@ -143,6 +144,7 @@ class Attachment:
         outlet: the way of feature rows.
         outcomes: how well it foresees verdicts, over its life.
         pause: whether it is left alone for a while.
+        warming: whether it prepares what it needs once.
         turnarounds: how long it takes to answer a verdict.
         fan_outs: for how many verdicts it is asked to prepare.
         rounds: what it lends for rounds on the device; None when it drafts by itself alone.
@@ -159,6 +161,7 @@ class Attachment:
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)
     pause: Pause = field(default_factory=Pause)
+    warming: Warming = field(default_factory=Warming)
     turnarounds: Turnarounds = field(default_factory=Turnarounds)
     sequence_ids: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)

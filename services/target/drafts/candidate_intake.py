@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
-from services.target.drafts.attachment import Offer
+from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.drafts.outcome_tally import RecentOutcomes
 from shared.tokens import Candidate
@@ -30,6 +30,9 @@ class CandidateIntake:
         if attachment is None:
             return
         attachment.report = offer.report
+        attachment.warming.told(offer.arrived_s, is_warming=offer.report.is_warming)
+        if offer.report.is_warming:
+            self._wait_no_more(attachment, offer.arrived_s)
         if offer.candidates:
             attachment.patience.stirred()
         for candidate in offer.candidates:
@@ -41,6 +44,12 @@ class CandidateIntake:
             else:
                 _take(assignment, candidate, offer.arrived_s)
 
+    def _wait_no_more(self, attachment: Attachment, now_s: float) -> None:
+        """A draft says that its trees will be late."""
+        for assignment in self._assignments:
+            if assignment.attachment is attachment and assignment.candidate is None:
+                assignment.go_without(now_s)
+
     def _take_conditional(self, assignment: Assignment, candidate: Candidate, now_s: float) -> None:
         """Keeps a candidate for the verdict that it names, unless that has fallen: then it is the
         current round's or nobody's."""
@@ -49,8 +58,7 @@ class CandidateIntake:
             assignment.push(candidate)
         elif assignment.candidate is None and assignment.is_awaited(candidate):
             assignment.receive(candidate, now_s)
-            asked_s = assignment.asked_s
-            attachment.patience.heard(None if asked_s is None else now_s - asked_s)
+            attachment.patience.heard(assignment.response_s(now_s))
             self._outcomes.count_late_hit(attachment.outcomes)
         else:
             attachment.counters.num_stale_candidates += 1
@@ -74,6 +82,4 @@ def _take(assignment: Assignment, candidate: Candidate, now_s: float) -> None:
 def _response_s(assignment: Assignment, now_s: float) -> float | None:
     """Time since the verdict; None for a first tree, which waits for the prompt as well."""
     assignment.num_heard += 1
-    if assignment.asked_s is None or assignment.num_heard == 1:
-        return None
-    return now_s - assignment.asked_s
+    return None if assignment.num_heard == 1 else assignment.response_s(now_s)

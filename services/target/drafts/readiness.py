@@ -28,6 +28,7 @@ class Readiness:
         self._assignments = assignments
         self._controller = controller
         self._hold_until_s = -math.inf
+        self._judged_s = -math.inf
 
     def judge(self, running: SequenceOf[Sequence], now_s: float) -> None:
         """A turn of the loop begins: decides whether speculation runs.
@@ -36,10 +37,13 @@ class Readiness:
             running: sequences that drafts may have.
         """
         self._controller.wake(now_s)
-        if self._drafts.live and self._controller.is_adaptive:
+        drafts = self._drafts.live
+        if drafts and self._controller.is_adaptive:
             decoding = _decoding(running)
             courses = [each.course for each in self._held(decoding)]
-            self._controller.judge(courses, len(decoding))
+            is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
+            self._judged_s = now_s
+            self._controller.judge(courses, len(decoding), is_warming=is_warming)
             self._assignments.follow(running, now_s)
 
     def prepare(self, running: SequenceOf[Sequence], now_s: float) -> None:

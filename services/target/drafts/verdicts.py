@@ -52,7 +52,7 @@ class Verdicts:
         if assignment is None:
             return
         counters, course = assignment.attachment.counters, assignment.course
-        if was_verified or not (course.asked.is_paused or course.is_catching_up):
+        if was_verified or not (assignment.was_warming(now_s) or course.expects_nothing):
             pause = assignment.attachment.pause
             pause.count(now_s, assignment.waited_s, was_verified=was_verified)
         if was_verified:
@@ -131,6 +131,9 @@ class Verdicts:
         patience, pause = assignment.attachment.patience, assignment.attachment.pause
         assignment.asked_s = now_s
         assignment.heard_s = None if assignment.candidate is None else now_s
+        if assignment.candidate is None and assignment.attachment.warming.is_on(now_s):
+            assignment.go_without(now_s)
+            return
         if pause.is_trying:
             # The step of the first round after a pause may be under way already.
             pays = not (wish.is_paused or assignment.course.is_catching_up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
@@ -40,6 +41,8 @@ class ScriptedDrafter:
         batches: sequence ids of each `propose`.
         chunks: tokens taken in by each `catch_up`.
         fails: makes `propose` raise.
+        num_unprepared: things to prepare for shapes, by shape.
+        prepared: the shape of each that was prepared.
         num_left: things to prepare.
         has_prepared: set once nothing is left of them.
     """
@@ -56,6 +59,8 @@ class ScriptedDrafter:
         self.batches: list[list[int]] = []
         self.chunks: list[int] = []
         self.fails = False
+        self.num_unprepared: Counter[TreeShape] = Counter()
+        self.prepared: list[TreeShape] = []
         self.num_left = 0
         self.has_prepared = threading.Event()
         self.num_slots = num_slots
@@ -103,6 +108,16 @@ class ScriptedDrafter:
     def close(self, sequence: DraftSequence) -> None:
         del self.num_seen[sequence.key]
         self.reserved.discard(sequence.key)
+
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        return not self.num_unprepared[shape]
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        if not self.num_unprepared[shape]:
+            return False
+        self.num_unprepared[shape] -= 1
+        self.prepared.append(shape)
+        return True
 
     def prepare_next(self, shape: TreeShape) -> bool:
         if not self.num_left:

@@ -85,7 +85,11 @@ def test_a_closed_link_ends_its_sequences(engine: DraftEngine) -> None:
     engine.submit(_opened(link))
     inbox.get(timeout=WAIT_S)
     engine.close_link(link)
-    assert engine.gauges().result(WAIT_S) == {"sequence_count": 0.0, "slot_count": 3.0}
+    assert engine.gauges().result(WAIT_S) == {
+        "sequence_count": 0.0,
+        "unprepared_shape_count": 0.0,
+        "slot_count": 3.0,
+    }
 
 
 def test_a_probe_returns_a_tree_of_its_own_shape(engine: DraftEngine) -> None:

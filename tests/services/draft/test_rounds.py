@@ -470,3 +470,72 @@ def test_a_pin_is_announced_to_every_target_at_once() -> None:
     assert isinstance(output, CandidatesReady)
     assert output.candidates == ()
     assert output.report.pinned_shape == TreeShape(4, 1, 5)
+
+
+DEEP = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)
+
+
+def _reports(outputs: list[Output]) -> list[bool]:
+    """Returns what each message says of the draft: whether it is warming."""
+    return [each.report.is_warming for each in outputs if isinstance(each, CandidatesReady)]
+
+
+def _grown(outputs: list[Output]) -> list[TreeShape | None]:
+    messages = [each for each in outputs if isinstance(each, CandidatesReady)]
+    return [candidate.shape for each in messages for candidate in each.candidates]
+
+
+def test_a_wish_is_answered_in_the_shape_that_is_prepared_until_its_own_is() -> None:
+    bench = Bench()
+    bench.drafter.num_unprepared[DEEP] = 2
+    bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
+    assert _grown(bench.step()) == [SHAPE]
+    assert bench.drafter.prepared == []
+    bench.outputs.clear()
+    assert not bench.rounds.prepare(), "a sequence is open"
+    assert _reports(bench.outputs) == [True, False]
+    assert bench.drafter.prepared == [DEEP]
+    assert not bench.rounds.prepare(), "that was its share of the time"
+    assert bench.drafter.prepared == [DEEP]
+    bench.now_s += 100.0
+    bench.rounds.prepare()
+    bench.apply(_decided(1, 1, (8,), 7, wish=TreeWish(DEEP)))
+    assert _grown(bench.step()) == [DEEP]
+    assert not bench.rounds.prepare()
+    assert bench.rounds.num_unprepared == 0
+
+
+def test_a_tree_that_is_owed_goes_before_what_is_prepared() -> None:
+    bench = Bench()
+    bench.drafter.num_unprepared[DEEP] = 1
+    bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
+    bench.step()
+    bench.apply(_decided(1, 1, (8,), 7, wish=TreeWish(DEEP)))
+    assert not bench.rounds.prepare()
+    assert bench.drafter.prepared == []
+
+
+def test_nobody_open_leaves_all_the_time_to_prepare() -> None:
+    bench = Bench()
+    bench.drafter.num_unprepared[DEEP] = 3
+    bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
+    bench.step()
+    bench.apply(SequencesClosed(LINK, (1,)))
+    assert [bench.rounds.prepare() for _ in range(4)] == [True, True, True, False]
+
+
+def test_targets_hear_first_that_the_very_first_trees_will_be_late() -> None:
+    bench = Bench()
+    bench.drafter.num_unprepared[SHAPE] = 2
+    bench.apply(_opened(1))
+    assert _reports(bench.step()) == [True, False, False]
+    assert bench.drafter.prepared == [SHAPE, SHAPE]
+    assert bench.roster.recorder.counters.num_prepared == 1
+    assert bench.roster.recorder.counters.prepared_s > 0.0
+
+
+def test_pinned_shape_is_not_named_with_each_tree() -> None:
+    bench = Bench()
+    bench.rounds.is_pinned = True
+    bench.apply(_opened(1))
+    assert _grown(bench.step()) == [None]

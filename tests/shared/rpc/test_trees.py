@@ -90,11 +90,11 @@ def test_shape_survives_the_wire(shape: TreeShape) -> None:
     assert shape_from_message(shape_message(shape)) == shape
 
 
-@given(st.none() | st.integers(0, 10**9), st.none() | shapes)
+@given(st.none() | st.integers(0, 10**9), st.none() | shapes, st.booleans())
 def test_report_of_a_draft_survives_the_wire(
-    draft_ns: int | None, pinned: TreeShape | None
+    draft_ns: int | None, pinned: TreeShape | None, is_warming: bool
 ) -> None:
-    report = DraftReport(None if draft_ns is None else draft_ns / 1e9, pinned)
+    report = DraftReport(None if draft_ns is None else draft_ns / 1e9, pinned, is_warming)
     sent = candidate_batch_message([], report).SerializeToString()
     assert report_from_message(pb.CandidateBatch.FromString(sent)) == report
 

@@ -98,6 +98,29 @@ def test_a_graph_that_has_no_memory_is_tried_once(graphless: GraphlessPass) -> N
     assert len(results[0]) == len(batch)
 
 
+def test_a_few_graphs_do_for_every_smaller_number_of_sequences(
+    graphless: GraphlessPass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that is there, and not much too large, is taken before one is made."""
+    captured = object()
+    asked: list[int] = []
+
+    def capture(num_slots: int, sampling: RoundSampling) -> object:
+        asked.append(num_slots)
+        return captured
+
+    monkeypatch.setattr(graphless, "_capture", capture)
+    monkeypatch.setattr(graphless, "_buckets", slot_buckets(64))
+    greedy = RoundSampling.GREEDY
+    assert graphless.left_for(64, greedy) == [64, 16, 4]
+    while graphless.capture_for(64, greedy):
+        pass
+    assert asked == [64, 16, 4]
+    served = {count: graphless._bucket_for(count, greedy) for count in (1, 3, 5, 15, 16, 17, 64)}
+    assert served == {1: 4, 3: 4, 5: 16, 15: 16, 16: 16, 17: 64, 64: 64}
+    assert graphless.left_for(20, RoundSampling.DRAWN) == [32, 8], "each kind has its own"
+
+
 def test_graphs_left_are_those_of_kinds_met_the_largest_first(graphless: GraphlessPass) -> None:
     greedy, drawn = RoundSampling.GREEDY, RoundSampling.DRAWN
     assert not graphless.capture_next(())

@@ -18,6 +18,7 @@ from tests.bench.adaptive import (
     on_cpu,
     on_gpu,
     on_shared_cores,
+    on_two_gpus,
 )
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.modelled_split import Kind, Served, Split, serve
@@ -135,7 +136,7 @@ def _ahead(hit_rate: float, hop_s: float, ahead_s: float, beside: float) -> Spli
         lambda now_s, sequence_id: 0.8,
         hop_s=hop_s,
         budget=8,
-        ahead_s=lambda num_outcomes: ahead_s,
+        ahead_s=lambda steps, num_outcomes: ahead_s,
         hit_rate=hit_rate,
     )
     return Split(gpu_step, (draft,), beside=beside)
@@ -153,6 +154,25 @@ def test_verdicts_are_prepared_for_where_that_pays(
     late = adaptive.drafts[0].budgets[len(adaptive.drafts[0].budgets) // 2 :]
     share = sum(budget > 0 for budget in late) / len(late)
     assert share > 0.8 if most else share < 0.2
+
+
+def test_a_draft_that_drafts_ahead_is_taken_up_although_each_shape_is_captured_first(
+    decoder: Decoder,
+) -> None:
+    """Two GPUs: what a trial shows while graphs are captured is not taken for what it will be."""
+    plain, adaptive = _served(decoder, on_two_gpus(0.9), 8.0)
+    assert _gain(plain, adaptive, 0.0, 1.0) > 0.9
+    assert _gain(plain, adaptive, 1.0, 3.0) > 1.4
+    assert _gain(plain, adaptive, 5.0, 8.0) > 2.4
+
+
+@pytest.mark.parametrize(("right", "size"), [(0.0, 1), (0.9, 8), (0.9, 32)])
+def test_graphs_that_are_captured_in_vain_cost_plain_decoding_little(
+    decoder: Decoder, right: float, size: int
+) -> None:
+    found = compare(decoder, Scenario(on_two_gpus(right, size), 12.0, 4.0), (3,))
+    assert found.over_plain > 0.94, "the learning included"
+    assert found.late_over_plain > 0.96
 
 
 def test_a_pinned_draft_is_left_to_itself(decoder: Decoder) -> None:

@@ -157,3 +157,29 @@ def test_where_it_may_not_be_off_it_is_on() -> None:
     referee = Referee(ProbeBudget())
     referee.insist()
     assert referee.stance is Stance.ON
+
+
+def test_a_trial_that_cannot_tell_is_put_off_and_made_again() -> None:
+    machine = _Machine(-0.5)
+    while not machine.is_on:
+        machine.run(1)
+    referee, regime = machine.referee, machine.referee.regime
+    assert regime is not None
+    credit_s, freedom = referee.budget.credit_s, regime.freedom
+    for _ in range(5):
+        referee.put_off()
+        assert referee.stance is Stance.OFF
+        while not machine.is_on:
+            machine.run(1)
+        assert regime.freedom is freedom, "it is the same one"
+    assert (regime.num_trials, regime.num_failed) == (1, 0)
+    assert referee.budget.credit_s <= credit_s + 0.05, "nothing is granted again"
+    machine.run(20)
+    assert regime.num_failed > 0
+
+
+def test_speculation_that_pays_goes_on_while_drafts_prepare_something() -> None:
+    machine = _Machine(0.5)
+    machine.run(100)
+    machine.referee.put_off()
+    assert machine.is_on

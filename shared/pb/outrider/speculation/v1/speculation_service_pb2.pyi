@@ -550,6 +550,12 @@ class CandidateBatch(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_FIELD_NUMBER: _builtins.int
     PINNED_SHAPE_FIELD_NUMBER: _builtins.int
+    WARMING_FIELD_NUMBER: _builtins.int
+    warming: _builtins.bool
+    """The draft prepares what trees of a shape or a number of sequences need once,
+    such as CUDA graphs: until a batch without this arrives its trees are late,
+    which says nothing of how late they will be. The batch may hold none.
+    """
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """At most one unconditional entry per sequence, any number of conditional
@@ -574,10 +580,11 @@ class CandidateBatch(_message.Message):
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
         draft_duration: _duration_pb2.Duration | None = ...,
         pinned_shape: _token_tree_pb2.TreeShape | None = ...,
+        warming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape", "warming", b"warming"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,6 +602,7 @@ class Candidate(_message.Message):
     TREE_FIELD_NUMBER: _builtins.int
     CONDITION_FIELD_NUMBER: _builtins.int
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Sequence the tree continues. Unknown ids are stale: it may have ended."""
     round: _builtins.int
@@ -617,6 +625,13 @@ class Candidate(_message.Message):
         on `round` is this one. Pushed ahead, so that a hit needs no round trip.
         """
 
+    @_builtins.property
+    def shape(self) -> _token_tree_pb2.TreeShape:
+        """Shape the tree was grown in, where the target wants one: that may be another
+        one while the draft prepares for it, or for a tree that was begun before.
+        Absent when it is the shape that was wanted, or the draft's own.
+        """
+
     def __init__(
         self,
         *,
@@ -626,10 +641,11 @@ class Candidate(_message.Message):
         tree: _token_tree_pb2.TokenTree | None = ...,
         condition: Global___Condition | None = ...,
         candidate_id: _builtins.int | None = ...,
+        shape: _token_tree_pb2.TreeShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "condition", b"condition", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "condition", b"condition", "shape", b"shape", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "condition", b"condition", "round", b"round", "sequence_id", b"sequence_id", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "condition", b"condition", "round", b"round", "sequence_id", b"sequence_id", "shape", b"shape", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
     _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
@@ -810,7 +826,8 @@ class Verdict(_message.Message):
     @_builtins.property
     def wanted_shape(self) -> _token_tree_pb2.TreeShape:
         """Shape that pays best for the next tree, in the target's estimate. The draft
-        keeps to it as far as it can. Absent leaves the shape to the draft.
+        keeps to it as far as it can, and once it is prepared for it: until then it
+        goes on with another one, and says which. Absent leaves it to the draft.
         """
 
     @_builtins.property

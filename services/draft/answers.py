@@ -1,0 +1,74 @@
+"""What targets are told: trees of their sequences, one message a link. No torch, no grpc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from services.draft.candidates import (
+    conditional_candidate,
+    current_candidate,
+    drop_unknown_tokens,
+    launched_candidate,
+)
+from services.draft.drafters.drafter import Proposal
+from services.draft.events import CandidatesReady, Output, ProbeDone
+from services.draft.roster import Roster
+from services.draft.sequence import DraftSequence
+from shared.tokens import Candidate, Condition, DraftReport, TokenTree
+
+
+class Answers:
+    """Delivers proposals for the sequences of a roster.
+
+    Args:
+        is_launched: whether the verdicts on a sequence's tree are prepared for.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        deliver: Callable[[Output], None],
+        *,
+        is_launched: Callable[[DraftSequence], bool],
+    ) -> None:
+        self._roster = roster
+        self._deliver = deliver
+        self._is_launched = is_launched
+
+    def announce(self, link: int, report: DraftReport) -> None:
+        """Says something of the draft without a tree."""
+        self._deliver(CandidatesReady(link, (), report))
+
+    def give(self, proposals: Iterable[Proposal], report: DraftReport) -> None:
+        """Delivers one message a link; sequences with a tree for their round are due no more."""
+        by_link: dict[int, list[Candidate]] = {}
+        for proposal in proposals:
+            sequence = proposal.sequence
+            if not self._roster.holds(sequence):
+                continue
+            tree = drop_unknown_tokens(proposal.tree, sequence.vocab_size)
+            if proposal.condition is None:
+                self._roster.due.pop(sequence.key, None)
+            if sequence.is_probe:
+                self._roster.close(sequence.key)
+                self._deliver(ProbeDone(sequence.key.link, tree, sequence.draft_s))
+                continue
+            candidate = self._candidate(sequence, tree, proposal.condition)
+            if candidate is not None:
+                if sequence.wish.shape is not None:
+                    candidate = replace(candidate, shape=proposal.shape)
+                by_link.setdefault(sequence.key.link, []).append(candidate)
+        for link, candidates in by_link.items():
+            self._deliver(CandidatesReady(link, tuple(candidates), report))
+
+    def _candidate(
+        self, sequence: DraftSequence, tree: TokenTree, condition: Condition | None
+    ) -> Candidate | None:
+        """Returns the candidate; None when no verdict can make use of it."""
+        if condition is not None:
+            return conditional_candidate(sequence, tree, condition)
+        if not self._is_launched(sequence) or not tree.token_ids:
+            return current_candidate(sequence, tree)
+        self._roster.flying[sequence.key] = sequence
+        return launched_candidate(sequence, tree)

@@ -1,0 +1,36 @@
+"""A draft that prepares what it needs once, such as CUDA graphs, by its own word. No torch.
+
+Its trees are late meanwhile, so nobody waits for them, and how late they are counts for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LONGEST_S = 2.0
+"""A draft that says for longer that it prepares something is taken for a late one."""
+
+
+@dataclass(slots=True)
+class Warming:
+    """Of one attachment."""
+
+    _since_s: float | None = None
+    _until_s: float = -math.inf
+
+    def told(self, now_s: float, *, is_warming: bool) -> None:
+        """The draft says whether it prepares something."""
+        if is_warming and self._since_s is None:
+            self._since_s = now_s
+        elif not is_warming and self._since_s is not None:
+            self._until_s = min(now_s, self._since_s + LONGEST_S)
+            self._since_s = None
+
+    def is_on(self, now_s: float) -> bool:
+        """Whether it prepares something now."""
+        return self._since_s is not None and now_s < self._since_s + LONGEST_S
+
+    def was_on(self, since_s: float, now_s: float) -> bool:
+        """Whether it has prepared something at any time from then until now."""
+        return self.is_on(now_s) or self._until_s > since_s

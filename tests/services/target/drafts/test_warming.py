@@ -1,0 +1,159 @@
+"""A draft that prepares something is not waited for, and what it is late by counts for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.target.control.speculation_controller import SpeculationController
+from services.target.drafts.attachments import Attachments
+from services.target.drafts.warming import LONGEST_S, Warming
+from services.target.miss_ladder import MissLadder
+from shared.tokens import DraftReport, TokenTree, TreeShape
+from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
+
+BUSY, READY = DraftReport(is_warming=True), DraftReport()
+STEP_S, WAIT_S = 0.01, 1.0
+
+
+class _Rounds:
+    """A sequence at a draft that answers after 5 ms, unless it is warming."""
+
+    def __init__(self, controller: SpeculationController | None = None) -> None:
+        ladder = MissLadder(waits_always=False)
+        ladder.stepped(STEP_S)
+        self.attachments = Attachments(ladder, controller or SpeculationController(None))
+        self.draft, self.sequence = make_attachment(wait_s=WAIT_S), make_sequence()
+        self.attachments.attach(self.draft, [self.sequence], 0.0)
+        self.now_s = 0.0
+        for _ in range(4):
+            self.verified()
+
+    @property
+    def waits_until_s(self) -> float:
+        return self.attachments.readiness.deadline_s(self.sequence)
+
+    def report(self, report: DraftReport) -> None:
+        offer(self.attachments, [], self.now_s, report)
+
+    def verified(self) -> None:
+        self.now_s += 0.005
+        offer(self.attachments, [make_candidate(self.sequence)], self.now_s)
+        self._end((5, 6, 9), (0, 1))
+
+    def plain(self) -> None:
+        self._end((9,), ())
+
+    def _end(self, tokens: tuple[int, ...], accepted: tuple[int, ...]) -> None:
+        self.now_s += STEP_S
+        commit(
+            self.attachments,
+            self.sequence,
+            tokens,
+            accepted=accepted,
+            was_verified=bool(accepted),
+            now_s=self.now_s,
+        )
+
+
+def test_who_waits_is_told_that_it_is_in_vain() -> None:
+    rounds = _Rounds()
+    assert rounds.waits_until_s > rounds.now_s
+    rounds.report(BUSY)
+    assert rounds.waits_until_s <= rounds.now_s
+    rounds.plain()
+    assert rounds.waits_until_s <= rounds.now_s, "nor does the next round"
+    rounds.report(READY)
+    rounds.plain()
+    assert rounds.waits_until_s > rounds.now_s
+
+
+def test_the_draft_is_not_blamed_for_it() -> None:
+    rounds = _Rounds()
+    response_s = rounds.draft.patience.response_s
+    rounds.report(BUSY)
+    for _ in range(30):
+        rounds.plain()
+    rounds.now_s += 1.0
+    offer(rounds.attachments, [make_candidate(rounds.sequence)], rounds.now_s, READY)
+    assert rounds.draft.patience.response_s == response_s
+    assert not rounds.draft.patience.is_cold
+    assert rounds.draft.counters.num_missed_rounds == 0
+    assert not rounds.draft.outbox_verdicts[-1].wish.is_paused
+
+
+def test_a_silent_draft_is_blamed() -> None:
+    """Negative control."""
+    rounds = _Rounds()
+    for _ in range(30):
+        rounds.now_s = max(rounds.now_s, rounds.waits_until_s)
+        rounds.plain()
+    assert rounds.draft.patience.is_cold
+    assert rounds.draft.counters.num_missed_rounds > 0
+    assert rounds.draft.outbox_verdicts[-1].wish.is_paused
+
+
+def test_a_tree_that_is_here_is_verified_all_the_same() -> None:
+    rounds = _Rounds()
+    offer(rounds.attachments, [make_candidate(rounds.sequence)], rounds.now_s, BUSY)
+    assert rounds.attachments.assignments.has_tree(rounds.sequence)
+
+
+def test_nobody_warms_for_ever() -> None:
+    rounds = _Rounds()
+    rounds.report(BUSY)
+    rounds.now_s += LONGEST_S
+    rounds.plain()
+    assert rounds.waits_until_s > rounds.now_s
+
+
+@pytest.mark.parametrize(
+    ("since_s", "now_s", "expected"),
+    [(0.0, 0.5, False), (0.0, 1.5, True), (1.5, 1.7, True), (1.5, 3.0, True), (2.5, 3.0, False)],
+)
+def test_what_overlaps_with_it_is_known_afterwards(
+    since_s: float, now_s: float, *, expected: bool
+) -> None:
+    warming = Warming()
+    if now_s >= 1.0:
+        warming.told(1.0, is_warming=True)
+        warming.told(1.1, is_warming=True)
+    if now_s >= 2.0:
+        warming.told(2.0, is_warming=False)
+    assert warming.was_on(since_s, now_s) is expected
+
+
+def test_its_waits_are_left_out_of_what_a_tree_usually_takes() -> None:
+    rounds = _Rounds()
+    course = rounds.attachments.controller.course(rounds.draft, rounds.sequence)
+    costs = rounds.attachments.controller._costs
+    for each in range(6):
+        course.told_s, course.num_asked = float(each), 2
+        costs.observe_wait(course, each + 0.1)
+    rounds.draft.warming.told(7.0, is_warming=True)
+    rounds.draft.warming.told(7.9, is_warming=False)
+    for _ in range(9):
+        course.told_s = 7.5
+        costs.observe_wait(course, 8.5)
+    assert costs.usual_wait_s(course) == pytest.approx(0.1)
+
+
+def test_a_tree_of_another_shape_than_was_wanted_counts_as_what_it_is() -> None:
+    """All of a chain of 2 was accepted where one of 7 was wanted: that says nothing of level 3."""
+    rounds = _Rounds(SpeculationController())
+    controller = rounds.attachments.controller
+    for shape, expected in ((TreeShape(2, 1, 3), 2), (None, 3)):
+        course = controller.course(rounds.draft, make_sequence(7))
+        course.asked = replace(course.asked, shape=TreeShape(7, 1, 8))
+        course.grown = shape
+        before = _num_tried(controller, rounds)
+        tree = TokenTree.chain([5, 6])
+        controller.observe_round(course, tree, (0, 1), (0, 1), max_levels=20)
+        assert _num_tried(controller, rounds) - before == pytest.approx(expected, abs=0.2)
+
+
+def _num_tried(controller: SpeculationController, rounds: _Rounds) -> float:
+    """Returns how many levels of the draft's kind were put to the test."""
+    counts = controller.course(rounds.draft, make_sequence(8)).population.chains.counts
+    return sum(counts.num_trials(level) for level in range(8))
