@@ -1,9 +1,10 @@
-"""A draft on two GPUs, whose passes are CUDA graphs on both, grows the trees of one."""
+"""Passes of a draft that two processes hold, by Triton's kernels, grow the trees of one process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ import torch
 
 from services.bound import end_with_parent
 from services.followers import end_processes
+from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import TreeShape
 from tests.helpers.cut_drafts import check_ahead, check_trees, cut_draft
+from tests.helpers.drafting import GREEDY, SAMPLED, mixed_sequences
 
-SIZE, LIMIT_S = 2, 110.0
+SIZE, LIMIT_S = 2, 280.0
+SAMPLINGS = [GREEDY, SAMPLED]
 SHAPES = [TreeShape(4, 1, 5), TreeShape(3, 3, 9), TreeShape(2, 4, 30)]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def grow(folder: Path) -> None:
@@ -30,15 +31,17 @@ def grow(folder: Path) -> None:
         assert grower is not None
         assert grower.limits.has_graphs
         for shape in SHAPES:
-            check_trees(draft.twins(grows_whole=False), shape)
-            check_trees(draft.twins(), shape)
+            check_trees(draft.twins(grows_whole=False), shape, SAMPLINGS)
+            check_trees(draft.twins(), shape, SAMPLINGS)
             check_ahead(draft.twins(), shape)
             while grower.capture_next(shape):
                 pass
-            check_trees(draft.twins(), shape)
+            check_trees(draft.twins(), shape, SAMPLINGS)
 
 
-def test_two_gpus_grow_the_trees_of_one(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs")
+def test_graphs_of_two_gpus_grow_the_trees_of_one(tmp_path: Path) -> None:
     # Nothing here uses NVLink multicast, and on some hosts it must not even be set up.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -46,3 +49,12 @@ def test_two_gpus_grow_the_trees_of_one(tmp_path: Path) -> None:
     process.start()
     end_processes([process], LIMIT_S)
     assert process.exitcode == 0
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not IS_INTERPRETING, reason="a GPU has a test of its own")
+def test_kernels_of_two_processes_grow_the_trees_of_one(tmp_path: Path) -> None:
+    with cut_draft(tmp_path, "cpu") as draft:
+        twins, batch = draft.twins(), mixed_sequences(3, 9)
+        twins.open(*batch)
+        assert twins.rounds(TreeShape(2, 2, 5), 2, random.Random(1), *batch) > 0
