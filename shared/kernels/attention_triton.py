@@ -43,7 +43,7 @@ _TILE_KEYS = 32
 _SPLIT_STAGES = 3
 _WHOLE_STAGES = 4
 # Tree rows whose own keys one program of `attend_splits` takes.
-OWN_ROWS = 4
+OWN_ROWS = 2
 _MOST_WARPS = 4
 _CHUNK_TILE_KEYS = 64
 # Where one head of a key is this wide, a chunk's tile holds fewer keys, or shared memory overflows.

@@ -15,13 +15,16 @@ _FIRST_CAPABILITY = (9, 0)
 _MAX_ROWS = 32
 
 
-def dependent_launch(device: torch.device, num_rows: int) -> dict[str, bool]:
+def dependent_launch(
+    device: torch.device, num_rows: int, *, most_rows: int = _MAX_ROWS
+) -> dict[str, bool]:
     """Returns the launch options of a kernel that calls `begin(IS_DEPENDENT)`.
 
     Args:
         num_rows: rows of the forward.
+        most_rows: with which it pays.
     """
-    if device.type != "cuda" or torch.compiler.is_compiling() or num_rows > _MAX_ROWS:
+    if device.type != "cuda" or torch.compiler.is_compiling() or num_rows > most_rows:
         return {"IS_DEPENDENT": False}  # an interpreted or traced launch takes no such option
     is_dependent = torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
     return {"IS_DEPENDENT": True, "launch_pdl": True} if is_dependent else {"IS_DEPENDENT": False}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shared.kernels.partials import Partials
+
 
 @dataclass(frozen=True, slots=True)
 class PeerSlots:
@@ -33,27 +35,28 @@ class PeerSlots:
     slot_bytes: int
     max_programs: int
 
-    def fits(self, part: Tensor) -> bool:
+    def fits(self, part: Tensor | Partials) -> bool:
         """Whether `exchanged_norm` takes such parts `[T, D]`; the same answer on every rank."""
         rows, columns = part.shape
-        return 0 < rows <= len(self.turns) and columns * part.itemsize <= self.slot_bytes
+        return 0 < rows <= len(self.turns) and columns * part.dtype.itemsize <= self.slot_bytes
 
 
 def exchanged_norm(
-    part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
+    part: Tensor | Partials, hidden: Tensor | None, weight: Tensor, eps: float, slots: PeerSlots
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden` plus the sum of every rank's `part`, and its norm, `[T, D]` each.
 
     The bits are those of `plain_sum` and, after it, `add_rms_norm`.
 
     Args:
-        part: `[T, D]`, of one shape and dtype, which all ranks queue alike, on one stream each.
+        part: `[T, D]`, of one shape and dtype, which all ranks queue alike, on one stream each; it
+            is rounded before it is sent.
         hidden: `[T, D]`; None is nothing to add.
         weight: `[D]` of the norm.
     """
     from shared.kernels.exchange_norm_triton import launch
 
-    return launch(part.contiguous(), hidden, weight, eps, slots)
+    return launch(part, hidden, weight, eps, slots)
 
 
 def plain_sum(parts: Tensor) -> Tensor:

@@ -21,15 +21,16 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dependent_jit import begin
-from shared.kernels.fused_jit import normed_row
+from shared.kernels.fused_jit import normed_row, summed
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def exchange_norm(  # type: ignore[no-untyped-def]
-    part, hidden, weight, sums, normed, slots, turns, num_rows, num_columns, hidden_stride, eps,
+    part, hidden, weight, sums, normed, mailbox, slots, turns, num_rows, num_columns,
+    hidden_stride, part_size, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, SLOT: tl.constexpr,
-    LARGEST: tl.constexpr, HAS_HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    LARGEST: tl.constexpr, HAS_HIDDEN: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `hidden` plus the sum of every rank's `part`, and its norm.
 
@@ -37,7 +38,8 @@ def exchange_norm(  # type: ignore[no-untyped-def]
     another as long as the device holds all of them.
 
     Args:
-        part: `[num_rows, num_columns]`, the bits of the numbers as integers.
+        part: `[num_rows, num_columns]`, or what adds up to it, see `summed`.
+        mailbox: this rank's slots, of integers as wide as the numbers.
         slots: `[SIZE]` addresses of the ranks' `[2, SIZE, MAX_ROWS, SLOT]` slots, of such integers:
             by turn, sender and row.
         turns: `[MAX_ROWS]` int32, the slot of the row's next sum.
@@ -46,10 +48,11 @@ def exchange_norm(  # type: ignore[no-untyped-def]
     begin(IS_DEPENDENT)
     columns = tl.arange(0, BLOCK)
     is_column = columns < num_columns
-    bits = part.dtype.element_ty
+    bits = mailbox.dtype.element_ty
     dtype = normed.dtype.element_ty
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        own = tl.load(part + row * num_columns + columns, mask=is_column, other=0)
+        places = row * num_columns + columns
+        own = summed(part, places, is_column, part_size, dtype, NUM_PARTS).to(bits, bitcast=True)
         # All ones would be waited for for ever.
         sent = tl.where(own == -1, LARGEST, own).to(bits)
         place = ((tl.load(turns + row) * SIZE + RANK) * MAX_ROWS + row) * SLOT
@@ -59,10 +62,10 @@ def exchange_norm(  # type: ignore[no-untyped-def]
                 tl.store(slot + place + columns, sent, mask=is_column, cache_modifier=".wt")
     # Loaded while the rows are on their way.
     weights = tl.load(weight + columns, mask=is_column, other=0.0)
-    mailbox = tl.multiple_of(tl.load(slots + RANK).to(tl.pointer_type(bits)), 16)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         turn = tl.load(turns + row)
-        own = tl.load(part + row * num_columns + columns, mask=is_column, other=0)
+        places = row * num_columns + columns
+        own = summed(part, places, is_column, part_size, dtype, NUM_PARTS).to(bits, bitcast=True)
         more = hidden + row * hidden_stride + columns
         residual = tl.load(more, mask=is_column & HAS_HIDDEN, other=0.0)
         total = tl.zeros([BLOCK], tl.float32)
@@ -87,6 +90,6 @@ def exchange_norm(  # type: ignore[no-untyped-def]
         values = total.to(dtype)
         if HAS_HIDDEN:
             values = (residual.to(tl.float32) + values.to(tl.float32)).to(dtype)
-        tl.store(sums + row * num_columns + columns, values, mask=is_column)
+        tl.store(sums + places, values, mask=is_column)
         result = normed_row(values, weights, num_columns, eps)
-        tl.store(normed + row * num_columns + columns, result, mask=is_column)
+        tl.store(normed + places, result, mask=is_column)

@@ -21,10 +21,23 @@ def normed_row(values, weights, num_columns, eps):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def summed(parts, places, mask, size, dtype, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns some elements of a tensor in `dtype`, which may be the sum of several of `size`
+    elements; see `shared.kernels.partials`."""
+    if NUM_PARTS == 1:
+        return tl.load(parts + places, mask=mask, other=0.0).to(dtype)
+    # From zero, as every sum over segments of a product.
+    total = 0.0 + tl.load(parts + places, mask=mask, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        total += tl.load(parts + part * size + places, mask=mask, other=0.0)
+    return total.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def add_norm(  # type: ignore[no-untyped-def]
-    hidden, update, weight, sums, normed, rows, num_columns, hidden_stride, eps,
-    HAS_UPDATE: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    hidden, update, weight, sums, normed, rows, num_columns, hidden_stride, part_size, eps,
+    HAS_UPDATE: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `hidden + update` and its norm; one program a row, which `rows` may name."""
     begin(IS_DEPENDENT)
@@ -37,7 +50,8 @@ def add_norm(  # type: ignore[no-untyped-def]
     values = tl.load(hidden + source * hidden_stride + columns, mask=is_column, other=0.0)
     if HAS_UPDATE:
         # Rounded as a sum in the tensors' own dtype is.
-        more = tl.load(update + source * num_columns + columns, mask=is_column, other=0.0)
+        places = source * num_columns + columns
+        more = summed(update, places, is_column, part_size, values.dtype, NUM_PARTS)
         values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
         tl.store(sums + row * num_columns + columns, values, mask=is_column)
     weights = tl.load(weight + columns, mask=is_column, other=0.0)
@@ -48,10 +62,10 @@ def add_norm(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def rotate_store(  # type: ignore[no-untyped-def]
     heads, norm_weight, cos, signed_sin, slots, queries, keys, values,
-    key_scales, value_scales, head_stride, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    key_scales, value_scales, row_stride, part_size, eps,
+    NUM_PARTS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises and rotates some heads of one row; keys and values go to the row's slot."""
     begin(IS_DEPENDENT)
@@ -61,9 +75,10 @@ def rotate_store(  # type: ignore[no-untyped-def]
     partners = (dims + HEAD_DIM // 2) % HEAD_DIM
     is_element = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     is_rotated = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    source = heads + row * head_stride + head[:, None] * HEAD_DIM
-    plain = tl.load(source + dims[None, :], mask=is_element, other=0.0)
-    swapped = tl.load(source + partners[None, :], mask=is_rotated, other=0.0)
+    dtype = queries.dtype.element_ty
+    places = row * row_stride + head[:, None] * HEAD_DIM
+    plain = summed(heads, places + dims[None, :], is_element, part_size, dtype, NUM_PARTS)
+    swapped = summed(heads, places + partners[None, :], is_rotated, part_size, dtype, NUM_PARTS)
     straight = plain.to(tl.float32)
     crossed = swapped.to(tl.float32)
     if HAS_NORM:
@@ -106,6 +121,14 @@ def narrowed(wide, cache):  # type: ignore[no-untyped-def]
     return tl.minimum(tl.maximum(wide, -448.0), 448.0).to(cache.dtype.element_ty)
 
 
+@triton.jit
+def silu_times(gate, up):  # type: ignore[no-untyped-def]
+    """Returns `silu(gate) * up`; rounded in between, as two steps in the tensors' own dtype are."""
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    return (activated * up.to(tl.float32)).to(gate.dtype)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def silu_product(  # type: ignore[no-untyped-def]
     gate_up, result, num_columns, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
@@ -118,11 +141,7 @@ def silu_product(  # type: ignore[no-untyped-def]
     source = gate_up + row * 2 * num_columns + columns
     gate = tl.load(source, mask=is_column, other=0.0)
     up = tl.load(source + num_columns, mask=is_column, other=0.0)
-    wide = gate.to(tl.float32)
-    # Rounded in between, as two steps in the tensors' own dtype are.
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    product = (activated * up.to(tl.float32)).to(gate.dtype)
-    tl.store(result + row * num_columns + columns, product, mask=is_column)
+    tl.store(result + row * num_columns + columns, silu_times(gate, up), mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

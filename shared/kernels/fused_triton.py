@@ -16,6 +16,7 @@ from shared.kernels.fused_jit import (
     silu_product,
 )
 from shared.kernels.narrow_cache import CacheScales
+from shared.kernels.partials import Partials
 
 _BLOCK_HEADS = 8
 _WIDE_BLOCK = 2048
@@ -28,7 +29,11 @@ def norm_warps(block: int) -> int:
 
 
 def fused_add_norm(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, rows: Tensor | None = None
+    hidden: Tensor,
+    update: Tensor | Partials | None,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden + update` and its norm, of the rows that `rows` names; `weight` is `[D]`."""
     num_columns = hidden.shape[-1]
@@ -39,17 +44,24 @@ def fused_add_norm(
     assert has_update or rows is None, "without an update the first result is hidden itself"
     sums = torch.empty(shape, dtype=hidden.dtype, device=hidden.device) if has_update else hidden
     normed = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-    added = sources if update is None else update.reshape(sources.shape).contiguous()
+    added, num_parts = (sources, 1) if update is None else parts_of(update)
     num_rows = normed.numel() // num_columns
     if num_rows:
         block = triton.next_power_of_2(num_columns)
         add_norm[(num_rows,)](
             sources, added, weight, sums, normed, sources if rows is None else rows,
-            num_columns, sources.stride(0), eps,
-            HAS_UPDATE=has_update, HAS_ROWS=rows is not None, BLOCK=block,
+            num_columns, sources.stride(0), sources.numel(), eps,
+            HAS_UPDATE=has_update, NUM_PARTS=num_parts, HAS_ROWS=rows is not None, BLOCK=block,
             num_warps=norm_warps(block), **dependent_launch(hidden.device, num_rows),
         )  # fmt: skip
     return sums, normed
+
+
+def parts_of(tensor: Tensor | Partials) -> tuple[Tensor, int]:
+    """Returns what `summed` of `fused_jit` adds up, contiguous, and of how many parts."""
+    if isinstance(tensor, Partials):
+        return tensor.parts, len(tensor.parts)
+    return tensor.contiguous(), 1
 
 
 def fused_join_inputs(
@@ -108,7 +120,7 @@ def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple
 
 
 def fused_rotate_store(
-    heads: Tensor,
+    heads: Tensor | Partials,
     norm_weight: Tensor | None,
     eps: float,
     tables: tuple[Tensor, Tensor],
@@ -121,21 +133,24 @@ def fused_rotate_store(
     keys, values = cache
     num_kv_heads = keys.shape[1]
     num_heads = num_all - 2 * num_kv_heads
-    assert heads.stride(2) == 1
-    assert heads.stride(1) == head_dim
+    is_in_parts = isinstance(heads, Partials)
+    source = heads.parts if isinstance(heads, Partials) else heads
+    assert source.stride(-1) == 1
+    assert source.stride(-2) == head_dim
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    queries = torch.empty((num_rows, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
+    queries = torch.empty((num_rows, num_heads, head_dim), dtype=heads.dtype, device=keys.device)
     if num_rows:
         rotate_store[(num_rows, triton.cdiv(num_all, _BLOCK_HEADS))](
-            heads, slots if norm_weight is None else norm_weight, *tables, slots,
+            source, slots if norm_weight is None else norm_weight, *tables, slots,
             queries, keys, values,
             slots if scales is None else scales.keys, slots if scales is None else scales.values,
-            heads.stride(0), eps,
+            source.stride(-3), num_rows * num_all * head_dim, eps,
+            NUM_PARTS=len(source) if is_in_parts else 1,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             BLOCK_HEADS=_BLOCK_HEADS, BLOCK_DIM=triton.next_power_of_2(head_dim),
             HAS_NORM=norm_weight is not None, HAS_SCALES=scales is not None, num_warps=4,
-            **dependent_launch(heads.device, num_rows),
+            **dependent_launch(keys.device, num_rows),
         )  # fmt: skip
     return queries
 

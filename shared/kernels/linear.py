@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.steady import SteadyOperand, can_be_steady, steady_linear, tile_counters
+from shared.kernels.activation import silu_mul
+from shared.kernels.partials import Partials
+from shared.kernels.steady import (
+    MOST_FEW_ROWS,
+    SteadyOperand,
+    can_be_steady,
+    steady_gated,
+    steady_linear,
+    steady_partials,
+    tile_counters,
+)
 
 _PACKING_ROWS = 8
 # Measured for depths from 1,024 on: a single row takes a kernel of its own, with other bits.
@@ -27,15 +37,19 @@ class LinearWeight:
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
         counters: of a product on CUDA that keeps its rows' bits, see `steady`; else None.
+        is_steady: whether that is taken for any number of rows, or only where it is the fastest.
     """
 
     values: Tensor
     is_packed: bool
     counters: Tensor | None = None
+    is_steady: bool = False
 
     @classmethod
     def prepare(cls, weight: Tensor) -> LinearWeight:
         """Packs `weight` `[N, K]` if its device and dtype have a packed product."""
+        if can_be_steady(weight) and weight.is_contiguous():
+            return cls(weight, False, tile_counters(len(weight), weight.device))
         if not has_steady_product(weight.device, weight.dtype):
             return cls(weight, is_packed=False)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
@@ -43,18 +57,39 @@ class LinearWeight:
 
     def steadied(self) -> LinearWeight:
         """Returns the same weight for products that keep their rows' bits, where there are any."""
-        if self.is_packed or not can_be_steady(self.values):
-            return self
-        return LinearWeight(self.values, False, tile_counters(len(self.values), self.values.device))
+        return self if self.counters is None else replace(self, is_steady=True)
+
+    def steady_operand(self, inputs: Tensor) -> SteadyOperand | None:
+        """Returns the weight for the product that keeps bits, if that is to take `inputs`."""
+        # A compiler gains more from a product that it knows.
+        is_faster = len(inputs) <= MOST_FEW_ROWS and not torch.compiler.is_compiling()
+        if self.counters is None or not (self.is_steady or is_faster):
+            return None
+        return SteadyOperand(self.values, None, self.counters)
 
 
 def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`."""
-    if weight.counters is not None:
-        return steady_linear(inputs, SteadyOperand(weight.values, None, weight.counters), bias)
+    operand = weight.steady_operand(inputs)
+    if operand is not None:
+        return steady_linear(inputs, operand, bias)
     if weight.is_packed:
         return steady_product(inputs, weight.values, bias)
     return F.linear(inputs, weight.values, bias)
+
+
+def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
+    """Returns `linear` without a bias, in parts where it is made of some."""
+    operand = weight.steady_operand(inputs)
+    return linear(inputs, weight, None) if operand is None else steady_partials(inputs, operand)
+
+
+def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
+    """Returns `silu_mul` of `linear` without a bias, by one kernel where there is one."""
+    operand = weight.steady_operand(inputs)
+    if operand is not None:
+        return steady_gated(inputs, operand)
+    return silu_mul(linear(inputs, weight, None))
 
 
 def has_steady_product(device: torch.device, dtype: torch.dtype) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.partials import Partials, total_of
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,7 +25,11 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, rows: Tensor | None = None
+    hidden: Tensor,
+    update: Tensor | Partials | None,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden + update` and its norm, both `[T, D]`; `weight` is `[D]`.
 
@@ -37,7 +42,7 @@ def add_rms_norm(
         from shared.kernels.fused_triton import fused_add_norm
 
         return fused_add_norm(hidden, update, weight, eps, rows)
-    total = hidden if update is None else hidden + update
+    total = hidden if update is None else hidden + total_of(update)
     if rows is not None:
         total = total.index_select(0, rows)
     return total, plain_rms_norm(total, weight, eps)

@@ -7,11 +7,12 @@ from torch import Tensor
 from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.narrow_cache import CacheScales, store
 from shared.kernels.norm import plain_rms_norm
+from shared.kernels.partials import Partials, total_of
 from shared.kernels.rotary import rotate
 
 
 def rotate_into_cache(
-    heads: Tensor,
+    heads: Tensor | Partials,
     norm_weight: Tensor | None,
     eps: float,
     tables: tuple[Tensor, Tensor],
@@ -33,11 +34,11 @@ def rotate_into_cache(
     Returns:
         The rotated queries `[T, Hq, D]`.
     """
-    if runs_triton(heads):
+    if runs_triton(slots):
         from shared.kernels.fused_triton import fused_rotate_store
 
         return fused_rotate_store(heads, norm_weight, eps, tables, cache, slots, scales)
-    return plain_rotate_into_cache(heads, norm_weight, eps, tables, cache, slots, scales)
+    return plain_rotate_into_cache(total_of(heads), norm_weight, eps, tables, cache, slots, scales)
 
 
 def plain_rotate_into_cache(

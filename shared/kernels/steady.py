@@ -1,7 +1,8 @@
 """Products on CUDA in which a row's bits do not depend on the number of rows.
 
 Libraries choose another kernel for another number of rows, with sums in another order. Here one
-order holds for all of them.
+order holds for all of them. For few rows this is the faster product as well: it leaves its parts
+to the kernel after it (`partials`), or takes over what that would do.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.kernels.activation import silu_mul
+from shared.kernels.partials import Partials
+
 # A matrix instruction of a warp group has 64 rows, here channels of the weight.
 TILE_CHANNELS = 64
 WORD_BLOCK = 128
 # Of products whose segments are spread over programs.
 MAX_ROW_TILES = 2
+# Measured on an H200 with the matrices of an 8B: up to here no product of cuBLAS is faster.
+MOST_FEW_ROWS = 64
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -63,3 +69,19 @@ def steady_linear(inputs: Tensor, weight: SteadyOperand, bias: Tensor | None) ->
     from shared.kernels.steady_triton import launch
 
     return launch(inputs, weight, bias)
+
+
+def steady_partials(inputs: Tensor, weight: SteadyOperand) -> Tensor | Partials:
+    """Returns `steady_linear` without a bias, in parts where it is made of some."""
+    from shared.kernels.steady_triton import launch, launch_partials
+
+    partials = launch_partials(inputs, weight)
+    return launch(inputs, weight, None) if partials is None else partials
+
+
+def steady_gated(inputs: Tensor, weight: SteadyOperand) -> Tensor:
+    """Returns `silu_mul` of `steady_linear` without a bias, with its bits."""
+    from shared.kernels.steady_triton import launch, launch_gated
+
+    gated = launch_gated(inputs, weight)
+    return silu_mul(launch(inputs, weight, None)) if gated is None else gated

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
+from shared.kernels.fused_jit import silu_times
 from shared.kernels.widened_jit import unpacked
 
 
@@ -22,17 +24,29 @@ def product(  # type: ignore[no-untyped-def]
     inputs, weights, scales, bias, results, parts, counters,
     num_rows, input_stride,
     NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
-    SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr, IS_SPREAD: tl.constexpr,
+    SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
+    IS_SPREAD: tl.constexpr, LEAVES_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `results` `[T, N]`; spread segments leave `parts` `[S, T, N]` float32 first.
 
     `counters` are zero before and after.
+
+    Args:
+        LEAVES_PARTS: another kernel adds the parts.
+        IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
+            either, and `results` are `[T, N / 2]`. There is one segment, and no bias.
     """
+    begin(IS_DEPENDENT)
     tile = tl.program_id(0)
     row_tile = tl.program_id(1)
-    channels = tile * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    lanes = tl.arange(0, TILE_CHANNELS)
+    channels = tile * TILE_CHANNELS + lanes
+    if IS_GATED:
+        half = TILE_CHANNELS // 2
+        channels = tile * half + lanes % half + (lanes // half) * (NUM_CHANNELS // 2)
     rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_channel = channels < NUM_CHANNELS
     is_row = rows < num_rows
@@ -69,24 +83,68 @@ def product(  # type: ignore[no-untyped-def]
                 part = tl.dot(weights2, inputs2, part)
                 part = tl.dot(weights3, inputs3, part)
         total += part
-    summed = tl.trans(total)
-    places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
-    if IS_SPREAD:
+    if IS_GATED:
+        if not IS_WIDE:
+            total *= tl.load(scales + channels % NUM_CHANNELS)[:, None]
+        store_gated(total, results, tile, rows, is_row, NUM_CHANNELS // 2, TILE_CHANNELS // 2)
+    elif IS_SPREAD:
         size = num_rows.to(tl.int64) * NUM_CHANNELS
-        tl.store(parts + first * size + places, summed, mask=is_result)
-        # All threads' parts are out before one of them counts the program.
-        tl.debug_barrier()
-        counter = counters + row_tile * tl.num_programs(0) + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel") < NUM_SEGMENTS - 1:
-            return
-        tl.store(counter, 0)
-        summed = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
-        for segment in range(NUM_SEGMENTS):
-            summed += tl.load(
-                parts + segment * size + places, mask=is_result, other=0.0, cache_modifier=".cg"
-            )
+        places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
+        tl.store(parts + first * size + places, tl.trans(total), mask=is_result)
+        if not LEAVES_PARTS:
+            # All threads' parts are out before one of them counts the program.
+            tl.debug_barrier()
+            counter = counters + row_tile * tl.num_programs(0) + tile
+            if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SEGMENTS - 1:
+                tl.store(counter, 0)
+                summed = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
+                for segment in range(NUM_SEGMENTS):
+                    here = parts + segment * size + places
+                    summed += tl.load(here, mask=is_result, other=0.0, cache_modifier=".cg")
+                store_rows(
+                    summed, scales, bias, results, places, channels, is_result,
+                    NUM_CHANNELS, IS_WIDE, HAS_BIAS,
+                )  # fmt: skip
+    else:
+        places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
+        store_rows(
+            tl.trans(total), scales, bias, results, places, channels, is_result,
+            NUM_CHANNELS, IS_WIDE, HAS_BIAS,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rows(  # type: ignore[no-untyped-def]
+    summed, scales, bias, results, places, channels, is_result,
+    NUM_CHANNELS: tl.constexpr, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Writes sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, scaled and with their bias."""
+    is_channel = channels < NUM_CHANNELS
     if not IS_WIDE:
         summed *= tl.load(scales + channels, mask=is_channel, other=0.0)[None, :]
     if HAS_BIAS:
-        summed += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        more = tl.load(bias + channels, mask=is_channel, other=0.0)
+        summed += more.to(tl.float32)[None, :]
     tl.store(results + places, summed.to(results.dtype.element_ty), mask=is_result)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_gated(  # type: ignore[no-untyped-def]
+    total, results, tile, rows, is_row, NUM_RESULTS: tl.constexpr, TILE_RESULTS: tl.constexpr
+):
+    """Writes what gates leave of values.
+
+    Args:
+        total: `[2 * TILE_RESULTS, TILE_ROWS]`, gates first.
+    """
+    pairs = tl.reshape(total, [2, TILE_RESULTS, rows.shape[0]])
+    gates, gated = tl.split(tl.permute(pairs, (2, 1, 0)))
+    dtype = results.dtype.element_ty
+    columns = tile * TILE_RESULTS + tl.arange(0, TILE_RESULTS)
+    places = rows.to(tl.int64)[:, None] * NUM_RESULTS + columns[None, :]
+    tl.store(
+        results + places,
+        # Rounded as products are that another kernel reads.
+        silu_times(gates.to(dtype), gated.to(dtype)),
+        mask=is_row[:, None] & (columns < NUM_RESULTS)[None, :],
+    )

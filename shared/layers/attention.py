@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from shared.kernels.paged_rows import PagedRows
+from shared.kernels.partials import Partials
 from shared.kernels.rotary_cache import rotate_into_cache
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
@@ -73,8 +74,12 @@ class Attention:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
         return self.output(self._attended(hidden, context))
 
-    def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Part:
-        """Returns the result, or this process's part of it; see `Linear.part`."""
+    def partials(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials:
+        """Returns the result, or its parts; see `Linear.partials`."""
+        return self.output.partials(self._attended(hidden, context))
+
+    def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
+        """Returns the result, or what adds up to it; see `Linear.part`."""
         return self.output.part(self._attended(hidden, context))
 
     def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -82,7 +87,7 @@ class Attention:
         shape, pool = self.shape, context.pool
         norm = self.qk_norm
         queries = rotate_into_cache(
-            self.qkv(hidden).view(len(hidden), -1, shape.head_dim),
+            self.qkv.partials(hidden).view(len(hidden), -1, shape.head_dim),
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
             (context.cos, context.signed_sin),

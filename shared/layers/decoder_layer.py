@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from shared.kernels.partials import Partials
 from shared.layers.attention import Attention, ForwardContext
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
@@ -38,10 +39,13 @@ class DecoderLayer:
         return hidden + self.mlp(normed)
 
     def advance(
-        self, hidden: Tensor | Part, update: Tensor | Part | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor, Tensor | Part]:
+        self,
+        hidden: Tensor | Part,
+        update: Tensor | Partials | Part | None,
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor, Tensor | Partials | Part]:
         """Computes the layer on the residual stream `hidden + update`, either of which may be a
-        part of a sum over a group.
+        part of a sum over a group, and the latter a sum that is left in parts.
 
         Returns:
             The stream that enters, the stream between the two blocks, and what the second one adds

@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.linear import LinearWeight, linear
-from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
+from shared.kernels.activation import silu_mul
+from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
+from shared.kernels.partials import Partials
+from shared.kernels.quantised import (
+    QuantisedWeight,
+    gated_quantised_linear,
+    largest_elements,
+    quantised_linear,
+)
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
 
@@ -65,12 +72,31 @@ class Linear:
         total = self.group.sum(self._product(inputs, None))
         return total if self.bias is None else total + self.bias
 
-    def part(self, inputs: Tensor) -> Tensor | Part:
-        """Returns the product, or this process's part of it where the sum can be left to others:
-        a bias comes after the sum."""
-        if self.group is None or self.bias is not None:
+    def partials(self, inputs: Tensor) -> Tensor | Partials:
+        """Returns the product, or its parts where a kernel that reads it can add them."""
+        assert self.group is None
+        return self(inputs) if self.bias is not None else self._partials(inputs)
+
+    def part(self, inputs: Tensor) -> Tensor | Partials | Part:
+        """Returns the product, its parts, or this process's part of it, where the sum can be left
+        to others: a bias comes after the sum."""
+        if self.bias is not None:
             return self(inputs)
-        return Part(self._product(inputs, None), self.group)
+        partials = self._partials(inputs)
+        return partials if self.group is None else Part(partials, self.group)
+
+    def gated(self, inputs: Tensor) -> Tensor:
+        """Returns `silu_mul` of the product, `[T, K]` to `[T, N / 2]`."""
+        if self.bias is not None or self.group is not None:
+            return silu_mul(self(inputs))
+        if isinstance(self.weight, QuantisedWeight):
+            return gated_quantised_linear(inputs, self.weight)
+        return gated_linear(inputs, self.weight)
+
+    def _partials(self, inputs: Tensor) -> Tensor | Partials:
+        if isinstance(self.weight, QuantisedWeight):
+            return quantised_linear(inputs, self.weight, None)
+        return linear_partials(inputs, self.weight)
 
     def _product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.weight, QuantisedWeight):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.kernels.activation import silu_mul
+from shared.kernels.partials import Partials
 from shared.layers.linear import Linear
 from shared.layers.tensor_group import Part
 
@@ -25,8 +25,12 @@ class Mlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
-        return self.down(silu_mul(self.gate_up(hidden)))
+        return self.down(self.gate_up.gated(hidden))
 
-    def part(self, hidden: Tensor) -> Tensor | Part:
-        """Returns the result, or this process's part of it; see `Linear.part`."""
-        return self.down.part(silu_mul(self.gate_up(hidden)))
+    def partials(self, hidden: Tensor) -> Tensor | Partials:
+        """Returns the result, or its parts; see `Linear.partials`."""
+        return self.down.partials(self.gate_up.gated(hidden))
+
+    def part(self, hidden: Tensor) -> Tensor | Partials | Part:
+        """Returns the result, or what adds up to it; see `Linear.part`."""
+        return self.down.part(self.gate_up.gated(hidden))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shared.kernels.norm import add_rms_norm, rms_norm
+from shared.kernels.partials import Partials
 from shared.layers.tensor_group import Part
 
 
@@ -21,7 +22,7 @@ class RmsNorm:
         return rms_norm(hidden, self.weight, self.eps)
 
     def add(
-        self, hidden: Tensor, update: Tensor | None, rows: Tensor | None = None
+        self, hidden: Tensor, update: Tensor | Partials | None, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns `hidden + update` and its norm, `[T, D]` each; no update leaves `hidden`.
 
@@ -31,7 +32,7 @@ class RmsNorm:
         return add_rms_norm(hidden, update, self.weight, self.eps, rows)
 
     def add_parts(
-        self, hidden: Tensor | Part, update: Tensor | Part | None
+        self, hidden: Tensor | Part, update: Tensor | Partials | Part | None
     ) -> tuple[Tensor, Tensor]:
         """Does what `add` does; either may be a part of a sum over a group, but not both."""
         if isinstance(hidden, Part):

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
 from shared.kernels.norm import add_rms_norm
+from shared.kernels.partials import Partials, total_of
 from shared.layers.peer_memory import open_peer_slots, problem_with
 
 logger = logging.getLogger(__name__)
@@ -53,13 +54,13 @@ class TensorGroup:
         return plain_sum(self._gathered(part))
 
     def add_norm(
-        self, part: Tensor, hidden: Tensor | None, weight: Tensor, eps: float
+        self, part: Tensor | Partials, hidden: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Returns `hidden` plus the `sum` of parts, and its norm, `[T, D]` each; no `hidden` adds
         nothing. Both have the bits of `sum` and `add_rms_norm`, whether one kernel or two."""
         if self.slots is not None and self.slots.fits(part):
             return exchanged_norm(part, hidden, weight, eps, self.slots)
-        total = self.sum(part)
+        total = self.sum(total_of(part))
         if hidden is None:
             return add_rms_norm(total, None, weight, eps)
         return add_rms_norm(hidden, total, weight, eps)
@@ -112,7 +113,7 @@ class TensorGroup:
 class Part:
     """This process's part `[T, D]` of a sum over a group that is left to the norm after it."""
 
-    values: Tensor
+    values: Tensor | Partials
     group: TensorGroup
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.embedding import own_embeddings
+from shared.kernels.partials import Partials
 from shared.kv.batch import ForwardBatch
 from shared.kv.layout import KvLayout
 from shared.kv.pool import KvPool
@@ -95,7 +96,7 @@ class Decoder:
         context = self._context(batch, pool)
         captured: dict[int, Tensor] = {}
         hidden: Tensor | Part = self._embedded(batch.token_ids)
-        update: Tensor | Part | None = None
+        update: Tensor | Partials | Part | None = None
         for index, layer in enumerate(self.layers):
             entered, hidden, update = layer.advance(hidden, update, context)
             if index in capture_layers:

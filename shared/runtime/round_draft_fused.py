@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shared.kernels.partials import total_of
 from shared.kv.batch import ForwardBatch
 from shared.layers.attention import ForwardContext, plan_for
 from shared.models.heads.layers import HeadRows, SplitHeadLayer
@@ -48,7 +49,7 @@ class FusedRoundDraft(RoundDraft):
         stream, update = layer.advance(rows, self._context(batch))
         norm = layer.state_norm or head.vocabulary.norm
         if norm is None:
-            states = stream + update
+            states = stream + total_of(update)
             states = states if wanted is None else states.index_select(0, wanted)
             return states, head.vocabulary.lm_head(states)
         states, normed = norm.add(stream, update, wanted)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.head_inputs import join_inputs
+from shared.kernels.partials import Partials, total_of
 from shared.layers.attention import Attention, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
@@ -50,8 +51,9 @@ class SplitHeadLayer(HeadLayer, Protocol):
     def state_norm(self) -> RmsNorm | None:
         """Applied to the output; None in most heads."""
 
-    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Returns two parts `[T, H]` whose sum is the state, before `state_norm`."""
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
+        """Returns two tensors `[T, H]` whose sum is the state, before `state_norm`; the second may
+        be left in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,9 @@ class EagleLayer:
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         mixed, update = self._advance(torch.cat((embedded, hidden), dim=-1), context)
-        return mixed + update
+        return mixed + total_of(update)
 
-    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
         inputs, _ = join_inputs(
             rows.token_ids, rows.embedding, rows.hidden, rows.sources, None, normed_residual=False
         )
@@ -84,10 +86,10 @@ class EagleLayer:
         """None: the output is the state."""
         return None
 
-    def _advance(self, inputs: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def _advance(self, inputs: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
         mixed = self.fc(inputs)
-        mixed, normed = self.mlp_norm.add(mixed, self.attention(mixed, context))
-        return mixed, self.mlp(normed)
+        mixed, normed = self.mlp_norm.add(mixed, self.attention.partials(mixed, context))
+        return mixed, self.mlp.partials(normed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,10 @@ class Eagle3Layer:
         residual = normed if self.norm_before_residual else hidden
         inputs = torch.cat((self.embedding_norm(embedded), normed), dim=-1)
         mixed, update = self._advance(inputs, residual, context)
-        state = mixed + update
+        state = mixed + total_of(update)
         return state if self.state_norm is None else self.state_norm(state)
 
-    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
         inputs, residual = join_inputs(
             rows.token_ids,
             rows.embedding,
@@ -134,6 +136,6 @@ class Eagle3Layer:
 
     def _advance(
         self, inputs: Tensor, residual: Tensor, context: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        mixed, normed = self.mlp_norm.add(residual, self.attention(inputs, context))
-        return mixed, self.mlp(normed)
+    ) -> tuple[Tensor, Tensor | Partials]:
+        mixed, normed = self.mlp_norm.add(residual, self.attention.partials(inputs, context))
+        return mixed, self.mlp.partials(normed)

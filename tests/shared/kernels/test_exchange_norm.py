@@ -16,6 +16,7 @@ from torch import Tensor
 from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.norm import add_rms_norm
+from shared.kernels.partials import Partials
 
 MAX_ROWS, MAX_PROGRAMS, SLOT_BYTES, EPS = 5, 2, 256, 1e-5
 # Rows of one sum after another: each row's slots are taken at sums of their own.
@@ -66,6 +67,12 @@ def slots_of(folder: Path, rank: int, size: int) -> tuple[PeerSlots, list[Tensor
     return PeerSlots(rank, memory[rank], places, turns, SLOT_BYTES, MAX_PROGRAMS), memory
 
 
+def in_parts(part: Tensor) -> Partials:
+    """Returns the same numbers as sums that float32 holds."""
+    wide = part.float()
+    return Partials(torch.stack((wide / 4, wide / 2, wide / 4)), part.dtype)
+
+
 def add(folder: Path, rank: int, case: Case) -> None:
     """One rank: adds its part, step after step."""
     slots, _memory = slots_of(folder, rank, case.size)
@@ -73,7 +80,8 @@ def add(folder: Path, rank: int, case: Case) -> None:
     for step in range(len(COUNTS)):
         parts = case.parts(step)
         hidden = parts[0] if step % 2 else None
-        found.append(exchanged_norm(parts[rank], hidden, case.weight(), EPS, slots))
+        part = in_parts(parts[rank]) if step % 3 else parts[rank]
+        found.append(exchanged_norm(part, hidden, case.weight(), EPS, slots))
     expected_turns = [sum(count > row for count in COUNTS) % 2 for row in range(MAX_ROWS)]
     assert slots.turns.tolist() == expected_turns
     torch.save(found, folder / f"found-{rank}")

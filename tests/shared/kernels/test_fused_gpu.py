@@ -12,6 +12,7 @@ from shared.kernels.head_inputs import join_inputs, plain_join_inputs
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.norm import add_rms_norm, plain_rms_norm, rms_norm
+from shared.kernels.partials import Partials
 from shared.kernels.rotary import position_tables, rotation_tables
 from shared.kernels.rotary_cache import plain_rotate_into_cache, rotate_into_cache
 from tests.helpers.kernel_device import kernel_device
@@ -63,6 +64,19 @@ def test_sum_and_norm_of_named_rows() -> None:
     whole = add_rms_norm(hidden, update, weight, 1e-6)
     named = add_rms_norm(hidden, update, weight, 1e-6, rows)
     assert all(torch.equal(a[rows], b) for a, b in zip(whole, named, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_sum_and_norm_of_an_update_in_parts(num_parts: int, dtype: torch.dtype) -> None:
+    hidden = torch.randn(5, 768, device=CUDA).to(dtype)
+    weight = torch.randn(768, device=CUDA).to(dtype)
+    update = Partials(torch.randn(num_parts, 5, 768, device=CUDA), dtype)
+    rows = torch.tensor([4, 1], device=CUDA)
+    for wanted in (None, rows):
+        found = add_rms_norm(hidden, update, weight, 1e-6, wanted)
+        expected = add_rms_norm(hidden, update.total(), weight, 1e-6, wanted)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,6 +161,19 @@ def test_rotation_and_cache(
     _close(found, expected)
     _close(caches[0][0], caches[1][0])
     assert torch.equal(caches[0][1], caches[1][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_of_heads_in_parts(dtype: torch.dtype) -> None:
+    heads = Partials(torch.randn(3, 5, 6 * 80, device=CUDA), dtype).view(5, 6, 80)
+    tables = rotation_tables(torch.rand(5, 40, device=CUDA) * 6, 1.0)
+    slots = torch.randperm(20, device=CUDA)[:5]
+    results = []
+    for each in (heads, heads.total()):
+        cache = tuple(torch.zeros((20, 1, 80), dtype=dtype, device=CUDA) for _ in range(2))
+        results.append((rotate_into_cache(each, None, 0.0, tables, cache, slots), *cache))
+    assert results[0][0].shape == (5, 4, 80)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.skipif(IS_INTERPRETING, reason="Triton's interpreter rounds to e4m3 its own way")

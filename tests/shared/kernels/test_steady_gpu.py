@@ -1,0 +1,120 @@
+"""Products of few rows against float64: whole, in parts, and gated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.kernels.activation import silu_mul
+from shared.kernels.kernel_settings import IS_INTERPRETING
+from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
+from shared.kernels.partials import Partials
+from shared.kernels.quantised import QuantisedWeight, gated_quantised_linear, quantised_linear
+from shared.kernels.steady import MOST_FEW_ROWS, can_be_steady
+from tests.helpers.kernel_device import kernel_device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
+DEVICE = kernel_device()
+DTYPES = (torch.float16, torch.bfloat16)
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Channels and depth; cut along the depth where there is some.
+SIZES = ((64, 128), (70, 256), (130, 1152)) if IS_INTERPRETING else (
+    (64, 128), (70, 256), (200, 1152), (6144, 4096), (4096, 14336), (28672, 4096),
+)  # fmt: skip
+COUNTS = (1, 17) if IS_INTERPRETING else (1, 2, 16, 17, 32, 33, 63, 64)
+
+
+@pytest.fixture(autouse=True)
+def _steady_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter does what Hopper does."""
+    if IS_INTERPRETING:
+        monkeypatch.setattr("shared.kernels.steady.is_hopper", lambda device: True)
+
+
+def _case(channels: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, LinearWeight]:
+    generator = torch.Generator(DEVICE).manual_seed(channels + depth)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, device=DEVICE)  # noqa: E731
+    weight = draw(channels, depth).to(dtype)
+    assert can_be_steady(weight)
+    inputs = draw(MOST_FEW_ROWS, depth) / depth**0.5
+    return inputs.to(dtype), LinearWeight.prepare(weight)
+
+
+def _assert_same(found: Tensor, expected: Tensor) -> None:
+    """The same bits, but for the interpreter, whose products are those of a library."""
+    if IS_INTERPRETING:
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    else:
+        assert torch.equal(found, expected)
+
+
+def _error(found: Tensor, inputs: Tensor, weight: LinearWeight) -> float:
+    exact = inputs.double() @ weight.values.double().T
+    size = inputs.double().norm(dim=1, keepdim=True) * weight.values.double().norm(dim=1)
+    return float(((found.double() - exact).abs() / size).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_few_rows_keep_their_bits(size: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs, weight = _case(*size, dtype)
+    expected = linear(inputs, weight, None)
+    assert _error(expected, inputs, weight) < ROUNDING[dtype]
+    for num_rows in COUNTS:
+        _assert_same(linear(inputs[:num_rows], weight, None), expected[:num_rows])
+        _assert_same(linear(inputs[-num_rows:], weight, None), expected[-num_rows:])
+    assert weight.counters is not None
+    assert not weight.counters.any(), "counters are left as they were"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_add_up_to_the_product(size: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs, weight = _case(*size, dtype)
+    has_parts = False
+    for num_rows in COUNTS:
+        rows = inputs[:num_rows]
+        found, expected = linear_partials(rows, weight), linear(rows, weight, None)
+        if isinstance(found, Partials):
+            has_parts = True
+            assert found.shape == expected.shape
+            found = found.total()
+        assert torch.equal(found, expected)
+    assert has_parts == (size[1] >= 1024 and size[0] < 28672)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_gated_products_are_those_of_two_kernels(size: tuple[int, int], dtype: torch.dtype) -> None:
+    _same_gated(*_case(*size, dtype), gated_linear, linear)
+
+
+@pytest.mark.skipif(IS_INTERPRETING, reason="widening is in the GPU's own instructions")
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", SIZES)
+def test_gated_products_of_8_bits(size: tuple[int, int], stored: torch.dtype) -> None:
+    inputs, weight = _case(*size, torch.bfloat16)
+    quantised = QuantisedWeight.of(weight.values, stored)
+    _same_gated(inputs, quantised, gated_quantised_linear, quantised_linear)
+
+
+def _same_gated(
+    inputs: Tensor,
+    weight: LinearWeight | QuantisedWeight,
+    gated: Callable[..., Tensor],
+    product: Callable[..., Tensor],
+) -> None:
+    for num_rows in COUNTS:
+        rows = inputs[:num_rows]
+        _assert_same(gated(rows, weight), silu_mul(product(rows, weight, None)))
+
+
+def test_more_rows_are_left_to_the_library() -> None:
+    inputs, weight = _case(64, 256, torch.float16)
+    many = inputs.repeat(2, 1)
+    assert weight.steady_operand(inputs) is not None
+    assert weight.steady_operand(many) is None
+    assert weight.steadied().steady_operand(many) is not None
