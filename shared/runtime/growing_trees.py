@@ -60,13 +60,18 @@ class GrowingTrees:
         self._choices: HostCopy | None = None
         self._states: Tensor | None = None
         self._host_choices: tuple[list[list[int]], list[list[float]]] | None = None
-        self._is_queued = False
+        self._is_queued, self._num_queued = False, 0
         self._part: torch.cuda.Event | None = None
 
     @property
     def has_trees(self) -> bool:
         """Whether the trees are queued."""
         return self._trees is not None
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether no more forwards are left than are queued."""
+        return 2 * self._num_queued >= self._pass.shape.tree.num_steps
 
     def advance(self) -> bool:
         """Queues a part and waits until the device is at work on it, so that another part, or
@@ -131,6 +136,7 @@ class GrowingTrees:
         if self._is_queued:
             return False
         part = next(self._parts)
+        self._num_queued += 1
         self._is_queued = self._pass.ends_with(part)
         self._keep(part)
         return True

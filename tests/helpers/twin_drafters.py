@@ -118,15 +118,20 @@ class TwinDrafters:
 
     @classmethod
     def of_head(
-        cls, head: DraftHead, *, has_graphs: bool = False, is_exact: bool = False
+        cls,
+        head: DraftHead,
+        *,
+        has_graphs: bool = False,
+        is_exact: bool = False,
+        num_pages: int = NUM_PAGES,
     ) -> TwinDrafters:
-        pools = [KvPool(head.kv_layout(PAGE_SIZE), NUM_PAGES, head.device) for _ in range(2)]
+        pools = [KvPool(head.kv_layout(PAGE_SIZE), num_pages, head.device) for _ in range(2)]
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
         grower = CountingGrower(HeadModel(head, pools[0]), limits)
         drafters = [
             EagleDrafter(
                 HeadRunner(head, pool),
-                KvLeases(NUM_PAGES, PAGE_SIZE),
+                KvLeases(num_pages, PAGE_SIZE),
                 max_context_tokens=CONTEXT,
                 keeps_features=True,
                 grower=own,

@@ -25,6 +25,9 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import HeadModel
+from shared.runtime.tree_pass import PassLimits
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
 from tests.helpers.draft_heads import TinyHead, head_tensors, write_head
@@ -76,16 +79,21 @@ class RecordingDrafter(EagleDrafter):
         return proposals
 
 
-def _drafter(folder: Path, target: Path, tiny: TinyHead) -> RecordingDrafter:
+def _drafter(
+    folder: Path, target: Path, tiny: TinyHead, *, in_passes: bool = False
+) -> RecordingDrafter:
     tensors = TargetFolder(target, dtype=torch.float32, device=CPU)
     head: DraftHead = load_head(
         write_head(folder, tiny), HeadKind(tiny.kind), tensors, dtype=torch.float32, device=CPU
     )
+    pool = KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)
+    limits = PassLimits(8, 128, has_graphs=False)
     drafter = RecordingDrafter(
-        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)),
+        HeadRunner(head, pool),
         KvLeases(200, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,
+        grower=TreeGrower(HeadModel(head, pool), limits) if in_passes else None,
     )
     drafter.seen = []
     return drafter
@@ -161,15 +169,21 @@ def test_a_prompt_from_the_prefix_cache_is_drafted_for_as_a_new_one_is(
     assert _check(drafter, tiny) >= 6
 
 
+@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 @pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
 def test_drafting_ahead_from_recurrent_states_changes_nothing(
-    tiny: TinyHead, seed: int | None, decoder: Decoder, folder: Path, tmp_path: Path
+    tiny: TinyHead,
+    seed: int | None,
+    decoder: Decoder,
+    folder: Path,
+    tmp_path: Path,
+    in_passes: bool,
 ) -> None:
     total = OutcomeTally()
     engine = build_engine(
         decoder, max_step_rows=16, on_step=lambda report: total.add(report.outcomes)
     )
-    drafter = _drafter(tmp_path, folder, tiny)
+    drafter = _drafter(tmp_path, folder, tiny, in_passes=in_passes)
     WiredDraft(engine, drafter, SHAPE, FanOut(8)).attach()
     sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
     requests = [request(prompt, sampling, StopParams(24)) for prompt in (PROMPT, PROMPT[:9])]

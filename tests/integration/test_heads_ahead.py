@@ -26,6 +26,9 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.block_runner import BlockRunner
 from shared.runtime.head_runner import HeadRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import HeadModel
+from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
 from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
 from tests.helpers.checkpoints import TinyShape
@@ -56,17 +59,24 @@ Head = tuple[Decoder, Callable[[int], Drafter]]
 """A target, and what builds a drafter for it of some pages."""
 
 
-def _mtp(folder: Path, num_pages: int) -> Drafter:
+def _mtp(folder: Path, num_pages: int, *, in_passes: bool = False) -> Drafter:
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
     num_layers = len(head.layers)
     kind = EagleDrafter if num_layers == 1 else MultiLayerDrafter
+    pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU)
+    limits = PassLimits(16, 128, has_graphs=False)
     return kind(
-        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU)),
+        HeadRunner(head, pool),
         KvLeases(num_pages, PAGE_SIZE, prefix_cache=num_layers == 1),
         max_context_tokens=128,
         keeps_features=False,
+        grower=TreeGrower(HeadModel(head, pool), limits) if in_passes else None,
     )
+
+
+def _mtp_in_passes(folder: Path, num_pages: int) -> Drafter:
+    return _mtp(folder, num_pages, in_passes=True)
 
 
 def _dflash(folder: Path, num_pages: int) -> Drafter:
@@ -79,6 +89,7 @@ def _dflash(folder: Path, num_pages: int) -> Drafter:
 
 HEADS: dict[str, tuple[int, Build]] = {
     "MTP": (1, _mtp),
+    "MTP in passes": (1, _mtp_in_passes),
     "MTP of 2 layers": (2, _mtp),
     "MTP of 3 layers": (3, _mtp),
     "DFLASH": (1, _dflash),

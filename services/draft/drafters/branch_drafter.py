@@ -18,23 +18,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 from services.draft.candidates import drop_unknown_tokens
-from services.draft.drafters.branches import (
-    Branch,
-    BranchPass,
-    GrowingBranch,
-    Plan,
-    Wanted,
-    WantedBranches,
-    all_of,
-)
+from services.draft.drafters.branch_passes import BranchPass, BranchPasses
+from services.draft.drafters.branches import Branch, GrowingBranch, Plan, all_of
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.grown_rows import GrownRows, Path, paths_of
+from services.draft.drafters.grown_rows import GrownRows, Path
+from services.draft.drafters.likely_branches import LikelyBranches, num_choices
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.standalone_trees import StandaloneTrees
 from services.draft.drafters.whole_trees import grown_shape
 from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import likely_verdicts, rank_of
-from services.draft.rank_shares import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import TokenTree, TreeShape
 
@@ -53,10 +45,11 @@ class BranchDrafter:
         self._trees = trees
         self._contexts = contexts
         self._vocab_size = vocab_size
-        self._shares = RankShares()
+        self._likely = LikelyBranches()
+        self._passes = BranchPasses(
+            trees, contexts, num_choices=self._num_choices, make_room=self._drop_followers
+        )
         self._rows: dict[SequenceKey, GrownRows] = {}
-        self._wanted = WantedBranches()
-        self._pass: BranchPass | None = None
         self._fallen: dict[SequenceKey, GrowingBranch] = {}
         self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
         # Whose likeliest branch may be followed, and trees that are there before their round.
@@ -78,7 +71,7 @@ class BranchDrafter:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._wanted or self._to_follow or self._ready) or self._pass is not None
+        return bool(self._to_follow or self._ready) or not self._passes.is_idle
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees for the current round behind reserved sequences.
@@ -123,10 +116,10 @@ class BranchDrafter:
                 for each in followers.values()
             ]
             self._to_follow[key] = plan
-        paths = {*followers, *(each.wanted.path for each in self._growing_behind(rows))}
+        paths = {*followers, *(each.wanted.path for each in self._passes.growing_behind(rows))}
         if 2 * len(paths) < fan_out.budget:
-            verdicts = self._verdicts(plan, tree, rows, None)
-            self._wanted.want(key, [each for each in verdicts if each.path not in paths])
+            verdicts = self._likely.wanted(plan, tree, rows, None)
+            self._passes.wanted.want(key, [each for each in verdicts if each.path not in paths])
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """The tree may be among those that grow; there is nothing else to go on from."""
@@ -141,9 +134,9 @@ class BranchDrafter:
         key, path = sequence.key, tuple(token_ids)
         rows = self._rows.get(key)
         if rows is not None:
-            self._observe(rows, path)
+            self._likely.observe(rows, path)
         branch = self._branches.get(key, {}).pop(path, None)
-        behind = [] if rows is None else self._growing_behind(rows)
+        behind = [] if rows is None else self._passes.growing_behind(rows)
         growing = next((each for each in behind if each.wanted.path == path), None)
         self.drop(sequence)
         if branch is not None:
@@ -156,8 +149,8 @@ class BranchDrafter:
     def drop(self, sequence: DraftSequence) -> None:
         """Forgets a sequence and frees its branches; those that grow are freed when they end."""
         key = sequence.key
-        self._wanted.drop(key)
-        self._leave_pages(self._rows.pop(key, None))
+        self._passes.wanted.drop(key)
+        self._passes.leave_pages(self._rows.pop(key, None))
         for kept in (self._fallen, self._to_follow):
             kept.pop(key, None)
         self._ready = [each for each in self._ready if each.sequence is not sequence]
@@ -166,13 +159,13 @@ class BranchDrafter:
     def make_room(self) -> bool:
         """Gives up all branches because memory is short, but for those of a pass that a current
         round waits for; returns whether there were any."""
-        under_way = None if self._fallen else self._pass
+        under_way = None if self._fallen else self._passes.under_way
         if under_way is not None:
-            self._give_up(under_way)
+            self._passes.give_up()
         held = [branches for branches in self._branches.values() if branches]
         for branches in held:
             self._free(branches.values())
-        for kept in (self._branches, self._wanted, self._to_follow, self._ready):
+        for kept in (self._branches, self._passes.wanted, self._to_follow, self._ready):
             kept.clear()
         return bool(held) or under_way is not None
 
@@ -181,37 +174,10 @@ class BranchDrafter:
         if self._ready:
             ready, self._ready = self._ready, []
             return ready
-        self._pass = self._pass or self._begin()
-        if self._pass is None:
-            return []
-        if not self._is_of_use(self._pass):
-            self._give_up(self._pass)
-            return []
-        self._pass.trees.advance()
-        if self._pass.grown:
-            self._end(self._pass)
-            return []
-        return self._take_trees(self._pass) if self._pass.trees.has_trees else []
-
-    def _take_trees(self, growing: BranchPass) -> list[Proposal]:
-        is_left = growing.trees.run_on()
-        growing.grown = list(map(GrownRows, growing.trees.read()))
-        self._pass = growing if is_left else None
-        taken = list(map(self._take, growing.branches, growing.grown))
+        if self._passes.is_idle:
+            self._follow()
+        taken = [self._take(*each) for each in self._passes.advance(self._is_of_use)]
         return [proposal for proposal in taken if proposal is not None]
-
-    def _give_up(self, growing: BranchPass) -> None:
-        """Leaves out what a pass has yet to compute."""
-        growing.trees.give_up()
-        if not growing.grown:
-            growing.unneeded.extend(each.kv for each in growing.branches)
-        self._end(growing)
-
-    def _end(self, growing: BranchPass) -> None:
-        """A pass writes no more."""
-        self._pass = None
-        for kv in growing.unneeded:
-            self._contexts.drop_branch(kv)
 
     def _is_of_use(self, growing: BranchPass) -> bool:
         if growing.grown:
@@ -236,23 +202,6 @@ class BranchDrafter:
         branches = all_of(self._branches.get(key, {}).values())
         return self._rows.get(key) is rows or any(each.rows is rows for each in branches)
 
-    def _begin(self) -> BranchPass | None:
-        """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
-        if not self._wanted:
-            self._follow()
-        wanted = self._wanted.take(self._trees.max_sequences)
-        branches = [each for each in map(self._branch, wanted) if each is not None]
-        if not branches:
-            return None
-        shape = branches[0].wanted.plan.shape
-        rows = [
-            self._contexts.branch_sequence(
-                each.wanted.plan.sequence, each.kv, each.wanted.verdict.token
-            )
-            for each in branches
-        ]
-        return BranchPass(self._trees.begin(rows, shape, self._num_choices(shape)), branches)
-
     def _follow(self) -> None:
         """Wants the verdicts on the trees of the likeliest branches. Waits for the device to find
         what may follow their nodes."""
@@ -261,26 +210,9 @@ class BranchDrafter:
             if branch.verdict.cost <= -math.log(LEAST_FOLLOWED) and not branch.followers:
                 # Verdicts name the nodes that the target gets.
                 tree = drop_unknown_tokens(branch.rows.tree, plan.sequence.vocab_size)
-                wanted = self._verdicts(plan, tree, branch.rows, branch)
-                self._wanted.want(key, wanted)
+                wanted = self._likely.wanted(plan, tree, branch.rows, branch)
+                self._passes.wanted.want(key, wanted)
         self._to_follow.clear()
-
-    def _verdicts(
-        self, plan: Plan, tree: TokenTree, rows: GrownRows, behind: Branch | None
-    ) -> list[Wanted]:
-        paths = list(paths_of(tree))
-        continuations = [rows.after(path) for path in paths]
-        verdicts = likely_verdicts(tree, continuations, self._shares, plan.fan_out)
-        return [Wanted(plan, each, paths[each.place], rows, behind) for each in verdicts]
-
-    def _branch(self, wanted: Wanted) -> GrowingBranch | None:
-        behind = None if wanted.behind is None else wanted.behind.kv
-        shape, path = wanted.plan.shape, wanted.rows.line(wanted.accepted)
-        num_rows = shape.num_steps * shape.topk
-        kv = self._contexts.branch(wanted.plan.sequence, behind, path, num_rows)
-        if kv is None and behind is None and self._drop_followers():
-            kv = self._contexts.branch(wanted.plan.sequence, behind, path, num_rows)
-        return None if kv is None else GrowingBranch(wanted, kv)
 
     def _drop_followers(self) -> bool:
         """Gives up what is prepared for verdicts after the next; returns whether there was any."""
@@ -313,39 +245,15 @@ class BranchDrafter:
         self._contexts.adopt(sequence, branch.kv, branch.rows)
         if self._contexts.backlog(sequence):
             # The window has moved on, and what is computed is in the old one.
-            self._leave_pages(branch.rows)
+            self._passes.leave_pages(branch.rows)
             self._free(branch.followers.values())
             return
         self._rows[sequence.key] = branch.rows
         self._branches[sequence.key] = branch.followers
 
-    def _leave_pages(self, rows: GrownRows | None) -> None:
-        """Others may have a sequence's pages from now on, so the pass that grew its rows there
-        writes no more."""
-        if self._pass is not None and self._pass.has_grown(rows):
-            self._pass.trees.give_up()
-
-    def _growing_behind(self, rows: GrownRows) -> list[GrowingBranch]:
-        """Returns the branches under way for verdicts on what was grown."""
-        branches = () if self._pass is None or self._pass.grown else self._pass.branches
-        return [each for each in branches if each.wanted.rows is rows]
-
-    def _observe(self, rows: GrownRows, path: Path) -> None:
-        """Learns which of its choices the target took."""
-        for depth, token in enumerate(path):
-            choices = rows.after(path[:depth])
-            if not choices:
-                return
-            self._shares.observe(rank_of(choices, token))
-
     def _free(self, branches: Iterable[Branch]) -> None:
         for branch in all_of(branches):
-            if self._pass is not None and self._pass.has_grown(branch.rows):
-                self._pass.unneeded.append(branch.kv)
-            else:
-                self._contexts.drop_branch(branch.kv)
+            self._passes.free(branch.kv, branch.rows)
 
     def _num_choices(self, shape: TreeShape) -> int:
-        """Returns how many tokens to find after each node: a verdict ends in one that its tree does
-        not hold."""
-        return max(shape.topk + 1, self.budget) if self.budget else 0
+        return num_choices(shape, self.budget)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.draft.drafters.draft_kv import BranchKv
+from services.draft.drafters.branch_pages import BranchKv
 from services.draft.drafters.grown_rows import GrownRows, Path
 from services.draft.fan_out import FanOut
 from services.draft.likely_verdicts import LikelyVerdict
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.runtime.growing_trees import GrowingTrees
 from shared.tokens import TreeShape
 
 
@@ -71,24 +70,6 @@ class GrowingBranch:
 
     wanted: Wanted
     kv: BranchKv
-
-
-@dataclass(slots=True)
-class BranchPass:
-    """One pass for several branches.
-
-    Attributes:
-        grown: by branch, once the trees are there; what may follow their nodes is yet to be found.
-        unneeded: branches of those that are freed when the pass ends, which writes to them.
-    """
-
-    trees: GrowingTrees
-    branches: Sequence[GrowingBranch]
-    grown: Sequence[GrownRows] = ()
-    unneeded: list[BranchKv] = field(default_factory=list)
-
-    def has_grown(self, rows: GrownRows | None) -> bool:
-        return any(each is rows for each in self.grown)
 
 
 class WantedBranches:

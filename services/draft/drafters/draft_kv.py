@@ -7,12 +7,13 @@ indices `[0, num_computed)`; the rows of grown trees follow them as its tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.draft.drafters.branch_pages import BranchKv, BranchPages
 from services.draft.drafters.tail import Tail
 from services.draft.sequence import DraftSequence
-from shared.kv.leases import KvBranch, KvLease, KvLeases
+from shared.kv.leases import KvLease, KvLeases
 
 
 @dataclass(slots=True, eq=False)
@@ -32,21 +33,6 @@ class SequenceKv:
     is_published: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BranchKv:
-    """Pages in which a sequence may go on.
-
-    Attributes:
-        own: those that are the branch's alone.
-        pages: all of them, in logical order.
-        num_computed: indices below it hold committed tokens, if the branch's verdict falls.
-    """
-
-    own: KvBranch
-    pages: list[int]
-    num_computed: int
-
-
 class DraftKv:
     """Opens, extends, compacts and closes the KV of sequences over one page pool.
 
@@ -58,10 +44,8 @@ class DraftKv:
         """`margin_tokens` of the context stay free for the tree."""
         assert max_context_tokens > margin_tokens + 1, "no room for a context beside the tree"
         self.leases = leases
-        self._max_context_tokens = max_context_tokens
         self._max_window_tokens = max_context_tokens - margin_tokens
-        # Source slot of each slot that is to be overwritten.
-        self._moves: dict[int, int] = {}
+        self._branches = BranchPages(leases, max_context_tokens=max_context_tokens)
 
     def open(self, sequence: DraftSequence) -> SequenceKv:
         """Starts a sequence on the longest cached prefix of its window."""
@@ -82,8 +66,8 @@ class DraftKv:
     def branch(
         self, kv: SequenceKv, behind: BranchKv | None, path: Sequence[int], num_rows: int
     ) -> BranchKv | None:
-        """Returns pages in which computed tokens and a path behind them are followed by room for a
-        token and a tree; None where there are no pages, no tail any more, or too long a context.
+        """Returns pages for a token and a tree behind a path, see `BranchPages`; None also where
+        there is no tail any more.
 
         Args:
             behind: another branch of the sequence; None is the sequence itself.
@@ -96,17 +80,7 @@ class DraftKv:
             base, pages = kv.tail.base, kv.lease.pages
         else:
             return None
-        num_computed = base + len(path) + 1
-        if num_computed + num_rows > self._max_context_tokens:
-            return None
-        own = self.leases.try_branch(kv.lease, base, num_computed + num_rows)
-        if own is None:
-            return None
-        start = own.first_page * self.leases.page_size
-        sources = [*range(start, base), *(base + row for row in path)]
-        branch = BranchKv(own, [*pages[: own.first_page], *own.pages], num_computed)
-        self._copy(pages, sources, branch.pages, range(start, start + len(sources)))
-        return branch
+        return self._branches.branch(kv.lease, pages, base, path, num_rows)
 
     def adopt(self, kv: SequenceKv, sequence: DraftSequence, branch: BranchKv) -> SequenceKv:
         """Goes on in a branch where all committed tokens are computed; see `commit`."""
@@ -140,10 +114,8 @@ class DraftKv:
         return self.leases.try_grow(kv.lease, kv.tail.base + kv.tail.num_rows + num_rows)
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Returns the (source, target) slots to copy before the next forward, as if all were read
-        before any is written, and forgets them."""
-        moves, self._moves = self._moves, {}
-        return [(source, target) for target, source in moves.items()]
+        """See `BranchPages.take_moves`."""
+        return self._branches.take_moves()
 
     def _keep_accepted(self, kv: SequenceKv, token_ids: Sequence[int]) -> None:
         """The tokens decide, not the verdict's node indices: the verified tree may have been
@@ -163,24 +135,9 @@ class DraftKv:
     def _move(self, kv: SequenceKv, base: int, rows: Sequence[tuple[int, int]]) -> None:
         """Moves rows of the tail."""
         pages, moved = kv.lease.pages, [each for each in rows if each[0] != each[1]]
-        self._copy(
+        self._branches.copy(
             pages, [base + source for source, _ in moved], pages, [base + to for _, to in moved]
         )
-
-    def _copy(
-        self, pages: Sequence[int], sources: Iterable[int],
-        other_pages: Sequence[int], targets: Iterable[int],
-    ) -> None:  # fmt: skip
-        """Adds copies from indices to indices to those that wait, which later ones may build on."""
-        slots = (self._slot(pages, index) for index in sources)
-        found = [self._moves.get(slot, slot) for slot in slots]
-        self._moves.update(
-            zip((self._slot(other_pages, index) for index in targets), found, strict=True)
-        )
-
-    def _slot(self, pages: Sequence[int], index: int) -> int:
-        page_size = self.leases.page_size
-        return pages[index // page_size] * page_size + index % page_size
 
 
 def _computed(kv: SequenceKv, sequence: DraftSequence) -> Sequence[int]:

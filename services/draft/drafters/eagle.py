@@ -14,21 +14,22 @@ from round to round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from services.draft.chain_draws import LevelScores, level_scores
-from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
+from services.draft.drafters.head_branches import HeadBranches
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_loan import HeadLoan
 from services.draft.drafters.head_tails import HeadTails, reroot
 from services.draft.drafters.head_trees import HeadTrees
+from services.draft.drafters.joint_foresight import JointForesight
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
-from services.draft.drafters.whole_trees import split
+from services.draft.drafters.whole_trees import grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
@@ -71,7 +72,6 @@ class EagleDrafter:
             keeps_features=keeps_features,
             min_rows=self._num_open_rows,
         )
-        self._trees = None if grower is None else HeadTrees(grower, self._contexts)
         self._tails = self._new_tails()
         self._outcomes = OutcomeDrafter(
             self._tails.tail_of,
@@ -79,10 +79,16 @@ class EagleDrafter:
             max_depth=CONTEXT_MARGIN - 1,
             keeps_rows=False,
         )
+        self._foresight: Foresight = self._outcomes
+        self._branches: HeadBranches | None = None
+        if grower is not None:
+            trees, vocab_size = HeadTrees(grower, self._contexts), runner.head.vocabulary.size
+            self._branches = HeadBranches(trees, self._contexts, vocab_size=vocab_size)
+            self._foresight = JointForesight(self._branches, self._outcomes)
 
     @property
-    def foresight(self) -> OutcomeDrafter:
-        return self._outcomes
+    def foresight(self) -> Foresight:
+        return self._foresight
 
     @property
     def limits(self) -> DrafterLimits:
@@ -104,24 +110,34 @@ class EagleDrafter:
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
+        token_ids = verdict.committed_token_ids
         if features is not None:
             self.add_features(sequence, features)
-        self._outcomes.observe(sequence, verdict.committed_token_ids)
-        self._outcomes.drop(sequence)
-        reroot(self._contexts.kv_of(sequence), verdict.committed_token_ids)
+        if self._branches is not None and grows_whole(sequence):
+            self._branches.commit(sequence, token_ids)
+        else:
+            self._outcomes.observe(sequence, token_ids)
+            self._outcomes.drop(sequence)
+            reroot(self._contexts.kv_of(sequence), token_ids)
         self._contexts.slide(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         has_started_over = self._contexts.add_features(sequence, rows)
         if has_started_over:
-            self._outcomes.drop(sequence)
+            self._drop_ahead(sequence)
 
     def backlog(self, sequence: DraftSequence) -> int:
         return self._contexts.backlog(sequence)
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         shape = self._grown_shape(shape)
-        return self._contexts.reserve(sequence, (shape.num_steps - 1) * shape.topk)
+        # Where verdicts are prepared for, passes compute the leaves of trees, too.
+        num_levels = shape.num_steps if self._outcomes.budget else shape.num_steps - 1
+        num_rows = num_levels * shape.topk
+        has_room = self._contexts.reserve(sequence, num_rows)
+        if not has_room and self._branches is not None and self._branches.make_room():
+            has_room = self._contexts.reserve(sequence, num_rows)
+        return has_room
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
         """Leaves the open rows of each: the last one's state and logits start a tree."""
@@ -139,35 +155,31 @@ class EagleDrafter:
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         complete = [sequence for sequence in sequences if self._contexts.is_complete(sequence)]
         waiting = [sequence for sequence in sequences if not self._contexts.is_complete(sequence)]
-        grown_shape = self._grown_shape(shape)
-        # Drafting ahead goes on from the states of every level.
-        trees = None if self._outcomes.budget else self._trees
-        whole, rest = ([], complete) if trees is None else split(complete)
+        shape, branches = self._grown_shape(shape), self._branches
+        whole, rest = ([], complete) if branches is None else split(complete)
         return [
-            *(trees.grow(whole, grown_shape) if trees is not None else ()),
-            *(self._grow(rest, grown_shape) if rest else ()),
+            *(branches.propose(whole, shape) if branches is not None and whole else ()),
+            *(self._grow(rest, shape) if rest else ()),
             *(Proposal(sequence, EMPTY_TREE) for sequence in waiting),
         ]
 
     def close(self, sequence: DraftSequence) -> None:
-        self._outcomes.drop(sequence)
+        self._drop_ahead(sequence)
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        # Drafting ahead goes level by level.
-        if self._trees is None or self._outcomes.budget:
-            return True
-        return self._trees.is_ready(self._grown_shape(shape), num_sequences)
+        grown = self._grown_shape(shape)
+        return self._branches is None or self._branches.is_prepared(grown, num_sequences)
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Captures a graph of trees that are grown in one pass."""
         grown = self._grown_shape(shape)
-        return self._trees is not None and self._trees.capture_for(grown, num_sequences)
+        return self._branches is not None and self._branches.prepare_for(grown, num_sequences)
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        grown_shape = self._grown_shape(shape)
-        return self._trees is not None and self._trees.capture_next(grown_shape)
+        grown = self._grown_shape(shape)
+        return self._branches is not None and self._branches.prepare_next(grown)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()
@@ -182,6 +194,11 @@ class EagleDrafter:
     def _num_open_rows(self) -> int:
         """Committed rows that only a proposal computes."""
         return 1
+
+    def _drop_ahead(self, sequence: DraftSequence) -> None:
+        self._outcomes.drop(sequence)
+        if self._branches is not None:
+            self._branches.drop(sequence)
 
     def _new_tails(self) -> HeadTails:
         """Returns what computes behind committed tokens, ahead of verdicts."""
@@ -229,10 +246,4 @@ class EagleDrafter:
         return choose_children(scores(logits, [tail.paths for tail in tails]), width)
 
     def _grown_shape(self, shape: TreeShape) -> TreeShape:
-        """Levels beyond the last kept node of a chain, and children beyond the vocabulary, would be
-        grown in vain."""
-        return replace(
-            shape,
-            num_steps=min(shape.num_steps, shape.max_node_count),
-            topk=min(shape.topk, self._runner.head.vocabulary.size),
-        )
+        return grown_shape(shape, self._runner.head.vocabulary.size)

@@ -39,7 +39,7 @@ def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimi
     """Returns the bytes that the cache has to leave for the passes of a head."""
     if limits is None or not limits.has_graphs:
         return 0
-    return head_memory_bytes(head, settings.shape, limits)
+    return _num_memories(settings) * head_memory_bytes(head, settings.shape, limits)
 
 
 def reserved_for_model(
@@ -54,9 +54,12 @@ def reserved_for_model(
         max_tail_width=settings.shape.num_steps * settings.shape.topk,
         max_context_tokens=limits.max_context_tokens,
     )
-    # Passes for verdicts to come have memory of their own.
-    num_kinds = 2 if settings.speculative_outcome_budget else 1
-    return num_kinds * graph_memory_bytes(config, largest, dtype)
+    return _num_memories(settings) * graph_memory_bytes(config, largest, dtype)
+
+
+def _num_memories(settings: DraftSettings) -> int:
+    """Passes for verdicts to come have memory of their own."""
+    return 2 if settings.speculative_outcome_budget else 1
 
 
 def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits | None) -> TreeGrower | None:

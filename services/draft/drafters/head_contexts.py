@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from services.draft.drafters.branch_pages import BranchKv
 from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.drafters.feature_buffer import FeatureBuffer
 from services.draft.drafters.head_kv import HeadKv, num_window_rows
@@ -19,6 +20,7 @@ from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.head_runner import HeadOutput, HeadRunner
 from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenSequence
@@ -159,6 +161,37 @@ class HeadContexts:
             sampling=pass_sampling(sequence),
             pages=kv.lease.pages,
         )
+
+    def branch(
+        self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
+    ) -> BranchKv | None:
+        """Returns pages for what may follow tree rows behind all committed ones, see
+        `HeadKv.branch`."""
+        assert behind is None, "a head goes on from features, never from a branch"
+        return self._kv.branch(self.kv_of(sequence), path, num_rows)
+
+    def drop_branch(self, branch: BranchKv) -> None:
+        """Frees the pages of a branch."""
+        self.leases.drop_branch(branch.own)
+
+    def branch_sequence(
+        self, sequence: DraftSequence, branch: BranchKv, token_id: int
+    ) -> OpenSequence:
+        """Lays out the row of the token that ends the verdict of a branch."""
+        return OpenSequence(
+            token_ids=(token_id,),
+            num_computed=branch.num_computed - 1,
+            num_before=self.kv_of(sequence).window_start,
+            sampling=pass_sampling(sequence),
+            pages=branch.pages,
+        )
+
+    def move(self) -> None:
+        """Moves the keys and values that wait to be, which is due before a branch is computed."""
+        moves = self._kv.take_moves()
+        if moves:
+            slots = uploaded_numbers(moves, self._runner.device)
+            self._runner.pool.move(slots[:, 0], slots[:, 1])
 
     def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
         """Computes rows of any kind from the hidden states they read."""

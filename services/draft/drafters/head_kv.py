@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
+from collections.abc import Sequence
 
+from services.draft.drafters.branch_pages import BranchKv, BranchPages
 from services.draft.drafters.draft_kv import SequenceKv
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
@@ -33,6 +35,7 @@ class HeadKv:
         assert max_context_tokens > margin_tokens + 1, "no room for a context beside the tree"
         self.leases = leases
         self._max_window_rows = max_context_tokens - margin_tokens
+        self._branches = BranchPages(leases, max_context_tokens=max_context_tokens)
 
     @property
     def num_kept_rows(self) -> int:
@@ -56,6 +59,15 @@ class HeadKv:
     def reserve(self, kv: SequenceKv, sequence: DraftSequence, num_tail_rows: int) -> bool:
         """Whether the window and a tree of that many rows fit; nothing changed if not."""
         return self.leases.try_grow(kv.lease, num_window_rows(kv, sequence) + num_tail_rows)
+
+    def branch(self, kv: SequenceKv, path: Sequence[int], num_rows: int) -> BranchKv | None:
+        """Returns pages for a row and a tree behind a path of tree rows, see `BranchPages`."""
+        pages = kv.lease.pages
+        return self._branches.branch(kv.lease, pages, kv.num_computed, path, num_rows)
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """See `BranchPages.take_moves`."""
+        return self._branches.take_moves()
 
     def publish(self, kv: SequenceKv, sequence: DraftSequence) -> None:
         """Shares the computed rows with other sequences, once."""

@@ -1,57 +1,153 @@
-"""Trees of a head that are grown in one pass on its device."""
+"""Trees of a head that its device grows in one pass, and trees whose nodes it computes in one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from services.draft.drafters.drafter import Proposal
+from torch import Tensor
+
+from services.draft.drafters.branches import Wanted
+from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
+from shared.runtime.growing_trees import GrowingTrees
+from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.tree_grower import TreeGrower
-from shared.tokens import TreeShape
+from shared.tokens import TokenTree, TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a grower is used for, and most trees of one pass."""
+
+    grower: TreeGrower
+    size: int
+    num_choices: int
+    is_walk: bool = False
 
 
 class HeadTrees:
-    """Grows what `EagleDrafter` grows level by level, with one copy to the host."""
+    """Computes what `EagleDrafter` computes level by level, with one copy to the host."""
 
     def __init__(self, grower: TreeGrower, contexts: HeadContexts) -> None:
-        self._grower = grower
+        self._grower, self._split = grower, grower.split()
         self._contexts = contexts
 
-    def grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+    @property
+    def max_sequences(self) -> int:
+        """Trees of one pass."""
+        return self._grower.limits.max_sequences
+
+    def capture_next(self, shape: TreeShape, num_choices: int) -> bool:
+        """See `TreeGrower.capture_next`."""
+        return any(
+            each.grower.capture_next(shape, num_choices=each.num_choices, is_walk=each.is_walk)
+            for each in self._uses(1, int(num_choices > 0), num_choices)
+        )
+
+    def is_ready(
+        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
+    ) -> bool:
+        """Whether every graph is there for passes of so many sequences, and of as many branches as
+        all of them may have; none where none are prepared for."""
+        return all(
+            each.grower.is_ready(
+                shape, each.size, num_choices=each.num_choices, is_walk=each.is_walk
+            )
+            for each in self._uses(num_sequences, num_branches, num_choices)
+        )
+
+    def capture_for(
+        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
+    ) -> bool:
+        """Captures one graph of those that `is_ready` asks for; returns whether one was left."""
+        return any(
+            each.grower.capture_next(
+                shape,
+                num_choices=each.num_choices,
+                is_walk=each.is_walk,
+                num_sequences=each.size,
+            )
+            for each in self._uses(num_sequences, num_branches, num_choices)
+        )
+
+    def _uses(self, num_sequences: int, num_branches: int, num_choices: int) -> list[_Use]:
+        grown = _Use(self._grower, num_sequences, num_choices)
+        if not num_branches:
+            return [grown]
+        walked = _Use(self._grower, num_sequences, num_choices, is_walk=True)
+        return [grown, walked, _Use(self._split, num_branches, 0)]
+
+    def grow(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
+    ) -> list[GrownRows]:
         """Computes the committed rows that are left of each sequence, and a tree behind them.
 
         Args:
             sequences: that `grows_whole`, with room for both and features of every row.
+            num_choices: see `TreeGrower.launch`.
         """
-        most = self._grower.limits.max_sequences
-        return [each for batch in batches(sequences, most) for each in self._grow(batch, shape)]
+        return [
+            each
+            for batch in batches(sequences, self.max_sequences)
+            for each in self._grow(batch, shape, num_choices)
+        ]
 
-    def capture_next(self, shape: TreeShape) -> bool:
-        """See `TreeGrower.capture_next`."""
-        return self._grower.capture_next(shape)
+    def walk(
+        self,
+        sequences: Sequence[DraftSequence],
+        trees: Sequence[TokenTree],
+        shape: TreeShape,
+        num_choices: int,
+    ) -> list[GrownRows]:
+        """Computes the committed rows that are left of each sequence, and a given tree behind them;
+        waits for nothing.
 
-    def is_ready(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `TreeGrower.is_ready`."""
-        return self._grower.is_ready(shape, num_sequences)
+        Args:
+            sequences: at most `max_sequences`; see `grow`.
+            shape: see `TreeGrower.walk`.
+        """
+        rows, features = self._open(sequences, shape)
+        walked = self._grower.walk(rows, features, trees, shape, num_choices=num_choices)
+        self._let_go(sequences)
+        return list(map(GrownRows, walked))
 
-    def capture_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        """Captures one graph of those that `is_ready` asks for; returns whether one was left."""
-        return self._grower.capture_next(shape, num_sequences=num_sequences)
+    def num_branch_rows(self, shape: TreeShape) -> int:
+        """See `BranchTrees`: nothing is chosen behind the leaves."""
+        return (shape.num_steps - 1) * shape.topk
 
-    def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+    def begin(
+        self, wanted: Sequence[Wanted], rows: Sequence[OpenSequence], num_choices: int
+    ) -> GrowingTrees:
+        """See `BranchTrees.begin`: the states of accepted nodes stand in for features."""
+        self._contexts.move()
+        states = [each.rows.state(each.accepted) for each in wanted]
+        return self._split.begin(rows, states, wanted[0].plan.shape, num_choices=num_choices)
+
+    def _grow(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
+    ) -> list[GrownRows]:
+        rows, features = self._open(sequences, shape)
+        growing = self._grower.launch(rows, features, shape, num_choices=num_choices)
+        # The device computes meanwhile.
+        self._let_go(sequences)
+        return list(map(GrownRows, growing.read()))
+
+    def _open(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape
+    ) -> tuple[list[OpenSequence], list[Tensor]]:
+        """Lays out the committed rows that are left, and the features that they read."""
         contexts = self._contexts
         self._catch_up(sequences, self._grower.max_open_rows(shape))
         features = contexts.features([(each, contexts.backlog(each)) for each in sequences])
-        rows = [contexts.open_sequence(each) for each in sequences]
-        growing = self._grower.launch(rows, features, shape)
-        # The device computes meanwhile.
+        return [contexts.open_sequence(each) for each in sequences], features
+
+    def _let_go(self, sequences: Sequence[DraftSequence]) -> None:
         for sequence in sequences:
-            contexts.publish(sequence)
-            contexts.drop_features(sequence)
-        grown = zip(sequences, growing.read(), strict=True)
-        return [Proposal(sequence, each.tree) for sequence, each in grown]
+            self._contexts.publish(sequence)
+            self._contexts.drop_features(sequence)
 
     def _catch_up(self, sequences: Sequence[DraftSequence], num_left: int) -> None:
         """Computes what a pass cannot take, after a prompt or a deeper tree of another draft."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.draft.drafters.branch_drafter import BranchDrafter
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Foresight, Proposal
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.whole_trees import grows_whole
 from services.draft.fan_out import FanOut
@@ -19,7 +18,7 @@ class JointForesight:
         levels: for the others.
     """
 
-    def __init__(self, whole: BranchDrafter, levels: OutcomeDrafter) -> None:
+    def __init__(self, whole: Foresight, levels: OutcomeDrafter) -> None:
         self._whole, self._levels = whole, levels
 
     @property
@@ -46,5 +45,5 @@ class JointForesight:
         proposals = self._whole.advance() if self._whole.has_work else []
         return proposals + (self._levels.advance() if self._levels.has_work else [])
 
-    def _of(self, sequence: DraftSequence) -> BranchDrafter | OutcomeDrafter:
+    def _of(self, sequence: DraftSequence) -> Foresight:
         return self._whole if grows_whole(sequence) else self._levels

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.draft.drafters.draft_kv import BranchKv, DraftKv, SequenceKv
+from services.draft.drafters.branch_pages import BranchKv
+from services.draft.drafters.draft_kv import DraftKv, SequenceKv
 from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey

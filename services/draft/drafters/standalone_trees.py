@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.draft.drafters.branches import Wanted
 from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.whole_trees import batches
@@ -69,13 +70,16 @@ class StandaloneTrees:
             for each in self._grow(batch, shape, num_choices)
         ]
 
+    def num_branch_rows(self, shape: TreeShape) -> int:
+        """See `BranchTrees`: the leaves are computed, too."""
+        return shape.num_steps * shape.topk
+
     def begin(
-        self, rows: Sequence[OpenSequence], shape: TreeShape, num_choices: int
+        self, wanted: Sequence[Wanted], rows: Sequence[OpenSequence], num_choices: int
     ) -> GrowingTrees:
-        """Begins to grow a tree behind each of `max_sequences` at most, in pages of their own. The
-        pass can stop while others `grow`; the next one gives it up."""
+        """See `BranchTrees.begin`."""
         self._contexts.move()
-        return self._split.begin(rows, (), shape, num_choices=num_choices)
+        return self._split.begin(rows, (), wanted[0].plan.shape, num_choices=num_choices)
 
     def _grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int

@@ -22,6 +22,9 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.head_runner import HeadRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import HeadModel
+from shared.runtime.tree_pass import PassLimits
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import HEADS, head_tensors, write_head
@@ -61,14 +64,21 @@ class Setup:
     oracle: HeadOracle
 
     def drafter(
-        self, *, num_pages: int = 200, context: int = 128, keeps_features: bool = False
+        self,
+        *,
+        num_pages: int = 200,
+        context: int = 128,
+        keeps_features: bool = False,
+        in_passes: bool = False,
     ) -> EagleDrafter:
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
+        limits = PassLimits(8, context, has_graphs=False)
         return EagleDrafter(
             HeadRunner(self.head, pool),
             KvLeases(num_pages, PAGE_SIZE),
             max_context_tokens=context,
             keeps_features=keeps_features,
+            grower=TreeGrower(HeadModel(self.head, pool), limits) if in_passes else None,
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
@@ -518,13 +528,14 @@ def _follow(
     drafter.commit(sequence, verdict, setup.sent(sequence, start, sequence.num_tokens - 1))
 
 
+@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
-    setup: Setup, sampling: SamplingParams
+    setup: Setup, sampling: SamplingParams, in_passes: bool
 ) -> None:
     """A drafter that has followed a row of verdicts prepares what a new one does that is told of
     the same tokens, features and tree."""
-    source, drafter = random.Random(2), setup.drafter()
+    source, drafter = random.Random(2), setup.drafter(in_passes=in_passes)
     drafter.foresight.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
@@ -535,7 +546,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
         chosen = source.choice(block)
         _follow(drafter, setup, sequence, tree, chosen)
         tree = chosen.tree
-        other = setup.drafter()
+        other = setup.drafter(in_passes=in_passes)
         other.foresight.budget = FAN_OUT.budget
         twin = draft_sequence(sequence.token_ids, sampling)
         _open(other, setup, twin)
@@ -551,8 +562,9 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
     drafter.check()
 
 
-def test_nothing_is_drafted_ahead_without_features(setup: Setup) -> None:
-    drafter = setup.drafter()
+@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
+def test_nothing_is_drafted_ahead_without_features(setup: Setup, in_passes: bool) -> None:
+    drafter = setup.drafter(in_passes=in_passes)
     drafter.foresight.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9))
     _open(drafter, setup, sequence)

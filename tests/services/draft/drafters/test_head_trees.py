@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.draft.fan_out import FanOut
 from shared.layers.linear import Linear
 from shared.models.heads.head import DraftHead
 from shared.tokens import SamplingParams, TreeShape
@@ -153,17 +152,3 @@ def test_a_tree_of_a_probes_own_shape_grows_level_by_level(heads: dict[str, Draf
     twins.send_all(probe)
     assert all(twins.trees(TREE, probe))
     assert twins.grower.num_sequences == 0
-
-
-def test_drafting_ahead_goes_level_by_level(heads: dict[str, DraftHead]) -> None:
-    twins, sequence = (
-        TwinDrafters.of_head(heads["eagle3"]),
-        draft_sequence(text(random.Random(4), 9)),
-    )
-    twins.open(sequence)
-    twins.send_all(sequence)
-    twins.whole.foresight.budget = 4
-    [tree] = twins.trees(TREE, sequence)
-    assert twins.grower.num_sequences == 0
-    twins.whole.foresight.begin(sequence, tree, TREE, FanOut(4))
-    assert twins.whole.foresight.has_work

@@ -222,7 +222,7 @@ def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
         bench.begin(each, tree)
     foresight = bench.drafter.foresight
     assert foresight.advance() == []
-    condition = next(iter(foresight._whole._pass.branches)).wanted
+    condition = next(iter(foresight._whole._passes.under_way.branches)).wanted
     bench.commit(sequence, condition.path)
     assert foresight.resume(sequence, shape)
     bench.drafter.check()
@@ -486,7 +486,7 @@ def test_a_window_slides_where_drafting_ahead_ends_before_its_tree_has_grown(
     bench.begin(sequence, tree)
     foresight = bench.drafter.foresight
     assert foresight.advance() == []
-    bench.commit(sequence, foresight._whole._pass.branches[0].wanted.path)
+    bench.commit(sequence, foresight._whole._passes.under_way.branches[0].wanted.path)
     assert foresight.resume(sequence, shape)
     foresight.budget = 0
     assert not foresight.resume(sequence, shape)

@@ -1,0 +1,82 @@
+"""Pages of branches, and the keys and values that wait to be copied into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.kv.leases import KvBranch, KvLease, KvLeases
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BranchKv:
+    """Pages in which a sequence may go on.
+
+    Attributes:
+        own: those that are the branch's alone.
+        pages: all of them, in logical order.
+        num_computed: indices below it hold committed tokens, if the branch's verdict falls.
+    """
+
+    own: KvBranch
+    pages: list[int]
+    num_computed: int
+
+
+class BranchPages:
+    """Gives branches over one page pool their pages.
+
+    Args:
+        max_context_tokens: no branch reaches beyond it.
+    """
+
+    def __init__(self, leases: KvLeases, *, max_context_tokens: int) -> None:
+        self._leases = leases
+        self._max_context_tokens = max_context_tokens
+        # Source slot of each slot that is to be overwritten.
+        self._moves: dict[int, int] = {}
+
+    def branch(
+        self, lease: KvLease, pages: Sequence[int], base: int, path: Sequence[int], num_rows: int
+    ) -> BranchKv | None:
+        """Returns pages in which computed tokens and a path behind them are followed by room for a
+        token and a tree; None where there are none left, or the context ends before that.
+
+        Args:
+            pages: of the lease, or of another branch of it.
+            base: indices below it hold the computed tokens.
+            path: rows behind them.
+            num_rows: of the tree.
+        """
+        num_computed = base + len(path) + 1
+        if num_computed + num_rows > self._max_context_tokens:
+            return None
+        own = self._leases.try_branch(lease, base, num_computed + num_rows)
+        if own is None:
+            return None
+        start = own.first_page * self._leases.page_size
+        sources = [*range(start, base), *(base + row for row in path)]
+        branch = BranchKv(own, [*pages[: own.first_page], *own.pages], num_computed)
+        self.copy(pages, sources, branch.pages, range(start, start + len(sources)))
+        return branch
+
+    def copy(
+        self, pages: Sequence[int], sources: Iterable[int],
+        other_pages: Sequence[int], targets: Iterable[int],
+    ) -> None:  # fmt: skip
+        """Adds copies from indices to indices to those that wait, which later ones may build on."""
+        slots = (self._slot(pages, index) for index in sources)
+        found = [self._moves.get(slot, slot) for slot in slots]
+        self._moves.update(
+            zip((self._slot(other_pages, index) for index in targets), found, strict=True)
+        )
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Returns the (source, target) slots to copy before the next forward, as if all were read
+        before any is written, and forgets them."""
+        moves, self._moves = self._moves, {}
+        return [(source, target) for target, source in moves.items()]
+
+    def _slot(self, pages: Sequence[int], index: int) -> int:
+        page_size = self._leases.page_size
+        return pages[index // page_size] * page_size + index % page_size
