@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from services.draft.drafters.drafter import Proposal
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
@@ -31,6 +32,7 @@ from tests.helpers.twin_drafters import MAX_SEQUENCES, SAMPLED, TwinDrafters, lo
 pytestmark = pytest.mark.gpu
 SHAPES = [TreeShape(1, 1, 2), TreeShape(4, 1, 5), TreeShape(3, 3, 9), TreeShape(2, 4, 30)]
 INTERPRETED = [("mapped", SHAPES[3]), ("eagle3", SHAPES[2]), ("eagle3.1", SHAPES[1])]
+WALKED = [("mapped", SHAPES[1]), ("eagle3", SHAPES[2])]
 on_cuda = pytest.mark.skipif(IS_INTERPRETING, reason="graphs need CUDA")
 
 
@@ -122,6 +124,46 @@ def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: 
             [expected] = propose(twins.levels, shape, sequence)
             assert path_values(fallen.tree) == pytest.approx(path_values(expected), abs=1e-3)
             trees[place] = fallen.tree
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(*case, marks=pytest.mark.interpreter if case in WALKED else ())
+        for case in itertools.product(["mapped", "eagle3", "eagle3.1"], SHAPES)
+    ],
+    ids=str,
+)
+def test_heads_prepare_for_verdicts_in_passes_as_they_do_level_by_level(
+    heads: dict[str, DraftHead], name: str, shape: TreeShape
+) -> None:
+    """Branches behind trees that were grown, then behind trees that are walked."""
+    draw, twins = random.Random(f"{name} {shape}"), _twins(heads[name])
+    batch = [
+        draft_sequence(text(draw, length), sampling, number)
+        for number, (length, sampling) in enumerate([(5, GREEDY), (18, SAMPLED)])
+    ]
+    twins.open(*batch)
+    twins.send_all(*batch)
+    for drafter in (twins.whole, twins.levels):
+        drafter.foresight.budget = 3
+    trees = twins.trees(shape, *batch)
+    for _ in range(2 if IS_INTERPRETING else 4):
+        found, expected = (
+            {
+                (each.sequence.key, each.condition): each.tree
+                for each in prepare_ahead(drafter, shape, *zip(batch, trees, strict=True))
+            }
+            for drafter in (twins.whole, twins.levels)
+        )
+        shared = [key for key in found if key in expected]
+        for key in shared:
+            assert path_values(found[key]) == pytest.approx(path_values(expected[key]), abs=1e-3)
+        for place, sequence in enumerate(batch):
+            fallen = draw.choice([each for each in shared if each[0] == sequence.key])
+            proposal = Proposal(sequence, found[fallen], fallen[1])
+            twins.commit(sequence, foreseen_tokens(trees[place], proposal), is_late=False)
+            trees[place] = proposal.tree
 
 
 @on_cuda
