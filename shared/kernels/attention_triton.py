@@ -39,8 +39,10 @@ FEWEST_CHAINS = 160
 _LONG_PROGRAMS = 4
 # Of plain rows and trees: for so many keys a warp holds what it needs in registers.
 _TILE_KEYS = 32
-# Tiles of keys and values in shared memory, and one more.
+# Tiles of keys and values in shared memory, and one more. Where programs serve the own keys of tree
+# rows beside splits, room for more of them gains more than a third tile.
 _SPLIT_STAGES = 3
+_TREE_STAGES = 2
 _WHOLE_STAGES = 4
 # Tree rows whose own keys one program of `attend_splits` takes.
 OWN_ROWS = 2
@@ -198,7 +200,8 @@ def _launch_splits(call: _Call) -> None:
         plan.max_splits, num_shared, call.scale_log2, plan.sliding_window or 0,
         HAS_TAIL=has_tail, ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, OWN_ROWS=OWN_ROWS,
-        **options, **launch, num_warps=call.num_warps, num_stages=call.stages_of(_SPLIT_STAGES),
+        **options, **launch, num_warps=call.num_warps,
+        num_stages=call.stages_of(_TREE_STAGES if has_tail else _SPLIT_STAGES),
     )  # fmt: skip
     combine[(num_blocks * rows_per_block, num_heads)](
         sums, maxima, masses, call.results,
