@@ -206,6 +206,24 @@ def _first_logits(runner: ModelRunner, sequences: Sequence[SequenceRows]) -> Ten
     return runner.run(batch).logits[0].clone()
 
 
+def steady_lines(runner: ModelRunner, bandwidth: float) -> list[Line]:
+    """Measures forwards of many rows with products that keep a row's bits, where others are the
+    library's."""
+    decoder = runner.decoder.steadied()
+    steady = ModelRunner(decoder, runner.pool, ForwardGraphs(decoder, runner.pool, LIMITS))
+    rng = random.Random(0)
+    lines = []
+    for nodes in (16, 32, 64):
+        sequences = [tree(rng, start=CONTEXT, num_nodes=nodes) for _ in range(8)]
+        free, line = (
+            step_line(each, f"steady, {nodes} rows, batch 8", sequences, bandwidth)
+            for each in (runner, steady)
+        )
+        note = f"{line.time_ms / free.time_ms - 1:+.0%} to the library's {free.time_ms:.2f} ms"
+        lines.append(replace(line, note=note))
+    return lines
+
+
 def main() -> None:
     torch.cuda.init()
     bandwidth, rate = copy_bandwidth(), product_rate()
@@ -227,6 +245,7 @@ def main() -> None:
             name = f"verify {nodes} rows, batch {count}"
             print(step_line(runner, name, sequences, bandwidth), flush=True)
     print(prefill_line(runner, rate), flush=True)
+    print("\n".join(map(str, steady_lines(runner, bandwidth))), flush=True)
     for count in (1, 64):
         print(f"host gap, batch {count}: {host_gap_ms(runner, count) * 1e3:.0f} us")
     print("; ".join(same_bits(runner)))
