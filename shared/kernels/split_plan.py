@@ -92,7 +92,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
     row_lengths, tail_slots = _rows(batch)
-    plain_tile = max(PLAIN_TILE, _power_of_two(num_query_groups))
+    plain_tile = tile_of(num_query_groups)
     chunk_tile = max(CHUNK_TILE, _power_of_two(num_query_groups))
     has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
     plain_blocks = _blocks(batch, plain_tile, num_query_groups, of_chunks=False)
@@ -124,6 +124,22 @@ def num_splits(num_keys: int) -> int:
     return count + -(-(num_keys - level_keys) // level_split)
 
 
+def num_part_rows(num_rows: int, num_sequences: int, num_query_groups: int) -> int:
+    """Returns for how many rows partial results are held, in a forward of plain rows and trees."""
+    rows_per_block = tile_of(num_query_groups) // num_query_groups
+    return most_blocks(num_rows, num_sequences, rows_per_block) * rows_per_block
+
+
+def tile_of(num_query_groups: int) -> int:
+    """Returns the score rows of a block of plain rows and trees."""
+    return max(PLAIN_TILE, _power_of_two(num_query_groups))
+
+
+def most_blocks(num_rows: int, num_sequences: int, rows_per_block: int) -> int:
+    """Returns into how many blocks rows are cut at most, however they fall to sequences."""
+    return min(num_rows, num_rows // rows_per_block + num_sequences)
+
+
 def _max_plain_rows(batch: PagedRows) -> int:
     if batch.tail_mask is not None:
         return len(batch.positions)
@@ -142,7 +158,7 @@ def _blocks(batch: PagedRows, tile: int, num_query_groups: int, *, of_chunks: bo
     """Cuts the rows of chunks, or all others, into blocks that fill a tile."""
     rows_per_block = tile // num_query_groups
     max_rows = len(batch.positions) if of_chunks else _max_plain_rows(batch)
-    max_blocks = min(max_rows, max_rows // rows_per_block + len(batch.kv_lengths))
+    max_blocks = most_blocks(max_rows, len(batch.kv_lengths), rows_per_block)
     has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
     if runs_triton(batch.positions):
         from shared.kernels.split_plan_triton import blocks_on_device

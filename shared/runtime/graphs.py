@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_splits
+from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
@@ -179,8 +179,10 @@ class ForwardGraphs:
 def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
     """Returns about what the largest graph needs beside weights and cache; others share it."""
     rows = limits.max_rows
+    groups = config.num_heads // config.num_kv_heads
     partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)
-    attention = rows * config.num_heads * partial * 4
+    part_rows = num_part_rows(rows, limits.max_sequences, groups)
+    attention = part_rows * config.num_heads * partial * 4
     logits = rows * config.vocab_size * (4 + dtype.itemsize)
     blocks = rows * (8 * config.hidden_size + 3 * config.intermediate_size) * dtype.itemsize
     masks = rows * limits.max_tail_width * 9
