@@ -23,6 +23,7 @@ from services.draft.drafters.branches import Branch, GrowingBranch, Plan, all_of
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.grown_rows import GrownRows, Path
 from services.draft.drafters.likely_branches import LikelyBranches, num_choices
+from services.draft.drafters.pass_graphs import PassGraphs
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.standalone_trees import StandaloneTrees
 from services.draft.drafters.whole_trees import grown_shape
@@ -46,6 +47,7 @@ class BranchDrafter:
         self._contexts = contexts
         self._vocab_size = vocab_size
         self._likely = LikelyBranches()
+        self.graphs = PassGraphs(trees.uses)
         self._passes = BranchPasses(
             trees, contexts, num_choices=self._num_choices, make_room=self._drop_followers
         )
@@ -87,20 +89,6 @@ class BranchDrafter:
         return [
             Proposal(sequence, rows.tree) for sequence, rows in zip(sequences, grown, strict=True)
         ]
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Captures a graph that later passes may want; returns whether one was left."""
-        return self._trees.capture_next(shape, self._num_choices(shape))
-
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter.is_prepared`."""
-        sizes = num_sequences, num_sequences * self.budget
-        return self._trees.is_ready(shape, *sizes, self._num_choices(shape))
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter.prepare_for`."""
-        sizes = num_sequences, num_sequences * self.budget
-        return self._trees.capture_for(shape, *sizes, self._num_choices(shape))
 
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut

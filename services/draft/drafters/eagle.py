@@ -168,18 +168,23 @@ class EagleDrafter:
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        grown = self._grown_shape(shape)
-        return self._branches is None or self._branches.is_prepared(grown, num_sequences)
+        if self._branches is None:
+            return True
+        grown, budget = self._grown_shape(shape), self._branches.budget
+        return self._branches.graphs.is_prepared(grown, num_sequences, budget)
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        grown = self._grown_shape(shape)
-        return self._branches is not None and self._branches.prepare_for(grown, num_sequences)
+        if self._branches is None:
+            return False
+        grown, budget = self._grown_shape(shape), self._branches.budget
+        return self._branches.graphs.prepare_for(grown, num_sequences, budget)
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        grown = self._grown_shape(shape)
-        return self._branches is not None and self._branches.prepare_next(grown)
+        if self._branches is None:
+            return False
+        return self._branches.graphs.prepare_next(self._grown_shape(shape), self._branches.budget)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()

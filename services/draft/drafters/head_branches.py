@@ -23,6 +23,7 @@ from services.draft.drafters.grown_rows import GrownRows, Path
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_trees import HeadTrees
 from services.draft.drafters.likely_branches import LikelyBranches, num_choices
+from services.draft.drafters.pass_graphs import PassGraphs
 from services.draft.drafters.whole_trees import grown_shape
 from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -51,6 +52,7 @@ class HeadBranches:
         self._budget = 0
         self._trees, self._contexts, self._vocab_size = trees, contexts, vocab_size
         self._likely = LikelyBranches()
+        self.graphs = PassGraphs(trees.uses)
         self._passes = BranchPasses(
             trees, contexts, num_choices=lambda _: 0, make_room=lambda: False
         )
@@ -88,20 +90,6 @@ class HeadBranches:
         pairs = list(zip(sequences, grown, strict=True))
         self._rows.update((sequence.key, rows) for sequence, rows in pairs)
         return [Proposal(sequence, rows.tree) for sequence, rows in pairs]
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Captures a graph that later passes may want; returns whether one was left."""
-        return self._trees.capture_next(shape, num_choices(shape, self.budget))
-
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter.is_prepared`."""
-        sizes = num_sequences, num_sequences * self.budget
-        return self._trees.is_ready(shape, *sizes, num_choices(shape, self.budget))
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter.prepare_for`."""
-        sizes = num_sequences, num_sequences * self.budget
-        return self._trees.capture_for(shape, *sizes, num_choices(shape, self.budget))
 
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
@@ -148,10 +136,9 @@ class HeadBranches:
         return True
 
     def advance(self) -> list[Proposal]:
-        """Queues walks or a forward of a pass, or takes what the last one has grown."""
+        """Queues walks and a forward of a pass, or takes what the last one has grown."""
         if self._walks:
             self._walk()
-            return []
         taken = [self._take(*each) for each in self._passes.advance(self._is_of_use)]
         return [proposal for proposal in taken if proposal is not None]
 

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from services.draft.drafters.branches import Wanted
 from services.draft.drafters.grown_rows import GrownRows
 from services.draft.drafters.head_contexts import HeadContexts
+from services.draft.drafters.likely_branches import num_choices
+from services.draft.drafters.pass_graphs import PassUse
 from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
 from shared.runtime.growing_trees import GrowingTrees
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.tokens import TokenTree, TreeShape
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """What a grower is used for, and most trees of one pass."""
-
-    grower: TreeGrower
-    size: int
-    num_choices: int
-    is_walk: bool = False
 
 
 class HeadTrees:
@@ -40,45 +31,13 @@ class HeadTrees:
         """Trees of one pass."""
         return self._grower.limits.max_sequences
 
-    def capture_next(self, shape: TreeShape, num_choices: int) -> bool:
-        """See `TreeGrower.capture_next`."""
-        return any(
-            each.grower.capture_next(shape, num_choices=each.num_choices, is_walk=each.is_walk)
-            for each in self._uses(1, int(num_choices > 0), num_choices)
-        )
-
-    def is_ready(
-        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
-    ) -> bool:
-        """Whether every graph is there for passes of so many sequences, and of as many branches as
-        all of them may have; none where none are prepared for."""
-        return all(
-            each.grower.is_ready(
-                shape, each.size, num_choices=each.num_choices, is_walk=each.is_walk
-            )
-            for each in self._uses(num_sequences, num_branches, num_choices)
-        )
-
-    def capture_for(
-        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
-    ) -> bool:
-        """Captures one graph of those that `is_ready` asks for; returns whether one was left."""
-        return any(
-            each.grower.capture_next(
-                shape,
-                num_choices=each.num_choices,
-                is_walk=each.is_walk,
-                num_sequences=each.size,
-            )
-            for each in self._uses(num_sequences, num_branches, num_choices)
-        )
-
-    def _uses(self, num_sequences: int, num_branches: int, num_choices: int) -> list[_Use]:
-        grown = _Use(self._grower, num_sequences, num_choices)
-        if not num_branches:
-            return [grown]
-        walked = _Use(self._grower, num_sequences, num_choices, is_walk=True)
-        return [grown, walked, _Use(self._split, num_branches, 0)]
+    def uses(self, shape: TreeShape, num_sequences: int, budget: int) -> list[PassUse]:
+        """See `PassGraphs`."""
+        choices = num_choices(shape, budget)
+        grown = PassUse(self._grower, num_sequences, choices)
+        walked = PassUse(self._grower, num_sequences, choices, is_walk=True)
+        branches = PassUse(self._split, num_sequences * budget, 0)
+        return [grown, walked, branches] if budget else [grown]
 
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int

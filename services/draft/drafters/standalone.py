@@ -159,18 +159,24 @@ class StandaloneDrafter:
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        grown = grown_shape(shape, self._vocab_size)
-        return self._branches is None or self._branches.is_prepared(grown, num_sequences)
+        if self._branches is None:
+            return True
+        grown, budget = grown_shape(shape, self._vocab_size), self._branches.budget
+        return self._branches.graphs.is_prepared(grown, num_sequences, budget)
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        grown = grown_shape(shape, self._vocab_size)
-        return self._branches is not None and self._branches.prepare_for(grown, num_sequences)
+        if self._branches is None:
+            return False
+        grown, budget = grown_shape(shape, self._vocab_size), self._branches.budget
+        return self._branches.graphs.prepare_for(grown, num_sequences, budget)
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
+        if self._branches is None:
+            return False
         grown = grown_shape(shape, self._vocab_size)
-        return self._branches is not None and self._branches.prepare_next(grown)
+        return self._branches.graphs.prepare_next(grown, self._branches.budget)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from services.draft.drafters.branches import Wanted
 from services.draft.drafters.grown_rows import GrownRows
+from services.draft.drafters.likely_branches import num_choices
+from services.draft.drafters.pass_graphs import PassUse
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
@@ -27,33 +29,12 @@ class StandaloneTrees:
         """Trees that one pass grows."""
         return self._grower.limits.max_sequences
 
-    def capture_next(self, shape: TreeShape, num_choices: int) -> bool:
-        """See `TreeGrower.capture_next`; passes that can stop are begun with choices only."""
-        growers = (self._grower, self._split) if num_choices else (self._grower,)
-        return any(each.capture_next(shape, num_choices=num_choices) for each in growers)
-
-    def is_ready(
-        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
-    ) -> bool:
-        """Whether every graph is there for passes of so many sequences, and of as many branches as
-        all of them may have; none where none are prepared for."""
-        return all(
-            grower.is_ready(shape, size, num_choices=num_choices)
-            for grower, size in self._sizes(num_sequences, num_branches)
-        )
-
-    def capture_for(
-        self, shape: TreeShape, num_sequences: int, num_branches: int, num_choices: int
-    ) -> bool:
-        """Captures one graph of those that `is_ready` asks for; returns whether one was left."""
-        return any(
-            grower.capture_next(shape, num_choices=num_choices, num_sequences=size)
-            for grower, size in self._sizes(num_sequences, num_branches)
-        )
-
-    def _sizes(self, num_sequences: int, num_branches: int) -> list[tuple[TreeGrower, int]]:
-        branches = [(self._split, num_branches)] if num_branches else []
-        return [(self._grower, num_sequences), *branches]
+    def uses(self, shape: TreeShape, num_sequences: int, budget: int) -> list[PassUse]:
+        """See `PassGraphs`."""
+        choices = num_choices(shape, budget)
+        grown = PassUse(self._grower, num_sequences, choices)
+        branches = PassUse(self._split, num_sequences * budget, choices)
+        return [grown, branches] if budget else [grown]
 
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int

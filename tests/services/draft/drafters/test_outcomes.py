@@ -464,7 +464,7 @@ def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for
     """Elsewhere nothing would use them, and no memory is set aside for them."""
     asked: list[bool] = []
 
-    def capture_next(grower: TreeGrower, tree: TreeShape, *, num_choices: int = 0) -> bool:
+    def capture_next(grower: TreeGrower, tree: TreeShape, **_: object) -> bool:
         asked.append(grower._is_split)
         return False
 
