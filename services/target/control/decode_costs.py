@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -79,8 +80,12 @@ class DecodeCosts:
         """Whether a step with trees may be a cold start, because few of its width were seen."""
         return report.num_drafted > 0 and not self.step_times.is_sure(report.num_rows)
 
-    def observe_wait(self, course: Course, heard_s: float) -> None:
-        """Takes in the arrival of a tree that was asked for."""
+    def observe_wait(self, course: Course, heard_s: float, *, is_foreseen: bool = False) -> None:
+        """Takes in the arrival of a tree that was asked for.
+
+        Args:
+            is_foreseen: it was drafted ahead of the verdict.
+        """
         if course.told_s is None or course.expects_nothing:
             return
         if course.was_warming(course.told_s, heard_s):
@@ -91,11 +96,15 @@ class DecodeCosts:
             self._size(attachment),
             max(heard_s - course.told_s, 0.0),
             attachment.report.draft_s,
+            is_foreseen=is_foreseen,
+            is_ahead=course.asked.num_outcomes != 0,
         )
 
     def wait_time(self, attachment: Attachment) -> WaitTime:
         """Returns how long a draft makes sequences wait."""
-        return attachment.turnarounds
+        fan_out = attachment.fan_out
+        is_ahead = fan_out is None or fan_out.budget != 0
+        return functools.partial(attachment.turnarounds, is_ahead=is_ahead)
 
     def usual_wait_s(self, course: Course) -> float:
         """Returns how long the tree that a sequence asked for usually takes."""

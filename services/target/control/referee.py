@@ -93,6 +93,12 @@ class Referee:
         return Freedom.ANY if self.regime is None else self.regime.freedom
 
     @property
+    def num_trials(self) -> int | None:
+        """Of speculation in this regime, while it is not known to pay; None where it is, or where
+        nothing is decided."""
+        return None if self.regime is None or self.regime.pays else self.regime.num_trials
+
+    @property
     def knows_prompts(self) -> bool:
         """Whether it is known how long plain decoding takes for prompts."""
         return self._prompt_row_s.is_sure
@@ -144,6 +150,16 @@ class Referee:
             regime.is_put_off = True
             self._take(Stance.OFF)
 
+    def charge(self, spent: SpeedWindow) -> None:
+        """A trial costs the time beyond that in which plain decoding does the same; until drafts
+        are warm for the first time it does not, because that comes once."""
+        regime = self.regime
+        if regime is None or self.stance is not Stance.ON or regime.pays:
+            return
+        if not (self.is_settling and regime.num_trials == 1):
+            plain_s = spent.plain_s + self._prompt_row_s.value * spent.num_prompt_rows
+            self.budget.settle(spent.elapsed_s - plain_s / regime.estimate.level)
+
     def _follow_size(self, num_sequences: int) -> None:
         if self._octave is None:
             self._size = float(num_sequences)
@@ -173,9 +189,7 @@ class Referee:
         """The first rounds after a change belong to neither side, but they cost what they cost."""
         fewest = 1 if is_settled else MOST_SETTLING_ROUNDS
         if self._window.num_rounds >= fewest * num_sequences:
-            regime = self.regime
-            assert regime is not None
-            self._pay(regime)
+            self.charge(self._window)
             self.is_settling = False
             self._window.clear()
 
@@ -186,7 +200,7 @@ class Referee:
         if window.num_prompt_rows and is_plain:
             longer_s = max(window.elapsed_s - window.plain_s, 0.0)
             self._prompt_row_s.add(longer_s / window.num_prompt_rows)
-        self._pay(regime)
+        self.charge(window)
         speed = window.speed(self._prompt_row_s.value)
         self._observe(regime, speed)
         window.clear()
@@ -200,15 +214,6 @@ class Referee:
         regime.num_losses = regime.num_losses + 1 if is_loss else 0
         if regime.pays and regime.num_losses >= MOST_LOSSES:
             regime.estimate.forget_gain()
-
-    def _pay(self, regime: Regime) -> None:
-        """A trial costs the time beyond that in which plain decoding does the same; until drafts
-        are warm for the first time it does not, because that comes once."""
-        is_cold = self.is_settling and regime.num_trials == 1
-        if self.stance is Stance.ON and not (regime.pays or is_cold):
-            plain_s = self._window.plain_s
-            plain_s += self._prompt_row_s.value * self._window.num_prompt_rows
-            self.budget.settle(self._window.elapsed_s - plain_s / regime.estimate.level)
 
     def _decide(self, regime: Regime, step_s: float) -> None:
         estimate, did_pay = regime.estimate, regime.pays

@@ -202,13 +202,15 @@ class SpeculationController:
         for each in {
             each.course.attachment.identity.attachment_id: each for each in ready
         }.values():
-            self._costs.observe_wait(each.course, each.heard_s)
+            self._costs.observe_wait(each.course, each.heard_s, is_foreseen=each.is_foreseen)
         if self._config is None or not courses:
             return [None] * len(ready)
         if self.stance is Stance.PAUSED:
             self._wishes.pause(courses)
         else:
             freedom = self.referee.freedom
+            for attachment in {course.attachment for course in courses}:
+                attachment.fan_outs.num_trials = self.referee.num_trials
             self._wishes.revise(courses, num_plain, self._num_steps, now_s, freedom)
         freedom = self.referee.freedom
         if freedom is Freedom.NONE:

@@ -11,7 +11,7 @@ class SpeedWindow:
 
     Attributes:
         plain_s: time that plain decoding usually takes for the tokens that were committed.
-        elapsed_s: time that it took; of steps that may be cold starts only what they should take.
+        elapsed_s: time that it took.
         num_rounds: draws of sequences.
         num_prompt_rows: rows of prompts that were read beside.
     """

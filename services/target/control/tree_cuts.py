@@ -20,11 +20,16 @@ LARGEST_AGE = 256
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A sequence about to step, with the tree that its draft sent for the round, and when."""
+    """A sequence about to step, with the tree that its draft sent for the round, and when.
+
+    Attributes:
+        is_foreseen: the tree was drafted ahead of the round's beginning.
+    """
 
     course: Course
     tree: TokenTree
     heard_s: float
+    is_foreseen: bool = False
 
 
 class TreeCuts:

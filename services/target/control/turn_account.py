@@ -27,6 +27,7 @@ class TurnAccount:
         self._ended_s: float | None = None
         self._woken_s = 0.0
         self._has_stepped = False
+        self._is_cold = False
         self._is_steady = True
 
     def wake(self, now_s: float) -> float:
@@ -59,8 +60,9 @@ class TurnAccount:
         )
 
     def count(self, report: StepReport, duration_s: float, *, is_timed: bool) -> None:
-        """Counts a step; of one that may be a cold start, or holds prompts whose time is not known
-        yet, what it should take at least.
+        """Counts a step; of one that holds prompts whose time is not known yet, what it should take
+        at least. The turn of one that may be a cold start is left out: how long it will take is not
+        known, and what it should take at least would make speculation look better than it is.
 
         Args:
             is_timed: whether the duration was its time alone.
@@ -73,10 +75,12 @@ class TurnAccount:
         turn.plain_s += costs.plain_s(report.num_committed, self.num_decoding)
         turn.num_rounds += report.num_rounds
         is_unknown = self._referee.stance is Stance.ON and not self._referee.knows_prompts
-        if is_unknown if report.num_prompt_rows else costs.is_cold(report):
+        if report.num_prompt_rows and is_unknown:
             turn.elapsed_s -= max(duration_s - costs.step_times(report.num_rows), 0.0)
-        else:
+        elif report.num_prompt_rows:
             turn.num_prompt_rows += report.num_prompt_rows
+        else:
+            self._is_cold = self._is_cold or costs.is_cold(report)
 
     def end(self, now_s: float) -> None:
         """A turn ended, with or without a step: hands over what was done, with the time that was
@@ -85,7 +89,9 @@ class TurnAccount:
         self._turn.elapsed_s += now_s - self._woken_s
         if self.num_decoding and not self._has_stepped:
             return
-        if self.num_decoding and self._costs.step_times.are_sure:
+        if self.num_decoding and self._is_cold:
+            self._referee.charge(self._turn)
+        elif self.num_decoding and self._costs.step_times.are_sure:
             self._referee.window.add(self._turn)
         self._turn.clear()
-        self._has_stepped = False
+        self._has_stepped = self._is_cold = False

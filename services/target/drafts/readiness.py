@@ -87,9 +87,11 @@ class Readiness:
     ) -> None:
         """Has the controller revise what drafts are asked for, and cut the trees that are here."""
         ready = [
-            (assignment, Ready(assignment.course, assignment.candidate.tree, assignment.heard_s))
+            (assignment, Ready(assignment.course, candidate.tree, heard_s, is_foreseen))
             for assignment in held
-            if assignment.candidate is not None and assignment.heard_s is not None
+            if (candidate := assignment.candidate) is not None
+            and (heard_s := assignment.heard_s) is not None
+            for is_foreseen in (candidate.condition is not None,)
         ]
         cuts = self._controller.begin_step(
             [assignment.course for assignment in held],

@@ -163,7 +163,21 @@ def test_a_draft_that_drafts_ahead_is_taken_up_although_each_shape_is_captured_f
     plain, adaptive = _served(decoder, on_two_gpus(0.9), 8.0)
     assert _gain(plain, adaptive, 0.0, 1.0) > 0.9
     assert _gain(plain, adaptive, 1.0, 3.0) > 1.4
-    assert _gain(plain, adaptive, 5.0, 8.0) > 2.4
+    assert _gain(plain, adaptive, 5.0, 8.0) > 2.2, "another depth is captured once more"
+
+
+@pytest.mark.parametrize(("right", "steps"), [(0.5, {3}), (0.9, {5, 7})])
+def test_a_depth_is_chosen_whose_trees_come_in_time(
+    decoder: Decoder, right: float, steps: set[int]
+) -> None:
+    """At 3 steps all trees that are drafted ahead come in time, at 5 they are a little late, at 7
+    by half a step; the best fixed depths are 3 and 5, and 7 is nearly as good as 5."""
+    plain, adaptive = _served(decoder, on_two_gpus(right), 14.0)
+    [draft] = adaptive.drafts
+    late = [shape.num_steps for at_s, shape in draft.shapes if at_s > 10.0]
+    assert sum(each in steps for each in late) > 0.8 * len(late)
+    assert sum(budget > 0 for budget in draft.budgets[-400:]) > 300, "it drafts ahead"
+    assert _gain(plain, adaptive, 10.0, 14.0) > (1.15 if right < 0.9 else 2.5)
 
 
 @pytest.mark.parametrize(("right", "size"), [(0.0, 1), (0.9, 8), (0.9, 32)])
@@ -171,7 +185,7 @@ def test_graphs_that_are_captured_in_vain_cost_plain_decoding_little(
     decoder: Decoder, right: float, size: int
 ) -> None:
     found = compare(decoder, Scenario(on_two_gpus(right, size), 12.0, 4.0), (3,))
-    assert found.over_plain > 0.94, "the learning included"
+    assert found.over_plain > 0.92, "the learning included"
     assert found.late_over_plain > 0.96
 
 

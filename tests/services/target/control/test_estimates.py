@@ -124,9 +124,39 @@ def test_untried_depths_cost_the_drafters_own_time_a_level() -> None:
 def test_trees_pushed_ahead_shorten_the_usual_wait_by_their_share() -> None:
     turnarounds = Turnarounds()
     for _ in range(200):
-        turnarounds.observe(3, 1, 0.0, draft_s=None)
+        turnarounds.observe(3, 1, 0.0, draft_s=None, is_foreseen=True)
         turnarounds.observe(3, 1, 0.010, draft_s=None)
     assert turnarounds(3, 1) == pytest.approx(0.005, rel=0.1)
+    assert turnarounds(3, 1, is_ahead=False) == pytest.approx(0.010)
+
+
+def test_what_comes_a_little_late_is_not_taken_for_what_is_drafted_after_a_verdict() -> None:
+    """A chain of 7 that is drafted ahead comes 2 ms late, and one of 3 in time; drafted after the
+    verdict they take 9 and 5 ms."""
+    turnarounds = Turnarounds()
+    for place in range(200):
+        is_foreseen = place % 10 > 0
+        for depth, late_s, asked_s in ((3, 0.0, 0.005), (7, 0.002, 0.009)):
+            waited_s = late_s if is_foreseen else asked_s
+            turnarounds.observe(depth, 1, waited_s, draft_s=None, is_foreseen=is_foreseen)
+    assert turnarounds(3, 1) == pytest.approx(0.0005, rel=0.4)
+    assert turnarounds(7, 1) == pytest.approx(0.0027, rel=0.2)
+    assert turnarounds(3, 1) < turnarounds(5, 1) < turnarounds(7, 1)
+    before_s = turnarounds(3, 1)
+    for _ in range(200):
+        turnarounds.observe(3, 1, 0.005, None, is_ahead=False)
+    assert turnarounds(3, 1) == pytest.approx(before_s), "as while it drafts ahead"
+    assert turnarounds(3, 1, is_ahead=False) == pytest.approx(0.005)
+
+
+def test_untried_depths_are_hoped_to_be_in_time_where_the_tried_one_is() -> None:
+    turnarounds = Turnarounds()
+    for _ in range(50):
+        turnarounds.observe(3, 1, 0.0, draft_s=0.003, is_foreseen=True)
+    assert turnarounds(7, 1) == 0.0
+    for _ in range(3):
+        turnarounds.observe(7, 1, 0.002, draft_s=0.007, is_foreseen=True)
+    assert turnarounds(7, 1) == pytest.approx(0.002)
 
 
 def test_depths_between_and_beyond_two_tried_ones_lie_on_their_line() -> None:

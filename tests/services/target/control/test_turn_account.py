@@ -1,0 +1,76 @@
+"""What the referee hears of the turns of the step loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.target.control.decode_costs import DecodeCosts
+from services.target.control.probe_budget import ProbeBudget
+from services.target.control.referee import Referee
+from services.target.control.regime import Stance
+from services.target.control.speculation_counts import SpeculationCounts
+from services.target.control.turn_account import TurnAccount
+from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.step_report import StepReport
+
+STEP_S = 0.01
+
+
+def _report(num_rows: int, *, num_drafted: int = 0) -> StepReport:
+    return StepReport(
+        duration_s=0.0,
+        host_gap_s=0.0,
+        num_rows=num_rows,
+        num_prompt_rows=0,
+        num_rounds=1,
+        num_committed=1,
+        num_drafted=num_drafted,
+        num_accepted=0,
+        num_preempted=0,
+        outcomes=OutcomeTally(),
+        num_discarded=0,
+        speculation=SpeculationCounts(),
+    )
+
+
+class _Loop:
+    """One sequence whose plain steps take 10 ms, in a trial of speculation."""
+
+    def __init__(self) -> None:
+        self.costs, self.now_s = DecodeCosts(), 0.0
+        self.referee = Referee(ProbeBudget(credit_s=1.0))
+        self.turns = TurnAccount(self.referee, self.costs)
+        self.turns.num_decoding = 1
+        for _ in range(6):
+            self.costs.observe_step(1, STEP_S, is_quiet=True)
+        while self.referee.stance is not Stance.ON:
+            self.turn(_report(1), STEP_S)
+            self.turns.judge([], 1)
+        self.referee.is_settling = False
+        self.referee.window.clear()
+
+    def turn(self, report: StepReport, duration_s: float) -> None:
+        self.turns.wake(self.now_s)
+        self.now_s += duration_s
+        self.turns.count(report, duration_s, is_timed=True)
+        self.turns.end(self.now_s)
+
+
+def test_a_step_that_may_be_a_cold_start_is_paid_for_but_tells_nothing() -> None:
+    loop = _Loop()
+    credit_s = loop.referee.budget.credit_s
+    loop.turn(_report(4, num_drafted=3), 0.5)
+    assert loop.referee.window.num_rounds == 0
+    assert loop.referee.window.elapsed_s == 0.0
+    assert credit_s - loop.referee.budget.credit_s == pytest.approx(0.49, abs=0.01)
+
+
+def test_a_step_of_a_known_width_counts_as_what_it_is() -> None:
+    loop = _Loop()
+    for _ in range(3):
+        loop.costs.observe_step(4, STEP_S, is_quiet=True)
+    credit_s = loop.referee.budget.credit_s
+    loop.turn(_report(4, num_drafted=3), 0.5)
+    assert loop.referee.window.num_rounds == 1
+    assert loop.referee.window.elapsed_s == pytest.approx(0.5)
+    assert loop.referee.budget.credit_s == credit_s, "windows are paid for at their end"
