@@ -26,8 +26,8 @@ from shared.runtime.tree_pass import PassLimits, TreePass
 from shared.runtime.walked_tree import WalkedTree
 from shared.tokens import TokenTree, TreeShape
 
-# Most shapes whose graphs are kept.
-_MAX_SHAPES = 16
+# Most passes whose graphs are kept: a few of each shape.
+_MAX_PASSES = 24
 _ROW_BUCKETS = (8, 16, 32, 64)
 _CHOICE_BUCKETS = (4, 8, 16, 32, 64)
 
@@ -204,7 +204,7 @@ class TreeGrower:
         if key not in self._passes:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
-        if len(self._passes) > _MAX_SHAPES:
+        if len(self._passes) > _MAX_PASSES:
             _, forgotten = self._passes.popitem(last=False)
             forgotten.release()
         return self._passes[key]

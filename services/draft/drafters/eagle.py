@@ -119,7 +119,9 @@ class EagleDrafter:
             self._outcomes.observe(sequence, token_ids)
             self._outcomes.drop(sequence)
             reroot(self._contexts.kv_of(sequence), token_ids)
-        self._contexts.slide(sequence)
+        if self._contexts.slide(sequence):
+            # A pass under way reads pages of the old window, which others may have from now on.
+            self._drop_ahead(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         has_started_over = self._contexts.add_features(sequence, rows)

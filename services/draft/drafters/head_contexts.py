@@ -80,13 +80,15 @@ class HeadContexts:
         """Returns the pages of a sequence and what is computed in them."""
         return self._contexts[sequence.key].kv
 
-    def slide(self, sequence: DraftSequence) -> None:
+    def slide(self, sequence: DraftSequence) -> bool:
         """Starts over with the younger half of a context that is outgrown, as far back as there
-        are features."""
+        are features; returns whether it was."""
         context = self._contexts[sequence.key]
-        if self._kv.is_outgrown(context.kv, sequence):
+        is_outgrown = self._kv.is_outgrown(context.kv, sequence)
+        if is_outgrown:
             start = sequence.num_tokens - 1 - self._kv.num_kept_rows
             self._restart(sequence, max(start, context.features.start))
+        return is_outgrown
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> bool:
         """Takes rows in; True when the context had to start over at the first of them."""

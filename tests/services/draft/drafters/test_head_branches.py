@@ -10,6 +10,7 @@ import torch
 
 from services.draft.drafters.branch_passes import BranchPass
 from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.eagle import CONTEXT_MARGIN
 from services.draft.sequence import DraftSequence
 from shared.models.heads.head import DraftHead
 from shared.tokens import Condition, TokenTree, TreeShape
@@ -273,6 +274,23 @@ def test_windows_slide_under_trees_prepared_ahead(twins: TwinDrafters) -> None:
         else:
             twins.commit(sequence, text(draw, 3), is_late=False)
             [tree] = twins.trees(TREE, sequence)
+    twins.close(sequence)
+    assert _held_pages(twins) == 0
+
+
+def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
+    twins: TwinDrafters,
+) -> None:
+    sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
+    [tree] = twins.trees(TREE, sequence)
+    foresight = twins.whole.foresight
+    foresight.begin(sequence, tree, TREE, FAN_OUT)
+    for _ in range(2):
+        assert foresight.advance() == []
+    twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
+    assert not foresight.resume(sequence, TREE)
+    assert foresight.advance() == []
+    twins.trees(TREE, sequence)
     twins.close(sequence)
     assert _held_pages(twins) == 0
 
