@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,12 @@ class WalkedTree:
     def of(cls, tree: TokenTree, num_levels: int, topk: int) -> WalkedTree:
         """Lays out a tree that is within that size, see `walked_shape`."""
         inner, paths = set(tree.parent_indices), _path_scores(tree)
+        by_depth: list[list[int]] = [[] for _ in range(num_levels)]
+        for node, depth in enumerate(tree.depths):
+            by_depth[depth - 1].append(node)
         levels: list[tuple[list[int], list[int]]] = []
         places: dict[int | None, int] = {None: 0}
-        for depth in range(1, num_levels + 1):
-            nodes = [node for node, own in enumerate(tree.depths) if own == depth]
+        for nodes in by_depth:
             kept = heapq.nsmallest(topk, nodes, key=lambda node: (node not in inner, -paths[node]))
             num_missing = topk - len(kept)
             parents = [places[tree.parent_indices[node]] for node in kept]
@@ -62,11 +65,10 @@ class WalkedTree:
 def walked_shape(tree: TokenTree, shape: TreeShape) -> TreeShape:
     """Returns the depth and the width of passes that walk a tree: those of a shape, or more where
     the tree needs more."""
-    inner = set(tree.parent_indices) - {None}
-    depths = [tree.depths[node] for node in inner if node is not None]
-    widest = max((depths.count(depth) for depth in set(depths)), default=1)
-    num_steps = max(shape.num_steps, max(tree.depths, default=1))
-    topk = max(shape.topk, widest)
+    depths = tree.depths
+    inner = Counter(depths[node] for node in set(tree.parent_indices) if node is not None)
+    num_steps = max((shape.num_steps, *depths))
+    topk = max((shape.topk, *inner.values()))
     return TreeShape(num_steps, topk, max(shape.num_draft_tokens, num_steps + 1))
 
 
