@@ -7,12 +7,16 @@ tokens a second than what the target can do at once, and now and then to find ou
 
 from __future__ import annotations
 
+from services.target.control.averages import Average
 from services.target.fallback import NgramFallback
 from services.target.sequence import Sequence
 from shared.tokens import EMPTY_TREE, TokenTree
 
-SMOOTHING = 0.05
+STEP_SMOOTHING = 0.05
 ROUNDS_A_PROBE = 16
+FEWEST_ROUNDS = 8
+"""Of a draft's trees until it is judged by what they bring: of one or two rounds, either may have
+had bad luck."""
 PROBE_COST = 0.04
 """Share of the time that finding out may cost."""
 
@@ -30,8 +34,8 @@ class MissLadder:
         self._fallback = fallback
         self._waits_always = waits_always
         self._step_s: float | None = None
-        self._drafted_tokens: float | None = None
-        self._local_tokens: float | None = None
+        self._drafted_tokens = Average()
+        self._local_tokens = Average()
         self._num_preferred = 0
 
     @property
@@ -57,14 +61,14 @@ class MissLadder:
             answer_rate: how often that brings a tree, rather than a plain token.
         """
         has_tree = bool(self.tree(sequence).token_ids)
-        if self._drafted_tokens is None or wait_s is None:
+        if self._drafted_tokens.num_samples < FEWEST_ROUNDS or wait_s is None:
             return True
         if not has_tree and (self._waits_always or self._step_s is None):
             return True
-        local_tokens = self._local_tokens if has_tree else 1.0
-        if self._step_s is None or local_tokens is None:
+        if self._step_s is None or (has_tree and not self._local_tokens.num_samples):
             return False  # its own trees have not been tried yet
-        drafted_tokens = 1.0 + answer_rate * (self._drafted_tokens - 1.0)
+        local_tokens = self._local_tokens.value if has_tree else 1.0
+        drafted_tokens = 1.0 + answer_rate * (self._drafted_tokens.value - 1.0)
         drafted_rate = drafted_tokens / (wait_s + self._step_s)
         if drafted_rate >= local_tokens / self._step_s:
             return True
@@ -74,20 +78,16 @@ class MissLadder:
 
     def stepped(self, duration_s: float) -> None:
         """A step was done."""
-        self._step_s = _smoothed(self._step_s, duration_s)
+        known_s = self._step_s
+        self._step_s = (
+            duration_s if known_s is None else known_s + STEP_SMOOTHING * (duration_s - known_s)
+        )
 
     def counted(self, num_committed: int, *, is_local: bool) -> None:
         """A round with a tree was committed, the target's own or a draft's."""
-        if is_local:
-            self._local_tokens = _smoothed(self._local_tokens, num_committed)
-        else:
-            self._drafted_tokens = _smoothed(self._drafted_tokens, num_committed)
+        (self._local_tokens if is_local else self._drafted_tokens).add(num_committed)
 
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended."""
         if self._fallback is not None:
             self._fallback.forget(sequence)
-
-
-def _smoothed(known: float | None, value: float) -> float:
-    return value if known is None else known + SMOOTHING * (value - known)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback
-from services.target.miss_ladder import ROUNDS_A_PROBE, MissLadder
+from services.target.miss_ladder import FEWEST_ROUNDS, ROUNDS_A_PROBE, MissLadder
 from services.target.requests.request import ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
@@ -105,8 +105,14 @@ def test_request_without_speculation_gets_none() -> None:
 def _ladder(drafted: int, local: int, step_s: float) -> MissLadder:
     ladder = MissLadder(NgramFallback())
     ladder.stepped(step_s)
-    ladder.counted(drafted, is_local=False)
     ladder.counted(local, is_local=True)
+    return _judged(ladder, drafted)
+
+
+def _judged(ladder: MissLadder, drafted: int) -> MissLadder:
+    """Shows as many rounds of a draft as it is judged by."""
+    for _ in range(FEWEST_ROUNDS):
+        ladder.counted(drafted, is_local=False)
     return ladder
 
 
@@ -140,24 +146,35 @@ def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
     response_s: float | None, expected: bool
 ) -> None:
     # Four tokens a round, and a second for a step.
-    ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
-    ladder.counted(4, is_local=False)
+    ladder, sequence = _judged(MissLadder(waits_always=False), 4), _sequence([1, 2, 3])
     assert ladder.waits(sequence, response_s)
     ladder.stepped(1.0)
     assert ladder.waits(sequence, response_s) is expected
 
 
-def test_a_draft_that_seldom_answers_is_worth_less() -> None:
+def test_a_draft_is_not_judged_by_a_few_rounds() -> None:
     ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
-    ladder.counted(4, is_local=False)
+    ladder.stepped(1.0)
+    for _ in range(FEWEST_ROUNDS - 1):
+        ladder.counted(1, is_local=False)
+        assert ladder.waits(sequence, 0.5)
+    ladder.counted(1, is_local=False)
+    assert not ladder.waits(sequence, 0.5)
+    # What it brings from then on counts as much as that.
+    for _ in range(FEWEST_ROUNDS):
+        ladder.counted(3, is_local=False)
+    assert ladder.waits(sequence, 0.5)
+
+
+def test_a_draft_that_seldom_answers_is_worth_less() -> None:
+    ladder, sequence = _judged(MissLadder(waits_always=False), 4), _sequence([1, 2, 3])
     ladder.stepped(1.0)
     assert ladder.waits(sequence, 1.4, 0.5)
     assert not ladder.waits(sequence, 1.6, 0.5)
 
 
 def test_the_slower_a_draft_the_rarer_it_is_tried_again() -> None:
-    ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
-    ladder.counted(4, is_local=False)
+    ladder, sequence = _judged(MissLadder(waits_always=False), 4), _sequence([1, 2, 3])
     ladder.stepped(1.0)
     waits = [ladder.waits(sequence, 40.0) for _ in range(2000)]
     # At most 4 % of the time: each of them costs 40 steps.
