@@ -118,6 +118,12 @@ class Course:
         """Whether its trees are what is wanted, as far as is known."""
         return self.grown is None or self.asked.shape in (None, self.grown)
 
+    @property
+    def tries_fan_out(self) -> bool:
+        """Whether its draft prepares for another number of verdicts than is known to be best."""
+        fan_out = self.attachment.fan_out
+        return fan_out is not None and fan_out.is_trying
+
     def was_warming(self, since_s: float, now_s: float) -> bool:
         """Whether its draft prepared something at any time from then until now."""
         return self.attachment.warming.was_on(since_s, now_s)

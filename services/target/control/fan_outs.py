@@ -82,6 +82,11 @@ class FanOut:
             return BUDGETS[-1] if pairs_before % 2 else BUDGETS[0]
         return BUDGETS[self._best if self._trial is None else self._trial]
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether another budget than the best is in force, to learn what it is worth."""
+        return self.num_trials is None and self._trial not in (None, self._best)
+
     def observe(self, budget: int | None, num_tokens: int, duration_s: float) -> None:
         """Takes in a round from verdict to verdict.
 

@@ -51,6 +51,6 @@ def _observe_fan_out(course: Course, now_s: float) -> None:
     fan_out = course.attachment.fan_out
     if fan_out is None or course.num_decided is None or course.told_s is None:
         return
-    if course.was_warming(course.told_s, now_s) or not course.is_obeyed:
+    if course.was_warming(course.told_s, now_s):
         return
     fan_out.observe(course.decided.num_outcomes, course.num_decided, now_s - course.told_s)

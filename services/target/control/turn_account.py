@@ -41,14 +41,15 @@ class TurnAccount:
 
     def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
         """Has the referee decide, unless what runs is neither plain decoding nor the speculation
-        that it decides on: where trees are fixed, or few sequences want any.
+        that it decides on: where trees are fixed, few sequences want any, or a fan-out is tried.
 
         Args:
             courses: of the sequences that decode and have a draft.
         """
         free = [course for course in courses if course.fixed_wish is None]
         is_on = self._referee.stance is Stance.ON and not self._referee.is_settling
-        if len(free) < len(courses) or (is_on and 2 * len(free) < num_decoding):
+        is_tried = any(each.tries_fan_out for each in free)
+        if is_tried or len(free) < len(courses) or (is_on and 2 * len(free) < num_decoding):
             self._referee.window.clear()
             return
         num_there = sum(self._costs.is_known(each) and not each.is_catching_up for each in free)

@@ -66,6 +66,17 @@ def test_until_speculation_pays_each_budget_is_in_force_for_whole_trials() -> No
     assert asked == [None] * TRIALS_A_BUDGET + [0] * TRIALS_A_BUDGET + [None]
 
 
+def test_it_says_when_another_budget_than_the_best_is_in_force() -> None:
+    fan_out = FanOut()
+    tried = []
+    for _ in range(NUM_FIRST_ROUNDS + 100):
+        tried.append((fan_out.budget, fan_out.is_trying))
+        _rounds(fan_out, _times(None), 1)
+    assert set(tried) == {(None, False), (4, True), (0, True)}
+    fan_out.num_trials = 1
+    assert not fan_out.is_trying, "a trial of speculation is the referee's"
+
+
 @pytest.mark.parametrize(("num_trials", "budget"), [(1, None), (TRIALS_A_BUDGET + 1, 0)])
 def test_the_budget_that_made_it_pay_stays_in_force(num_trials: int, budget: int | None) -> None:
     fan_out = FanOut()
