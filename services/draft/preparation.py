@@ -17,6 +17,9 @@ from shared.tokens import TreeShape
 PREPARED_SHARE = 0.25
 """Of the time, while sequences are open: their rounds go without trees meanwhile."""
 
+LONGEST_PUT_OFF_S = 1.0
+"""How long trees that are owed go first; where some always are, nothing would be prepared."""
+
 MOST_WANTED = 8
 """Shapes to prepare for; those that were wished for longest ago are given up."""
 
@@ -55,6 +58,7 @@ class Preparation:
         self._last: TreeShape | None = None
         self._wanted: OrderedDict[TreeShape, int] = OrderedDict()
         self._not_before_s = -math.inf
+        self._put_off_s = -math.inf
 
     @property
     def num_wanted(self) -> int:
@@ -77,18 +81,23 @@ class Preparation:
             served = self._served[wished] = self._choose(wished, own, num_sequences)
         return served
 
-    def is_due(self, *, is_idle: bool) -> bool:
+    def is_due(self, *, is_idle: bool, is_owed: bool = False) -> bool:
         """Whether to prepare something now.
 
         Args:
             is_idle: no sequence is open.
+            is_owed: somebody waits for a tree.
         """
         while self._wanted:
             shape, num_sequences = next(iter(self._wanted.items()))
             if not self._drafter.is_prepared(shape, num_sequences):
-                return is_idle or self._clock() >= self._not_before_s
+                return is_idle or self._clock() >= self._begins_s(is_owed=is_owed)
             del self._wanted[shape]
         return False
+
+    def _begins_s(self, *, is_owed: bool) -> float:
+        """When a share of the time is due again."""
+        return max(self._not_before_s, self._put_off_s) if is_owed else self._not_before_s
 
     def advance(self) -> None:
         """Prepares one thing for the shape that was wished for last; only where `is_due`."""
@@ -115,6 +124,8 @@ class Preparation:
         return own
 
     def _want(self, shape: TreeShape, num_sequences: int) -> None:
+        if not self._wanted:
+            self._put_off_s = self._clock() + LONGEST_PUT_OFF_S
         self._wanted[shape] = max(num_sequences, self._wanted.get(shape, 0))
         self._wanted.move_to_end(shape, last=False)
         while len(self._wanted) > MOST_WANTED:
@@ -128,4 +139,5 @@ class Preparation:
         end_s, self.is_warming = self._clock(), False
         self.last_s = end_s - start_s
         self._not_before_s = end_s + self.last_s * (1.0 / PREPARED_SHARE - 1.0)
+        self._put_off_s = self._not_before_s + LONGEST_PUT_OFF_S
         self._announce()

@@ -108,8 +108,8 @@ class Rounds:
     def prepare(self) -> bool:
         """Prepares one thing for a shape that is wished for, if it is time; whether there is more
         to do without waiting for an event."""
-        is_idle = not len(self._roster)
-        if self._roster.due or not self._preparation.is_due(is_idle=is_idle):
+        is_idle, is_owed = not len(self._roster), bool(self._roster.due)
+        if not self._preparation.is_due(is_idle=is_idle, is_owed=is_owed):
             return False
         self._preparation.advance()
         return is_idle

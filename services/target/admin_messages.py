@@ -72,6 +72,7 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         paused_sequence_count=status.num_paused,
         wanted_step_count=0 if status.shape is None else status.shape.num_steps,
         level_acceptances=status.level_rates,
+        warming=attachment.report.is_warming,
         wanted_outcome_count=None if attachment.fan_out is None else attachment.fan_out.budget,
     )
     turnarounds = attachment.turnarounds

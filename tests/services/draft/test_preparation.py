@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.draft.preparation import MOST_WANTED, PREPARED_SHARE, Preparation
+from services.draft.preparation import (
+    LONGEST_PUT_OFF_S,
+    MOST_WANTED,
+    PREPARED_SHARE,
+    Preparation,
+)
 from shared.tokens import TreeShape
 
 OWN, DEEP, DEEPER = TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(7, 1, 8)
@@ -124,6 +129,19 @@ def test_while_sequences_are_open_preparing_takes_a_share_of_the_time(bench: Ben
         assert num_turns < 1000
     elapsed_s = bench.drafter.now_s - start_s
     assert PREPARED_SHARE * elapsed_s * 1.1 >= 2 * PART_S
+
+
+def test_trees_that_are_owed_go_first_but_not_for_ever(bench: Bench) -> None:
+    bench.prepare_own()
+    bench.drafter.now_s += 100.0
+    bench.serve(DEEP)
+    assert bench.preparation.is_due(is_idle=False)
+    assert not bench.preparation.is_due(is_idle=False, is_owed=True)
+    bench.drafter.now_s += LONGEST_PUT_OFF_S
+    assert bench.preparation.is_due(is_idle=False, is_owed=True)
+    bench.preparation.advance()
+    bench.drafter.now_s += LONGEST_PUT_OFF_S
+    assert not bench.preparation.is_due(is_idle=False, is_owed=True)
 
 
 def test_the_shape_that_was_wished_for_last_comes_first(bench: Bench) -> None:

@@ -55,7 +55,7 @@ class Bench:
     def __init__(self, drafter: ScriptedDrafter | None = None, *, max_sequences: int = 100) -> None:
         self.drafter = drafter or ScriptedDrafter()
         self.outputs: list[Output] = []
-        self.now_s = 0.0
+        self.now_s, self.tick_s = 0.0, 1.0
         self.roster = Roster(self.drafter, max_sequences=max_sequences, deliver=self.outputs.append)
         self.rounds = Rounds(
             self.roster,
@@ -68,7 +68,7 @@ class Bench:
         self.apply(LinkOpened(LINK, LinkTerms(1_000, 64, 100, mirrors_noise=True)))
 
     def _tick(self) -> float:
-        self.now_s += 1.0
+        self.now_s += self.tick_s
         return self.now_s
 
     def apply(self, *events: Event) -> None:
@@ -507,6 +507,7 @@ def test_a_wish_is_answered_in_the_shape_that_is_prepared_until_its_own_is() -> 
 
 def test_a_tree_that_is_owed_goes_before_what_is_prepared() -> None:
     bench = Bench()
+    bench.tick_s = 0.001
     bench.drafter.num_unprepared[DEEP] = 1
     bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
     bench.step()

@@ -216,6 +216,7 @@ class Attachment(_message.Message):
     DRAFT_DURATION_FIELD_NUMBER: _builtins.int
     LEVEL_ACCEPTANCES_FIELD_NUMBER: _builtins.int
     WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
+    WARMING_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Attachment identifier."""
     worker_id: _builtins.str
@@ -241,6 +242,10 @@ class Attachment(_message.Message):
     wanted_outcome_count: _builtins.int
     """Most verdicts on a tree that the draft is asked to prepare for; absent while
     that is left to it.
+    """
+    warming: _builtins.bool
+    """The draft says that it prepares something once, such as CUDA graphs, so that
+    nobody waits for its trees.
     """
     @_builtins.property
     def attach_time(self) -> _timestamp_pb2.Timestamp:
@@ -281,10 +286,11 @@ class Attachment(_message.Message):
         draft_duration: _duration_pb2.Duration | None = ...,
         level_acceptances: _abc.Iterable[_builtins.float] | None = ...,
         wanted_outcome_count: _builtins.int | None = ...,
+        warming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "attach_time", b"attach_time", "draft_duration", b"draft_duration", "turnaround_duration", b"turnaround_duration", "wanted_outcome_count", b"wanted_outcome_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "warming", b"warming", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
     _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015
