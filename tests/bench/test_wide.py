@@ -11,6 +11,7 @@ import torch
 from shared.model_options import Dtype
 from shared.tokens import TreeShape
 from tests.bench.draft_parallel import DraftBench, DraftPlan
+from tests.bench.head_ahead import LEVELS, PASSES, HeadBench, HeadPlan
 from tests.bench.tensor_parallel import ParallelBench
 from tests.bench.wide import Plan, WideBench, check_equality
 from tests.bench.wide_head import WideHeadShape
@@ -76,3 +77,22 @@ def test_two_processes_grow_the_same_trees(tmp_path: Path) -> None:
     rows = list(DraftBench(plan, tmp_path).rows((1, 2)))
     assert [row[0] for row in rows] == ["1 × 3,1,4", "1 × 2,3,8", "2 × 3,1,4", "2 × 2,3,8"]
     assert all(row[-1] == "12/12" for row in rows)
+
+
+def test_a_head_is_timed_ahead_of_verdicts_in_passes_and_by_levels(tmp_path: Path) -> None:
+    plan = HeadPlan(
+        batches=(1, 2),
+        shapes=(TreeShape(2, 2, 6),),
+        ways=(PASSES, LEVELS),
+        budget=3,
+        prompt_tokens=40,
+        num_rounds=6,
+        max_context_tokens=256,
+        pair=SHAPES,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    rows = list(HeadBench(plan, tmp_path).rows())
+    ways = [(PASSES, "1"), (PASSES, "2"), (LEVELS, "1"), (LEVELS, "2")]
+    assert [(row[2], row[1]) for row in rows] == ways
+    assert all(0.0 < float(row[4]) <= float(row[5]) for row in rows)
