@@ -15,7 +15,8 @@ from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState
 from shared.runtime.tree_draft import ScoredRows
 from shared.runtime.unwritten_trees import UnwrittenTrees
 
-_RANK_CHUNK = 32
+# Pairs of nodes that are compared at once.
+_COMPARED = 4096
 
 
 class FusedGrowth:
@@ -48,13 +49,13 @@ class FusedGrowth:
         """See `Growth.add`."""
         state, tree, scored = self._state, self._shape.tree, self.scores.best(logits)
         rows = len(logits) // state.num_slots
-        num_keys, num_blocks = scored.keys.shape[1], scored.maxima.shape[1]
-        block_rows = triton.next_power_of_2(rows)
-        block_keys = triton.next_power_of_2(num_keys)
+        (num_lists, list_size), num_blocks = scored.keys.shape[1:], scored.maxima.shape[1]
+        block_rows, block_children = map(triton.next_power_of_2, (rows, rows * tree.topk))
+        lanes = triton.next_power_of_2(max(num_lists, tree.topk))
         level, first = self._level, 0 if self._level == 0 else tree.topk
         first += max(level - 1, 0) * tree.topk**2
         grow_level[(state.num_slots,)](
-            scored.keys, num_keys, scored.maxima, scored.sums, num_blocks,
+            scored.keys, num_lists, list_size, scored.maxima, scored.sums, num_blocks,
             self._tokens, self._parents, self._paths,
             self._selected, self._beam_paths, self._visible, self._parent_rows,
             self._token_ids, self._positions, self._slots, self._kv_lengths, self._prefix_lengths,
@@ -64,9 +65,10 @@ class FusedGrowth:
             IS_LAST=level == self._num_levels,
             LENGTH=LENGTH, PAGE_SIZE=self._batches.page_size,
             BLOCK_ROWS=block_rows, BLOCK_TOPK=triton.next_power_of_2(tree.topk),
-            BLOCK_KEYS=block_keys, BLOCKS=triton.next_power_of_2(num_blocks),
+            LANES=lanes, BLOCKS=triton.next_power_of_2(num_blocks),
+            BLOCK_CHILDREN=block_children, CHUNK=_chunk(block_children),
             BLOCK_VISIBLE=triton.next_power_of_2(self._visible.shape[1]),
-            num_warps=num_warps_for(block_rows * block_keys),
+            num_warps=num_warps_for(block_rows * lanes),
         )  # fmt: skip
         self._level += 1
 
@@ -111,6 +113,7 @@ class FusedGrowth:
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
         tree = UnwrittenTrees.of(num_slots, num_rows, device)
         paths = torch.empty((num_slots, num_rows), device=device)
+        block_candidates = triton.next_power_of_2(self._num_candidates)
         finish_trees[(num_slots,)](
             self._tokens, self._parents, self._paths, self._rows,
             tree.token_ids, tree.parents, tree.depths, paths, tree.visible,
@@ -118,10 +121,15 @@ class FusedGrowth:
             state.numbers, state.page_table, state.numbers.stride(0), state.page_table.stride(0),
             NUM_CANDIDATES=self._num_candidates, NUM_ROWS=num_rows, MAX_DEPTH=shape.tree.num_steps,
             LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=self._batches.page_size,
-            BLOCK_CANDIDATES=triton.next_power_of_2(self._num_candidates),
-            CHUNK=_RANK_CHUNK, BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
+            BLOCK_CANDIDATES=block_candidates, CHUNK=_chunk(block_candidates),
+            BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
         )  # fmt: skip
         return tree.written(state, self._batches), paths
+
+
+def _chunk(num_nodes: int) -> int:
+    """Returns with how many nodes each of a power of two is compared at once."""
+    return min(num_nodes, max(_COMPARED // num_nodes, 1))
 
 
 def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[ForwardBatch, Tensor]:

@@ -6,7 +6,15 @@ import triton
 import triton.language as tl
 
 from shared.speculation.noise_jit import gumbel_at
-from shared.speculation.topk_jit import NO_KEY, index_of, keys_of, value_of
+from shared.speculation.topk_jit import (
+    NO_KEY,
+    best_in_lists,
+    best_of,
+    index_of,
+    keys_of,
+    num_before,
+    value_of,
+)
 
 
 @triton.jit(do_not_specialize=["depth", "number_stride"])  # type: ignore[untyped-decorator]
@@ -16,7 +24,8 @@ def score_blocks(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, TOPK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_DRAWS: tl.constexpr,
     LENGTH: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the TOPK best tokens of one block of one row, and the block's part of the softmax.
+    """Writes the TOPK best tokens of one block of one row, best first, and the block's part of the
+    softmax.
 
     Rows are ROWS a sequence, whose temperature, seed and length say which noise is added.
     """
@@ -45,15 +54,15 @@ def score_blocks(  # type: ignore[no-untyped-def]
     tl.store(block_sums + place, tl.sum(tl.exp(values - highest), 0))
     keys = tl.where(is_token, keys_of(values, tokens), NO_KEY)
     for rank in tl.static_range(TOPK):
-        best = tl.max(keys, 0)
-        tl.store(block_keys + place * TOPK + rank, best)
+        best = best_of(keys, 0)
+        tl.store(block_keys + place * TOPK + rank + tl.arange(0, 1), best)
         keys = tl.where(keys == best, NO_KEY, keys)
 
 
 @triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]
 def choose_tokens(  # type: ignore[no-untyped-def]
     block_keys, block_maxima, block_sums, row_keys, tokens, scores, num_blocks, first_row, num_rows,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Finds the WIDTH best tokens of one row, from those of its blocks, best first.
 
@@ -69,35 +78,36 @@ def choose_tokens(  # type: ignore[no-untyped-def]
     sums = tl.load(block_sums + row * num_blocks + blocks, mask=is_block, other=0.0)
     highest = tl.max(parts, 0)
     log_total = tl.log(tl.sum(sums * tl.exp(parts - highest), 0)) + highest
-    entries = tl.arange(0, BLOCK_KEYS)
-    num_keys = num_blocks * WIDTH
-    keys = tl.load(block_keys + row * num_keys + entries, mask=entries < num_keys, other=NO_KEY)
-    place = ((row // ROWS) * num_rows + first_row + row % ROWS) * WIDTH
-    for rank in tl.static_range(WIDTH):
-        best = tl.max(keys, 0)
-        keys = tl.where(keys == best, NO_KEY, keys)
-        tl.store(row_keys + row * WIDTH + rank, best)
-        is_token = best != NO_KEY
-        tl.store(tokens + place + rank, tl.where(is_token, index_of(best), 0).to(tl.int32))
-        score = tl.minimum(value_of(best) - log_total, 0.0)
-        tl.store(scores + place + rank, tl.where(is_token, score, float("-inf")))
+    keys = best_in_lists(
+        block_keys + row * num_blocks * WIDTH, 1, num_blocks, WIDTH, WIDTH, 1, LANES
+    )
+    keys = keys.reshape(LANES)
+    ranks = tl.arange(0, LANES)
+    is_stored = ranks < WIDTH
+    tl.store(row_keys + row * WIDTH + ranks, keys, mask=is_stored)
+    place = ((row // ROWS) * num_rows + first_row + row % ROWS) * WIDTH + ranks
+    is_token = keys != NO_KEY
+    tl.store(tokens + place, tl.where(is_token, index_of(keys), 0).to(tl.int32), mask=is_stored)
+    score = tl.minimum(value_of(keys) - log_total, 0.0)
+    tl.store(scores + place, tl.where(is_token, score, float("-inf")), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["level", "first_candidate", "num_candidates", "number_stride"])  # type: ignore[untyped-decorator]
 def grow_level(  # type: ignore[no-untyped-def]
-    row_keys, num_keys, block_maxima, block_sums, num_blocks,
+    row_keys, num_lists, list_size, block_maxima, block_sums, num_blocks,
     candidate_tokens, candidate_parents, candidate_paths,
     beam_selected, beam_paths, beam_visible, parent_rows,
     token_ids, positions, slots, kv_lengths, prefix_lengths,
     numbers, page_table, level, first_candidate, num_candidates, number_stride, page_stride,
     ROWS: tl.constexpr, TOPK: tl.constexpr, NUM_LEVELS: tl.constexpr, IS_LAST: tl.constexpr,
     LENGTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_TOPK: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_VISIBLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_TOPK: tl.constexpr, LANES: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Adds one level of one tree, selects its beam and lays out the beam's rows.
 
-    Each row has `num_keys` keys, among them those of its TOPK best tokens.
+    Each row has `num_lists` lists of `list_size` keys, best first, among them its TOPK best.
 
     Levels lie behind one another in `beam_*`, each with TOPK entries a sequence; `beam_visible`
     has one row of `NUM_LEVELS * TOPK` for each.
@@ -105,7 +115,6 @@ def grow_level(  # type: ignore[no-untyped-def]
     sequence = tl.program_id(0)
     num_sequences = tl.num_programs(0)
     rows = tl.arange(0, BLOCK_ROWS)
-    ranks = tl.arange(0, BLOCK_TOPK)
     is_row = rows < ROWS
     # The softmax of each row, from its blocks.
     blocks = tl.arange(0, BLOCKS)
@@ -118,16 +127,10 @@ def grow_level(  # type: ignore[no-untyped-def]
     total = tl.sum(sums * tl.exp(parts - highest[:, None]), 1)
     log_total = tl.log(tl.where(is_row, total, 1.0)) + highest
     # The best children of each row, from those of its blocks.
-    entries = tl.arange(0, BLOCK_KEYS)
-    is_entry = is_row[:, None] & (entries < num_keys)[None, :]
-    places = (sequence * ROWS + rows)[:, None] * num_keys + entries[None, :]
-    keys = tl.load(row_keys + places, mask=is_entry, other=NO_KEY)
-    children = tl.full([BLOCK_ROWS, BLOCK_TOPK], NO_KEY, tl.int64)
-    for rank in tl.static_range(TOPK):
-        best = tl.max(keys, 1)
-        children = tl.where(ranks[None, :] == rank, best[:, None], children)
-        keys = tl.where(keys == best[:, None], NO_KEY, keys)
-    is_child = is_row[:, None] & (ranks < TOPK)[None, :] & (children != NO_KEY)
+    own_keys = row_keys + sequence * ROWS * num_lists * list_size
+    children = best_in_lists(own_keys, ROWS, num_lists, list_size, TOPK, BLOCK_ROWS, LANES)
+    lanes = tl.arange(0, LANES)
+    is_stored = is_row[:, None] & (lanes < TOPK)[None, :]
     base = tl.zeros([BLOCK_ROWS], tl.float32)
     before = ((level - 1) * num_sequences + sequence) * TOPK
     parents = tl.zeros([BLOCK_ROWS], tl.int32)
@@ -135,36 +138,27 @@ def grow_level(  # type: ignore[no-untyped-def]
         base = tl.load(beam_paths + before + rows, mask=is_row, other=0.0)
         parents = tl.load(beam_selected + before + rows, mask=is_row, other=0) + 1
     own = tl.minimum(value_of(children) - log_total[:, None], 0.0)
-    path = tl.where(is_child, own + base[:, None], float("-inf"))
-    numbers_of_children = rows[:, None] * TOPK + ranks[None, :]
-    is_stored = is_row[:, None] & (ranks < TOPK)[None, :]
-    places = sequence * num_candidates + first_candidate + numbers_of_children
-    child_tokens = index_of(children).to(tl.int32)
-    tl.store(candidate_tokens + places, child_tokens, mask=is_stored)
-    tl.store(
-        candidate_parents + places,
-        parents[:, None] + tl.zeros([BLOCK_ROWS, BLOCK_TOPK], tl.int32), mask=is_stored,
-    )  # fmt: skip
+    path = tl.where(children != NO_KEY, own + base[:, None], float("-inf"))
+    first = sequence * num_candidates + first_candidate
+    places = first + rows[:, None] * TOPK + lanes[None, :]
+    tl.store(candidate_tokens + places, index_of(children).to(tl.int32), mask=is_stored)
+    tl.store(candidate_parents + places, parents[:, None] + lanes[None, :] * 0, mask=is_stored)
     tl.store(candidate_paths + places, path, mask=is_stored)
     if not IS_LAST:
-        keys = tl.where(is_stored, keys_of(path, numbers_of_children), NO_KEY)
-        chosen = tl.full([BLOCK_TOPK], NO_KEY, tl.int64)
-        for rank in tl.static_range(TOPK):
-            best = tl.max(tl.max(keys, 1), 0)
-            chosen = tl.where(ranks == rank, best, chosen)
-            keys = tl.where(keys == best, NO_KEY, keys)
-        is_rank = ranks < TOPK
-        child = tl.where(is_rank, index_of(chosen), 0).to(tl.int32)
-        parent = child // TOPK
-        # The tokens were stored by other threads of this program.
+        # What this program stored so far, other threads of it read.
         tl.debug_barrier()
-        token = tl.load(
-            candidate_tokens + sequence * num_candidates + first_candidate + child,
-            mask=is_rank, other=0,
-        )  # fmt: skip
+        own_children = tl.arange(0, BLOCK_CHILDREN)
+        places = num_before(candidate_paths + first, ROWS * TOPK, BLOCK_CHILDREN, CHUNK)
+        ranks = tl.arange(0, BLOCK_TOPK)
+        is_rank = ranks < TOPK
+        is_own = (places[None, :] == ranks[:, None]) & (own_children < ROWS * TOPK)[None, :]
+        child = tl.sum(tl.where(is_own & is_rank[:, None], own_children[None, :], 0), 1)
+        parent = child // TOPK
+        token = tl.load(candidate_tokens + first + child, mask=is_rank, other=0)
+        path = tl.load(candidate_paths + first + child, mask=is_rank, other=0.0)
         row = (level * num_sequences + sequence) * TOPK + ranks
         tl.store(beam_selected + row, first_candidate + child, mask=is_rank)
-        tl.store(beam_paths + row, value_of(chosen), mask=is_rank)
+        tl.store(beam_paths + row, path, mask=is_rank)
         tl.store(parent_rows + row, (sequence * ROWS + parent).to(tl.int64), mask=is_rank)
         columns = tl.arange(0, BLOCK_VISIBLE)
         width: tl.constexpr = NUM_LEVELS * TOPK

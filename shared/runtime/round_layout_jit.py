@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shared.speculation.topk_jit import NO_KEY, keys_of
+from shared.speculation.topk_jit import num_before
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -53,14 +53,7 @@ def finish_trees(  # type: ignore[no-untyped-def]
     is_candidate = candidates < NUM_CANDIDATES
     first = sequence * NUM_CANDIDATES
     path = tl.load(candidate_paths + first + candidates, mask=is_candidate, other=float("-inf"))
-    keys = tl.where(is_candidate, keys_of(path, candidates), NO_KEY)
-    num_better = tl.zeros([BLOCK_CANDIDATES], tl.int32)
-    for start in range(0, NUM_CANDIDATES, CHUNK):
-        others = start + tl.arange(0, CHUNK)
-        is_other = others < NUM_CANDIDATES
-        other_path = tl.load(candidate_paths + first + others, mask=is_other, other=float("-inf"))
-        other_keys = tl.where(is_other, keys_of(other_path, others), NO_KEY)
-        num_better += tl.sum((other_keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    num_better = num_before(candidate_paths + first, NUM_CANDIDATES, BLOCK_CANDIDATES, CHUNK)
     is_kept = is_candidate & (num_better < NUM_ROWS - 1)
     row = tl.cumsum(is_kept.to(tl.int32), 0)
     tl.store(candidate_rows + first + candidates, row, mask=is_kept)

@@ -15,9 +15,12 @@ from shared.speculation.growth import Children
 from shared.tokens import TreeShape
 
 _BLOCK = 1024
-# A warp needs no barrier to agree on a maximum, but holds only so many keys.
-_KEYS_A_WARP = 512
+# A warp needs no barrier to agree on a maximum: it takes one of 32 lists of keys at a time.
+_LISTS_A_WARP = 32
 _MAX_WARPS = 8
+# Noise is more work than the search.
+_SEARCH_WARPS = 1
+_NOISE_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class BestTokens:
     """What is known of R rows' next tokens.
 
     Attributes:
-        keys: `[R, any]` int64, those of the best tokens among them.
+        keys: `[R, L, K]` int64, L lists of K tokens each, best first, the best among them.
         maxima: `[R, N]` float32, of N blocks of the vocabulary.
         sums: likewise, of exponentials below the maximum.
     """
@@ -75,7 +78,7 @@ class FusedScores:
         rows = num_rows // state.num_slots
         num_blocks = triton.cdiv(num_own, _BLOCK)
         num_keys, device = width or self._topk, logits.device
-        keys = torch.empty((num_rows, num_blocks * num_keys), dtype=torch.int64, device=device)
+        keys = torch.empty((num_rows, num_blocks, num_keys), dtype=torch.int64, device=device)
         maxima, sums = torch.empty((2, num_rows, num_blocks), device=device).unbind()
         token_map = self._token_map
         score_blocks[(num_rows, num_blocks)](
@@ -83,23 +86,24 @@ class FusedScores:
             keys, maxima, sums,
             self._level, state.numbers.stride(0), num_own, num_blocks,
             ROWS=rows, TOPK=num_keys, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
-            LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK, num_warps=4,
+            LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK,
+            num_warps=_NOISE_WARPS if self._has_draws else _SEARCH_WARPS,
         )  # fmt: skip
         self._level += 1
         if not width:
             return BestTokens(keys, maxima, sums)
-        best = torch.empty((num_rows, width), dtype=torch.int64, device=device)
-        block_keys = triton.next_power_of_2(keys.shape[1])
+        best = torch.empty((num_rows, 1, width), dtype=torch.int64, device=device)
+        lanes = triton.next_power_of_2(max(num_blocks, width))
         choose_tokens[(num_rows,)](
             keys, maxima, sums, best, self._tokens, self._scores,
             num_blocks, self._num_rows, self._tokens.shape[1],
-            ROWS=rows, WIDTH=width, BLOCK_KEYS=block_keys,
-            BLOCKS=triton.next_power_of_2(num_blocks), num_warps=num_warps_for(block_keys),
+            ROWS=rows, WIDTH=width, LANES=lanes,
+            BLOCKS=triton.next_power_of_2(num_blocks), num_warps=num_warps_for(lanes),
         )  # fmt: skip
         self._num_rows += rows
         return BestTokens(best, maxima, sums)
 
 
-def num_warps_for(num_keys: int) -> int:
-    """Returns the warps of a program that looks for maxima among so many keys."""
-    return min(max(num_keys // _KEYS_A_WARP, 1), _MAX_WARPS)
+def num_warps_for(num_lists: int) -> int:
+    """Returns the warps of a program that looks for the best keys of so many lists."""
+    return min(max(num_lists // _LISTS_A_WARP, 1), _MAX_WARPS)
