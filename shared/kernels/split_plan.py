@@ -91,27 +91,46 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
-    row_lengths, tail_slots = _rows(batch)
-    plain_tile = tile_of(num_query_groups)
-    chunk_tile = max(CHUNK_TILE, _power_of_two(num_query_groups))
-    has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
-    plain_blocks = _blocks(batch, plain_tile, num_query_groups, of_chunks=False)
+    parts = _parts(batch, *cuts_of(batch, num_query_groups))
     return SplitPlan(
-        row_lengths=row_lengths,
-        # Causal rows differ in how far they see, not in where a key stands.
-        shared_lengths=torch.where(batch.is_causal, batch.kv_lengths, batch.prefix_lengths),
+        row_lengths=parts.row_lengths,
+        shared_lengths=parts.shared_lengths,
         positions=batch.positions,
         page_table=batch.page_table,
         page_size=batch.page_size,
-        tail_slots=tail_slots,
+        tail_slots=parts.tail_slots,
         sliding_window=sliding_window,
         max_splits=num_splits(batch.max_kv_length),
-        counters=plain_blocks.counts.new_zeros(MAX_KV_HEADS * len(plain_blocks.counts)),
-        plain_blocks=plain_blocks,
-        chunk_blocks=_blocks(batch, chunk_tile, num_query_groups, of_chunks=True)
-        if has_chunks
-        else None,
+        counters=parts.counters,
+        plain_blocks=parts.plain_blocks,
+        chunk_blocks=parts.chunk_blocks,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCut:
+    """How rows are cut into blocks.
+
+    Attributes:
+        max_blocks: as many as there may be.
+        tile: see `RowBlocks`.
+    """
+
+    rows_per_block: int
+    max_blocks: int
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanParts:
+    """What is computed of a `SplitPlan`."""
+
+    row_lengths: Tensor
+    shared_lengths: Tensor
+    tail_slots: Tensor | None
+    counters: Tensor
+    plain_blocks: RowBlocks
+    chunk_blocks: RowBlocks | None
 
 
 def num_splits(num_keys: int) -> int:
@@ -146,40 +165,53 @@ def _max_plain_rows(batch: PagedRows) -> int:
     return min(len(batch.positions), len(batch.kv_lengths) * MAX_PLAIN_ROWS)
 
 
-def _rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    if runs_triton(batch.positions):
-        from shared.kernels.split_plan_triton import rows_on_device
+def cuts_of(batch: PagedRows, num_query_groups: int) -> tuple[BlockCut, BlockCut | None]:
+    """Returns how plain rows are cut, and chunks where there may be any."""
+    plain_cut = _cut(batch, PLAIN_TILE, num_query_groups, _max_plain_rows(batch))
+    if batch.max_query_length <= MAX_PLAIN_ROWS:
+        return plain_cut, None
+    return plain_cut, _cut(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
 
-        return rows_on_device(batch)
-    return plain_rows(batch)
 
-
-def _blocks(batch: PagedRows, tile: int, num_query_groups: int, *, of_chunks: bool) -> RowBlocks:
-    """Cuts the rows of chunks, or all others, into blocks that fill a tile."""
+def _cut(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) -> BlockCut:
+    """Returns how up to `max_rows` rows are cut into blocks that fill a tile."""
+    tile = max(tile, _power_of_two(num_query_groups))
     rows_per_block = tile // num_query_groups
-    max_rows = len(batch.positions) if of_chunks else _max_plain_rows(batch)
-    max_blocks = most_blocks(max_rows, len(batch.kv_lengths), rows_per_block)
-    has_chunks = batch.max_query_length > MAX_PLAIN_ROWS
-    if runs_triton(batch.positions):
-        from shared.kernels.split_plan_triton import blocks_on_device
+    max_blocks = min(max_rows, max_rows // rows_per_block + len(batch.kv_lengths))
+    return BlockCut(rows_per_block, max_blocks, tile)
 
-        blocks = blocks_on_device(
-            batch, rows_per_block=rows_per_block, max_blocks=max_blocks,
-            max_plain_rows=MAX_PLAIN_ROWS, has_chunks=has_chunks, of_chunks=of_chunks,
-        )  # fmt: skip
-        return RowBlocks(*blocks, tile)
+
+def _parts(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
+    if runs_triton(batch.positions):
+        from shared.kernels.split_plan_triton import parts_on_device
+
+        return parts_on_device(batch, plain_cut, chunk_cut)
+    return plain_parts(batch, plain_cut, chunk_cut)
+
+
+def plain_parts(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
+    """Computes the plan in plain torch, on any device: the kernels' oracle."""
+    row_lengths, tail_slots = plain_rows(batch)
     num_rows = batch.query_starts[1:] - batch.query_starts[:-1]
-    if has_chunks:
-        is_chunk = batch.is_causal & (num_rows > MAX_PLAIN_ROWS)
-        num_rows = num_rows * (is_chunk == of_chunks)
-    return plain_blocks(batch.query_starts, num_rows, rows_per_block, max_blocks, tile)
+    is_chunk = batch.is_causal & (num_rows > MAX_PLAIN_ROWS)
+    if chunk_cut is None:
+        is_chunk = torch.zeros_like(is_chunk)
+    blocks = plain_blocks(batch.query_starts, num_rows * ~is_chunk, plain_cut)
+    return PlanParts(
+        row_lengths=row_lengths,
+        # Causal rows differ in how far they see, not in where a key stands.
+        shared_lengths=torch.where(batch.is_causal, batch.kv_lengths, batch.prefix_lengths),
+        tail_slots=tail_slots,
+        counters=blocks.counts.new_zeros(MAX_KV_HEADS * len(blocks.counts)),
+        plain_blocks=blocks,
+        chunk_blocks=None
+        if chunk_cut is None
+        else plain_blocks(batch.query_starts, num_rows * is_chunk, chunk_cut),
+    )
 
 
 def plain_rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    """Returns how many keys each row sees, and the slots of those in tree tails.
-
-    In plain torch, on any device: the kernel's oracle.
-    """
+    """Returns how many keys each row sees, and the slots of those in tree tails."""
     sequences = sequence_of_rows(batch)
     rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
     own_index = (batch.kv_lengths - batch.query_starts[1:])[sequences] + rows
@@ -209,20 +241,16 @@ def sequence_of_rows(batch: PagedRows) -> Tensor:
     return sequences.clamp_(max=len(batch.kv_lengths) - 1)
 
 
-def plain_blocks(
-    starts: Tensor, num_rows: Tensor, rows_per_block: int, max_blocks: int, tile: int
-) -> RowBlocks:
-    """Cuts `num_rows[b]` rows from `starts[b]` on into blocks, for all B sequences at once.
-
-    In plain torch, on any device: the kernel's oracle.
-    """
+def plain_blocks(starts: Tensor, num_rows: Tensor, cut: BlockCut) -> RowBlocks:
+    """Cuts `num_rows[b]` rows from `starts[b]` on into blocks, for all B sequences at once."""
+    rows_per_block = cut.rows_per_block
     num_blocks = (num_rows + (rows_per_block - 1)) // rows_per_block
     ends = num_blocks.cumsum(0, dtype=torch.int32)
-    blocks = torch.arange(max_blocks, device=starts.device, dtype=torch.int32)
+    blocks = torch.arange(cut.max_blocks, device=starts.device, dtype=torch.int32)
     sequences = torch.bucketize(blocks, ends, right=True).clamp_(max=len(num_rows) - 1)
     offsets = (blocks - (ends - num_blocks)[sequences]) * rows_per_block
     counts = (num_rows[sequences] - offsets).clamp_(0, rows_per_block)
-    return RowBlocks(sequences.to(torch.int32), starts[sequences] + offsets, counts, tile)
+    return RowBlocks(sequences.to(torch.int32), starts[sequences] + offsets, counts, cut.tile)
 
 
 def _power_of_two(count: int) -> int:

@@ -4,42 +4,56 @@ from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
 
+from shared.kernels.dependent import dependent_launch
 from shared.kernels.paged_rows import PagedRows
-from shared.kernels.split_plan_jit import plan_blocks, plan_rows
+from shared.kernels.split_plan import (
+    MAX_KV_HEADS,
+    MAX_PLAIN_ROWS,
+    BlockCut,
+    PlanParts,
+    RowBlocks,
+)
+from shared.kernels.split_plan_jit import plan_all, plan_chunks
 
 
-def rows_on_device(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    """Returns the lengths of all rows `[T]` int32, and the slots of their tail keys `[T, W]`."""
-    num_rows, mask = len(batch.positions), batch.tail_mask
-    lengths = torch.empty(num_rows, dtype=torch.int32, device=batch.positions.device)
-    slots = None if mask is None else mask.new_empty(mask.shape, dtype=torch.int64)
+def parts_on_device(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
+    """Computes what `plain_parts` computes; where there are no chunks in one launch."""
+    num_rows, num_sequences = len(batch.positions), len(batch.kv_lengths)
+    mask, blocks = batch.tail_mask, _room_for(batch, plain_cut)
+    row_lengths = batch.kv_lengths.new_empty(num_rows)
+    shared_lengths = batch.kv_lengths.new_empty(num_sequences)
+    counters = batch.kv_lengths.new_empty(MAX_KV_HEADS * plain_cut.max_blocks)
+    tail_slots = None if mask is None else mask.new_empty(mask.shape, dtype=torch.int64)
     width = 1 if mask is None else mask.shape[1]
     assert mask is None or mask.is_contiguous()
-    plan_rows[(num_rows,)](
+    plan_all[(max(num_rows, plain_cut.max_blocks, num_sequences),)](
         batch.query_starts, batch.kv_lengths, batch.prefix_lengths, batch.is_causal,
         batch.page_table, batch.is_causal if mask is None else mask,
-        lengths, lengths if slots is None else slots,
-        len(batch.kv_lengths), batch.page_table.stride(0), width,
-        PAGE_SIZE=batch.page_size, HAS_TAIL=mask is not None,
-        BLOCK_SEQUENCES=triton.next_power_of_2(len(batch.kv_lengths)),
+        row_lengths, shared_lengths, row_lengths if tail_slots is None else tail_slots,
+        counters, blocks.sequences, blocks.first_rows, blocks.counts,
+        num_rows, plain_cut.max_blocks, num_sequences, batch.page_table.stride(0), width,
+        PAGE_SIZE=batch.page_size, HAS_TAIL=mask is not None, HAS_CHUNKS=chunk_cut is not None,
+        ROWS=plain_cut.rows_per_block, MAX_PLAIN_ROWS=MAX_PLAIN_ROWS, NUM_COUNTERS=MAX_KV_HEADS,
+        BLOCK_SEQUENCES=triton.next_power_of_2(num_sequences),
         BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4,
+        **dependent_launch(batch.positions.device, num_rows),
     )  # fmt: skip
-    return lengths, slots
+    chunks = None if chunk_cut is None else _chunk_blocks(batch, chunk_cut)
+    return PlanParts(row_lengths, shared_lengths, tail_slots, counters, blocks, chunks)
 
 
-def blocks_on_device(
-    batch: PagedRows, *, rows_per_block: int, max_blocks: int, max_plain_rows: int,
-    has_chunks: bool, of_chunks: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns sequence, first row and row count of each block, `[max_blocks]` int32 each."""
-    shape, device = (3, max_blocks), batch.positions.device
+def _chunk_blocks(batch: PagedRows, cut: BlockCut) -> RowBlocks:
+    blocks, num_sequences = _room_for(batch, cut), len(batch.kv_lengths)
+    plan_chunks[(cut.max_blocks,)](
+        batch.query_starts, batch.is_causal, blocks.sequences, blocks.first_rows, blocks.counts,
+        num_sequences, ROWS=cut.rows_per_block, MAX_PLAIN_ROWS=MAX_PLAIN_ROWS,
+        BLOCK_SEQUENCES=triton.next_power_of_2(num_sequences), num_warps=4,
+    )  # fmt: skip
+    return blocks
+
+
+def _room_for(batch: PagedRows, cut: BlockCut) -> RowBlocks:
+    shape, device = (3, cut.max_blocks), batch.positions.device
     sequences, first_rows, counts = torch.empty(shape, dtype=torch.int32, device=device).unbind()
-    plan_blocks[(max_blocks,)](
-        batch.query_starts, batch.is_causal, sequences, first_rows, counts, len(batch.kv_lengths),
-        ROWS=rows_per_block, MAX_PLAIN_ROWS=max_plain_rows,
-        HAS_CHUNKS=has_chunks, OF_CHUNKS=of_chunks,
-        BLOCK_SEQUENCES=triton.next_power_of_2(len(batch.kv_lengths)), num_warps=4,
-    )  # fmt: skip
-    return sequences, first_rows, counts
+    return RowBlocks(sequences, first_rows, counts, cut.tile)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from shared.kernels.paged_rows import PagedRows
-from shared.kernels.split_plan import plain_rows, plan_splits
+from shared.kernels.split_plan import cuts_of, plain_parts, plan_splits
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import chunk, packed, tree, with_pages
+from tests.helpers.kernel_device import kernel_device
 
-pytestmark = pytest.mark.gpu
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
+CPU = torch.device("cpu")
 
 
 def sequences(kind: str) -> list[SequenceRows]:
@@ -26,15 +27,18 @@ def sequences(kind: str) -> list[SequenceRows]:
 
 def both(kind: str) -> tuple[PagedRows, PagedRows]:
     placed, _ = with_pages(random.Random(3), sequences(kind), 4)
-    return packed(placed, 4, CPU), packed(placed, 4, CUDA)
+    return packed(placed, 4, CPU), packed(placed, 4, kernel_device())
 
 
 @pytest.mark.parametrize("groups", [1, 3, 4, 32])
 @pytest.mark.parametrize("kind", ["trees", "chunks", "both", "one"])
 def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
     on_cpu, on_gpu = both(kind)
-    expected, found = (plan_splits(rows, None, groups) for rows in (on_cpu, on_gpu))
+    expected = plain_parts(on_cpu, *cuts_of(on_cpu, groups))
+    found = plan_splits(on_gpu, None, groups)
     assert torch.equal(found.row_lengths.cpu(), expected.row_lengths)
+    assert torch.equal(found.shared_lengths.cpu(), expected.shared_lengths)
+    assert torch.equal(found.counters.cpu(), expected.counters)
     assert (found.chunk_blocks is None) == (expected.chunk_blocks is None)
     pairs = [(found.plain_blocks, expected.plain_blocks)]
     if found.chunk_blocks is not None and expected.chunk_blocks is not None:
@@ -49,7 +53,7 @@ def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
 @pytest.mark.parametrize("kind", ["trees", "both"])
 def test_visible_tail_keys_are_those_of_the_plain_plan(kind: str) -> None:
     on_cpu, on_gpu = both(kind)
-    _, expected = plain_rows(on_cpu)
+    expected = plain_parts(on_cpu, *cuts_of(on_cpu, 2)).tail_slots
     found = plan_splits(on_gpu, None, 2).tail_slots
     assert expected is not None
     assert found is not None
