@@ -114,6 +114,7 @@ def build_engine(
     speculation: SpeculationController | None = None,
     make_runner: Callable[[Decoder, KvPool], ModelRunner] | None = None,
     selects: bool = False,
+    waits_always: bool = True,
 ) -> Engine:
     """Returns an engine over `decoder`, on its device, whose thread is not started.
 
@@ -143,6 +144,7 @@ def build_engine(
         fallback=fallback,
         speculation=speculation,
         selects=selects,
+        waits_always=waits_always,
     )
 
 
@@ -162,6 +164,7 @@ def engine_over(
     fallback: NgramFallback | None = None,
     speculation: SpeculationController | None = None,
     selects: bool = False,
+    waits_always: bool = True,
 ) -> Engine:
     """Returns an engine over a runner that is there already; arguments as in `build_engine`."""
     num_pages = runner.pool.num_pages
@@ -180,6 +183,7 @@ def engine_over(
         fallback=fallback,
         speculation=speculation,
         selection=RoundLimits(max_running, max_context_tokens) if selects else None,
+        waits_always=waits_always,
     )
 
 

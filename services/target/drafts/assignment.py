@@ -205,8 +205,12 @@ class Assignment:
     @property
     def needs_every_step(self) -> bool:
         """Whether the next step depends on this one's verdict or on the draft's answer to it."""
-        is_idle = self.course.asked.is_paused and self.course.wish.is_paused
-        return not is_idle or self.candidate is not None or self.attachment.reads_features
+        return not self.is_idle or self.candidate is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no tree is wanted, neither for this round nor for the next."""
+        return self.course.asked.is_paused and self.course.wish.is_paused
 
     @property
     def has_pushed(self) -> bool:

@@ -38,8 +38,8 @@ class Assignments:
 
     @property
     def needs_every_step(self) -> bool:
-        """Whether what a step commits decides what the next one computes, or has to go out at
-        once: a tree is wanted for a sequence, or a draft reads features."""
+        """Whether what a step commits decides what the next one computes: a tree is wanted for a
+        sequence."""
         return any(each.needs_every_step for each in self)
 
     def get(self, sequence_id: int) -> Assignment | None:

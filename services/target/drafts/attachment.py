@@ -229,23 +229,26 @@ class Attachment:
         self.outbox_features = [e for e in self.outbox_features if e.sequence_id != sequence_id]
 
     @property
-    def _can_wait(self) -> bool:
-        """Whether nothing but verdicts on paused sequences is to be told, and few of those: waking
-        the draft with each step costs a fast target on the same processors a part of it."""
+    def is_due(self) -> bool:
+        """Whether there is anything to tell that cannot wait: more than verdicts on paused
+        sequences, or many of those. Waking the draft with each step costs a fast target on the same
+        processors a part of it."""
         others = self.outbox_opened or self.outbox_closed or self.outbox_features
-        few = len(self.outbox_verdicts) < MOST_HELD_VERDICTS * len(self.sequence_ids)
-        return not others and few and all(each.wish.is_paused for each in self.outbox_verdicts)
+        many = len(self.outbox_verdicts) >= MOST_HELD_VERDICTS * len(self.sequence_ids)
+        is_empty = not (others or self.outbox_verdicts)
+        is_held = not (others or many) and all(e.wish.is_paused for e in self.outbox_verdicts)
+        return not (is_empty or is_held)
 
     def take_message(self) -> DraftMessage | None:
         """Empties the outbox; None while there is nothing that cannot wait."""
+        if not self.is_due:
+            return None
         outboxes: tuple[list[Any], ...] = (
             self.outbox_opened,
             self.outbox_verdicts,
             self.outbox_closed,
             self.outbox_features,
         )
-        if not any(outboxes) or self._can_wait:
-            return None
         message = DraftMessage(*(tuple(outbox) for outbox in outboxes))
         for outbox in outboxes:
             outbox.clear()

@@ -37,8 +37,8 @@ def feature_spec(message: pb.FeatureSpec) -> FeatureSpec:
 def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     """Returns what one step has to say to a draft.
 
-    Closed comes first, so that the draft has room for opened. The features of a verdict's own
-    positions travel with it, so that a plain round is one message; others are chunks before it.
+    Closed comes first, so that the draft has room for opened. The features of the last verdict's
+    own positions travel with it, so that a plain round is one message; others are chunks before.
     """
     responses: list[pb.SpeculateResponse] = []
     if message.closed:
@@ -49,7 +49,9 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
         responses.append(pb.SpeculateResponse(opened=opened))
     rows = {each.sequence_id: each for each in message.features}
     verdicts = verdict_batch_message(message.verdicts)
-    for verdict, verdict_message in zip(message.verdicts, verdicts.verdicts, strict=True):
+    told = list(zip(message.verdicts, verdicts.verdicts, strict=True))
+    # Of a sequence that was paused there may be several: the rows end where the last one does.
+    for verdict, verdict_message in reversed(told):
         if verdict.sequence_id in rows:
             # A round computes the root and the accepted path: as many as it commits.
             num_own = len(verdict.committed_token_ids)

@@ -76,7 +76,7 @@ class FeatureFeed:
         first = 0
         for need, start in zip(needs, starts, strict=True):
             sequence = need.sequence
-            count = sequence.num_computed - start
+            count = need.end - start
             ring_start = None if placed.ring_start is None else placed.ring_start + first
             rows = FeatureRows(
                 sequence.sequence_id,
@@ -92,7 +92,7 @@ class FeatureFeed:
         """Returns the first position to send and the slots from there on."""
         lease = need.sequence.open_lease
         start = need.start or 0
-        slots = lease.slots(start, need.sequence.num_computed, self._page_size)
+        slots = lease.slots(start, need.end, self._page_size)
         # The first time, rows from before the store's time are missing at the front.
         num_unknown = store.first_known(slots) if need.start is None else 0
         return start + num_unknown, slots[num_unknown:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_rows import FeatureRows
@@ -16,11 +17,14 @@ class FeatureNeed:
 
     Attributes:
         start: first position to send; None when nothing was sent yet.
+        end: the position after the last one. Of the last token, whose row is computed while it is
+            decided on, the draft does not know yet.
     """
 
     attachment: Attachment
     sequence: Sequence
     start: int | None
+    end: int
 
 
 class FeatureNeeds:
@@ -30,12 +34,14 @@ class FeatureNeeds:
         self._assignments = assignments
 
     def unmet(self) -> list[FeatureNeed]:
-        """Returns the sequences with computed positions that their draft has no features of."""
+        """Returns the sequences with computed positions that their draft has no features of. Those
+        of an idle sequence go out with its verdicts, which may be held."""
         return [
-            FeatureNeed(each.attachment, each.sequence, each.num_features_sent)
+            need
             for each in self._assignments
-            if each.attachment.feature_spec is not None
-            and each.sequence.num_computed > (each.num_features_sent or 0)
+            if each.attachment.reads_features and (not each.is_idle or each.attachment.is_due)
+            for need in (_need(each),)
+            if need.end > (need.start or 0)
         ]
 
     def fill(self, need: FeatureNeed, rows: FeatureRows) -> None:
@@ -45,3 +51,9 @@ class FeatureNeeds:
         assignment.num_features_sent = rows.end
         if len(rows.rows):
             need.attachment.outbox_features.append(rows)
+
+
+def _need(assignment: Assignment) -> FeatureNeed:
+    sequence = assignment.sequence
+    end = min(sequence.num_computed, len(sequence.token_ids) - 1)
+    return FeatureNeed(assignment.attachment, sequence, assignment.num_features_sent, end)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
+from services.draft.events import FeaturesArrived, RoundsDecided
+from services.draft.link_codec import event_from_response
 from services.target.drafts.attachment import (
     MOST_HELD_VERDICTS,
     Attachment,
     DraftIdentity,
     DraftMessage,
 )
+from services.target.drafts.draft_messages import draft_messages
+from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.patience import Patience
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.tokens import ANY_TREE, NO_TREE, Outcome, TreeWish, Verdict
 
 
@@ -59,3 +66,26 @@ def test_an_end_is_told_at_once() -> None:
     message = attachment.take_message()
     assert message is not None
     assert (len(message.verdicts), message.closed) == (1, (7,))
+
+
+def test_rows_of_several_verdicts_end_with_the_last_one() -> None:
+    """What is held of a sequence is one run of rows: the draft gets those of the last verdict with
+    it, and those before in front."""
+    verdicts = tuple(
+        Verdict(7, round_, Outcome.MISSED, (), (9,), 6 + round_) for round_ in range(3)
+    )
+    rows = FeatureRows(7, 2, torch.arange(5.0).unsqueeze(1), 4)
+    responses = draft_messages(DraftMessage((), verdicts, (), (rows,)))
+    spec = FeatureSpec((0,), torch.float32, 1)
+    found = [
+        (event.rows.position_offset, event.rows.rows.flatten().tolist())
+        for response in responses[:-1]
+        if isinstance(event := event_from_response(1, response, spec), FeaturesArrived)
+    ]
+    assert found == [(2, [0.0, 1.0, 2.0, 3.0])]
+    told = event_from_response(1, responses[-1], spec)
+    assert isinstance(told, RoundsDecided)
+    assert [each.features is None for each in told.results] == [True, True, False]
+    last = told.results[-1].features
+    assert last is not None
+    assert (last.position_offset, last.rows.flatten().tolist()) == (6, [4.0])
