@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.pass_codec import PackedRows, PackedTrees, Part, Parts
 from shared.runtime.tree_pass import TreePass
@@ -41,9 +43,14 @@ class PassRows:
         where nobody asked for any, or the pass was given up."""
         return self._growing.choices(self._place, row)
 
-    def state(self, row: int) -> Tensor:
-        """Returns `[1, H]`, what a row below this one reads; waits for nothing."""
-        return self._growing.states(self._place)[row : row + 1]
+    @staticmethod
+    def states(rows: Iterable[tuple[PassRows, int]]) -> list[Tensor]:
+        """Returns the states `[any, H]` that rows below some rows read, end to end in a few pieces;
+        waits for nothing."""
+        return [
+            growing.states([(own._place, row) for own, row in group])
+            for growing, group in groupby(rows, key=lambda each: each[0]._growing)
+        ]
 
 
 class GrowingTrees:
@@ -125,11 +132,15 @@ class GrowingTrees:
         tokens = numbers_of[place][first : first + width]
         return tuple(zip(tokens, scores_of[place][half + first :][:width], strict=True))
 
-    def states(self, place: int) -> Tensor:
-        """Returns the states `[N, H]` of one sequence's rows."""
+    @torch.inference_mode()
+    def states(self, rows: Sequence[tuple[int, int]]) -> Tensor:
+        """Returns the states `[R, H]` of rows, each the place of a sequence and one of its own."""
         self.queue()
         assert self._states is not None, "the pass keeps no states, or was given up"
-        return self._states[place]
+        num_rows = self._states.shape[1]
+        index = [place * num_rows + row for place, row in rows]
+        states = self._states.flatten(0, 1)
+        return states.index_select(0, uploaded_numbers(index, states.device))
 
     @torch.inference_mode()
     def _queue_part(self) -> bool:

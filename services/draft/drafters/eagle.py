@@ -8,7 +8,7 @@ whole trees in one pass, see `head_trees`.
 
 Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
 will bring. They are computed again from the features of each verdict, so that errors do not grow
-from round to round.
+from round to round: in passes, see `head_branches`, or by forwards of the host, see `head_tails`.
 """
 
 from __future__ import annotations

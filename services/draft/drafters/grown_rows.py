@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from torch import Tensor
-
 from services.draft.drafters.tail import Tail
 from services.draft.likely_verdicts import Continuation
-from shared.runtime.growing_trees import PassTree
+from shared.runtime.growing_trees import PassRows, PassTree
 from shared.tokens import TokenTree
 
 Path = tuple[int, ...]
@@ -36,10 +34,10 @@ class GrownRows:
         line = self._lines.get(path)
         return () if line is None else self._rows.after(line[-1] + 1 if line else 0)
 
-    def state(self, path: Path) -> Tensor:
-        """Returns `[1, H]`, what the rows after a computed node read."""
+    def row(self, path: Path) -> tuple[PassRows, int]:
+        """Returns the row of a computed node among all that its pass computed."""
         line = self._lines[path]
-        return self._rows.state(line[-1] + 1 if line else 0)
+        return self._rows, line[-1] + 1 if line else 0
 
     def tail(self, base: int, last_token: int) -> Tail:
         """Returns the rows as the tail of a sequence, row 0 being at index `base`."""

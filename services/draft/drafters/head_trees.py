@@ -13,7 +13,7 @@ from services.draft.drafters.likely_branches import num_choices
 from services.draft.drafters.pass_graphs import PassUse
 from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
-from shared.runtime.growing_trees import GrowingTrees
+from shared.runtime.growing_trees import GrowingTrees, PassRows
 from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.tokens import TokenTree, TreeShape
@@ -82,7 +82,7 @@ class HeadTrees:
     ) -> GrowingTrees:
         """See `BranchTrees.begin`: the states of accepted nodes stand in for features."""
         self._contexts.move()
-        states = [each.rows.state(each.accepted) for each in wanted]
+        states = PassRows.states(each.rows.row(each.accepted) for each in wanted)
         return self._split.begin(rows, states, wanted[0].plan.shape, num_choices=num_choices)
 
     def _grow(
