@@ -47,7 +47,7 @@ class BranchDrafter:
         self._contexts = contexts
         self._vocab_size = vocab_size
         self._likely = LikelyBranches()
-        self.graphs = PassGraphs(trees.uses)
+        self.graphs = PassGraphs(trees.uses, lambda: self.budget, vocab_size=vocab_size)
         self._passes = BranchPasses(
             trees, contexts, num_choices=self._num_choices, make_room=self._drop_followers
         )

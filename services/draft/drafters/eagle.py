@@ -28,6 +28,7 @@ from services.draft.drafters.head_trees import HeadTrees
 from services.draft.drafters.joint_foresight import JointForesight
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
+from services.draft.drafters.pass_graphs import PassGraphs
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.drafters.whole_trees import grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
@@ -85,6 +86,10 @@ class EagleDrafter:
             trees, vocab_size = HeadTrees(grower, self._contexts), runner.head.vocabulary.size
             self._branches = HeadBranches(trees, self._contexts, vocab_size=vocab_size)
             self._foresight = JointForesight(self._branches, self._outcomes)
+
+    @property
+    def _graphs(self) -> PassGraphs | None:
+        return None if self._branches is None else self._branches.graphs
 
     @property
     def foresight(self) -> Foresight:
@@ -170,23 +175,15 @@ class EagleDrafter:
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        if self._branches is None:
-            return True
-        grown, budget = self._grown_shape(shape), self._branches.budget
-        return self._branches.graphs.is_prepared(grown, num_sequences, budget)
+        return self._graphs is None or self._graphs.is_prepared(shape, num_sequences)
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        if self._branches is None:
-            return False
-        grown, budget = self._grown_shape(shape), self._branches.budget
-        return self._branches.graphs.prepare_for(grown, num_sequences, budget)
+        return self._graphs is not None and self._graphs.prepare_for(shape, num_sequences)
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        if self._branches is None:
-            return False
-        return self._branches.graphs.prepare_next(self._grown_shape(shape), self._branches.budget)
+        return self._graphs is not None and self._graphs.prepare_next(shape)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()

@@ -52,7 +52,7 @@ class HeadBranches:
         self._budget = 0
         self._trees, self._contexts, self._vocab_size = trees, contexts, vocab_size
         self._likely = LikelyBranches()
-        self.graphs = PassGraphs(trees.uses)
+        self.graphs = PassGraphs(trees.uses, lambda: self.budget, vocab_size=vocab_size)
         self._passes = BranchPasses(
             trees, contexts, num_choices=lambda _: 0, make_room=lambda: False
         )

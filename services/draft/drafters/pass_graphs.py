@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from services.draft.drafters.whole_trees import grown_shape
 from shared.runtime.tree_grower import TreeGrower
 from shared.tokens import TreeShape
 
@@ -45,24 +46,32 @@ class PassGraphs:
     Args:
         uses: returns the uses of passes for trees of a shape, for so many sequences that prepare
             for so many verdicts each.
+        budget: returns for how many they do.
+        vocab_size: tokens the model can propose.
     """
 
-    def __init__(self, uses: Callable[[TreeShape, int, int], Sequence[PassUse]]) -> None:
-        self._uses = uses
+    def __init__(
+        self,
+        uses: Callable[[TreeShape, int, int], Sequence[PassUse]],
+        budget: Callable[[], int],
+        *,
+        vocab_size: int,
+    ) -> None:
+        self._uses, self._budget, self._vocab_size = uses, budget, vocab_size
 
-    def is_prepared(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
-        """Whether all graphs are there.
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Whether all graphs are there."""
+        grown = grown_shape(shape, self._vocab_size)
+        return all(use.is_ready(grown) for use in self._uses(grown, num_sequences, self._budget()))
 
-        Args:
-            budget: verdicts to prepare for.
-        """
-        return all(use.is_ready(shape) for use in self._uses(shape, num_sequences, budget))
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Captures one of these; returns whether one was left."""
-        return any(use.capture_next(shape) for use in self._uses(shape, num_sequences, budget))
+        grown = grown_shape(shape, self._vocab_size)
+        uses = self._uses(grown, num_sequences, self._budget())
+        return any(use.capture_next(grown) for use in uses)
 
-    def prepare_next(self, shape: TreeShape, budget: int) -> bool:
+    def prepare_next(self, shape: TreeShape) -> bool:
         """Captures one for any number of sequences; returns whether one was left."""
-        uses = self._uses(shape, 1, budget)
-        return any(use.capture_next(shape, is_any_size=True) for use in uses)
+        grown = grown_shape(shape, self._vocab_size)
+        uses = self._uses(grown, 1, self._budget())
+        return any(use.capture_next(grown, is_any_size=True) for use in uses)

@@ -19,6 +19,7 @@ from services.draft.drafters.branch_drafter import BranchDrafter
 from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
 from services.draft.drafters.joint_foresight import JointForesight
 from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
+from services.draft.drafters.pass_graphs import PassGraphs
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.standalone_trees import StandaloneTrees
 from services.draft.drafters.tail import Tail
@@ -70,6 +71,10 @@ class StandaloneDrafter:
             trees = StandaloneTrees(grower, self._contexts)
             self._branches = BranchDrafter(trees, self._contexts, vocab_size=self._vocab_size)
             self._foresight = JointForesight(self._branches, self._outcomes)
+
+    @property
+    def _graphs(self) -> PassGraphs | None:
+        return None if self._branches is None else self._branches.graphs
 
     @property
     def foresight(self) -> Foresight:
@@ -159,24 +164,15 @@ class StandaloneDrafter:
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        if self._branches is None:
-            return True
-        grown, budget = grown_shape(shape, self._vocab_size), self._branches.budget
-        return self._branches.graphs.is_prepared(grown, num_sequences, budget)
+        return self._graphs is None or self._graphs.is_prepared(shape, num_sequences)
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        if self._branches is None:
-            return False
-        grown, budget = grown_shape(shape, self._vocab_size), self._branches.budget
-        return self._branches.graphs.prepare_for(grown, num_sequences, budget)
+        return self._graphs is not None and self._graphs.prepare_for(shape, num_sequences)
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Captures a graph of trees that are grown in one pass."""
-        if self._branches is None:
-            return False
-        grown = grown_shape(shape, self._vocab_size)
-        return self._branches.graphs.prepare_next(grown, self._branches.budget)
+        return self._graphs is not None and self._graphs.prepare_next(shape)
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()
