@@ -495,6 +495,8 @@ def serve(
         max_step_rows=2048,
         max_context_tokens=4096,
         prefix_cache=False,
+        # A choice that is fixed is kept to, whatever it costs.
+        waits_always=pinned is not None,
     )
     drafts: list[ModelledDraft] = []
     for index, kind in enumerate(() if is_plain else split.drafts):

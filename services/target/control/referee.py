@@ -144,6 +144,7 @@ class Referee:
     def put_off(self) -> None:
         """What is measured now tells nothing, because drafts prepare what they need once: a trial
         is for later, and has not failed."""
+        self.charge(self._window)
         self._window.clear()
         regime = self.regime
         if regime is not None and self.stance is Stance.ON and not regime.pays:
@@ -229,7 +230,7 @@ class Referee:
     def _begin_trial(self, regime: Regime, step_s: float) -> None:
         if not regime.num_trials:
             self.budget.grant(LEARNING_STEPS * step_s)
-        is_granted = regime.is_put_off or not regime.num_trials
+        is_granted = regime.num_trials == 0 or (regime.is_put_off and regime.num_trials == 1)
         if self.stance is Stance.OFF and (self.budget.allows_probe or is_granted):
             regime.num_trials += not regime.is_put_off
             regime.is_put_off = False

@@ -57,7 +57,7 @@ class Wishes:
         """Returns what a draft is asked for at the moment; None when nothing is."""
         return self._shapes.get(attachment.identity.attachment_id)
 
-    def first(self, course: Course) -> TreeWish:
+    def first(self, course: Course, freedom: Freedom) -> TreeWish:
         """Returns what is wanted of a sequence's first tree: what pays for those like it."""
         fixed = course.fixed_wish
         if fixed is not None or self._config is None:
@@ -67,7 +67,8 @@ class Wishes:
         num_known = course.population.num_rounds
         if not candidates.may_draft:
             return NO_TREE
-        if not self._costs.are_known or num_known <= candidates.num_warm_up_rounds:
+        is_known = self._costs.are_known and num_known > candidates.num_warm_up_rounds
+        if freedom is Freedom.NONE or not is_known:
             return TreeWish(course.attachment.base_shape)
         shape = self.shape(course.attachment)
         if shape is not None:

@@ -128,6 +128,13 @@ class Patience:
         self._num_misses = 0
         self._probe_gap_s = FIRST_PROBE_S
 
+    def in_time(self) -> None:
+        """The tree for a round that begins was pushed ahead: nobody waits for it."""
+        if self._usual_wait_s is not None:
+            self._usual_wait_s = _smoothed(self._usual_wait_s, 0.0)
+        self._answer_rate += SMOOTHING * (1.0 - self._answer_rate)
+        self._num_misses = 0
+
     def missed(self, now_s: float, waited_s: float = 0.0) -> None:
         """A round went by without its candidate. Rounds of one step count once.
 

@@ -121,6 +121,10 @@ class Verdicts:
         return False if is_on else pays
 
     def _pays(self, assignment: Assignment) -> bool:
+        is_free = assignment.course.fixed_wish is None
+        if is_free and self._controller.is_adaptive and not self._ladder.has_fallback:
+            # Whether trees are worth their waits is measured: without them nothing could be.
+            return True
         patience = assignment.attachment.patience
         return self._ladder.waits(assignment.sequence, patience.usual_wait_s, patience.answer_rate)
 
@@ -131,7 +135,9 @@ class Verdicts:
         patience, pause = assignment.attachment.patience, assignment.attachment.pause
         assignment.asked_s = now_s
         assignment.heard_s = None if assignment.candidate is None else now_s
-        if assignment.candidate is None and assignment.attachment.warming.is_on(now_s):
+        if assignment.candidate is not None:
+            patience.in_time()
+        elif assignment.attachment.warming.is_on(now_s):
             assignment.go_without(now_s)
             return
         if pause.is_trying:

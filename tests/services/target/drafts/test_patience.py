@@ -42,6 +42,25 @@ def test_chance_of_a_silent_draft_is_long_once_something_arrives() -> None:
     assert patience.deadline_s(110.0) == pytest.approx(110.0 + STIRRING_FACTOR * SHORTEST_WAIT_S)
 
 
+def test_what_was_pushed_ahead_is_not_waited_for() -> None:
+    """A draft that foresees nearly every verdict is worth the wait for the one that it does not."""
+    patience = Patience(1.0)
+    for _ in range(50):
+        patience.heard(0.01)
+        for _ in range(9):
+            patience.in_time()
+    assert patience.usual_wait_s is not None
+    assert patience.usual_wait_s < 0.004
+    assert patience.response_s == pytest.approx(0.01)
+    assert patience.answer_rate > 0.9
+
+
+def test_a_tree_that_was_pushed_ahead_breaks_a_silence() -> None:
+    patience = _cold()
+    patience.in_time()
+    assert not patience.is_cold
+
+
 def test_draft_that_answers_again_is_waited_for_again() -> None:
     patience = Patience(0.1)
     for step in range(MISSES_UNTIL_COLD):

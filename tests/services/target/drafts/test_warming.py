@@ -9,7 +9,7 @@ import pytest
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.warming import LONGEST_S, Warming
-from services.target.miss_ladder import MissLadder
+from services.target.miss_ladder import FEWEST_ROUNDS, MissLadder
 from shared.tokens import DraftReport, TokenTree, TreeShape
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
 
@@ -122,6 +122,21 @@ def test_what_overlaps_with_it_is_known_afterwards(
     if now_s >= 2.0:
         warming.told(2.0, is_warming=False)
     assert warming.was_on(since_s, now_s) is expected
+
+
+def test_an_adaptive_target_waits_whatever_the_last_trees_took() -> None:
+    """Graphs, or a stall, made the draft slow: unless it is waited for, nobody learns better."""
+    controller = SpeculationController()
+    controller.referee.insist()
+    rounds = _Rounds(controller)
+    for _ in range(3):
+        rounds.now_s += 0.5
+        rounds.verified()
+    assert rounds.waits_until_s > rounds.now_s
+    ladder, usual_wait_s = rounds.attachments.verdicts._ladder, rounds.draft.patience.usual_wait_s
+    for _ in range(FEWEST_ROUNDS):
+        ladder.counted(3, is_local=False)
+    assert not ladder.waits(rounds.sequence, usual_wait_s), "by what was waited it does not pay"
 
 
 def test_its_waits_are_left_out_of_what_a_tree_usually_takes() -> None:
