@@ -149,9 +149,10 @@ def join_inputs(  # type: ignore[no-untyped-def]
     token_ids, embedding, hidden, rows, embedding_weight, hidden_weight, inputs, residual,
     num_columns, embedding_eps, hidden_eps,
     HAS_ROWS: tl.constexpr, HAS_NORMS: tl.constexpr, NORMED_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes one half of a head's input row: the token's embedding, or the hidden state."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < num_columns
@@ -183,9 +184,11 @@ def join_inputs(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def embed_own(  # type: ignore[no-untyped-def]
-    token_ids, embedding, rows, first_token, num_tokens, num_columns, BLOCK: tl.constexpr
-):
+    token_ids, embedding, rows, first_token, num_tokens, num_columns,
+    BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Writes the embedding of a row's token if it is one of ours, else zeros."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < num_columns
@@ -199,9 +202,10 @@ def embed_own(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def fill_tables(  # type: ignore[no-untyped-def]
     positions, frequencies, cos, signed_sin, frequency_stride, factor,
-    HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes the rotation tables of one position."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < HALF

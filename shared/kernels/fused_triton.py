@@ -87,6 +87,7 @@ def fused_join_inputs(
             first[0], second[0], inputs, residual, num_columns, first[1], second[1],
             HAS_ROWS=rows is not None, HAS_NORMS=norms is not None,
             NORMED_RESIDUAL=normed_residual, BLOCK=block, num_warps=norm_warps(block),
+            **dependent_launch(hidden.device, num_rows),
         )  # fmt: skip
     return inputs, residual
 
@@ -101,6 +102,7 @@ def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int)
         embed_own[(num_rows,)](
             token_ids, embedding, rows, first_token, num_tokens, num_columns,
             BLOCK=triton.next_power_of_2(num_columns), num_warps=4,
+            **dependent_launch(embedding.device, num_rows),
         )  # fmt: skip
     return rows
 
@@ -115,6 +117,7 @@ def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple
         fill_tables[(num_rows,)](
             positions, frequencies, cos, signed_sin, stride, factor,
             HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+            **dependent_launch(positions.device, num_rows),
         )  # fmt: skip
     return cos, signed_sin
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
 from shared.speculation.noise_jit import gumbel_at
 from shared.speculation.topk_jit import (
     NO_KEY,
@@ -23,12 +24,14 @@ def score_blocks(  # type: ignore[no-untyped-def]
     depth, number_stride, num_own_tokens, num_blocks,
     ROWS: tl.constexpr, TOPK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_DRAWS: tl.constexpr,
     LENGTH: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes the TOPK best tokens of one block of one row, best first, and the block's part of the
     softmax.
 
     Rows are ROWS a sequence, whose temperature, seed and length say which noise is added.
     """
+    begin(IS_DEPENDENT)
     row = tl.program_id(0)
     block = tl.program_id(1)
     own = block * BLOCK + tl.arange(0, BLOCK)
@@ -63,6 +66,7 @@ def score_blocks(  # type: ignore[no-untyped-def]
 def choose_tokens(  # type: ignore[no-untyped-def]
     block_keys, block_maxima, block_sums, row_keys, tokens, scores, num_blocks, first_row, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Finds the WIDTH best tokens of one row, from those of its blocks, best first.
 
@@ -71,6 +75,7 @@ def choose_tokens(  # type: ignore[no-untyped-def]
         tokens: `[S, num_rows, WIDTH]` int32, of all levels; this one begins at `first_row`.
         scores: likewise, float32.
     """
+    begin(IS_DEPENDENT)
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     is_block = blocks < num_blocks
@@ -103,7 +108,7 @@ def grow_level(  # type: ignore[no-untyped-def]
     LENGTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOPK: tl.constexpr, LANES: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_VISIBLE: tl.constexpr,
+    BLOCK_VISIBLE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Adds one level of one tree, selects its beam and lays out the beam's rows.
 
@@ -112,6 +117,7 @@ def grow_level(  # type: ignore[no-untyped-def]
     Levels lie behind one another in `beam_*`, each with TOPK entries a sequence; `beam_visible`
     has one row of `NUM_LEVELS * TOPK` for each.
     """
+    begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     num_sequences = tl.num_programs(0)
     rows = tl.arange(0, BLOCK_ROWS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
 from shared.speculation.topk_jit import num_before
 
 
@@ -46,8 +47,10 @@ def finish_trees(  # type: ignore[no-untyped-def]
     NUM_CANDIDATES: tl.constexpr, NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr,
     LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Keeps the best `NUM_ROWS - 1` candidates of one tree and lays out the target's rows."""
+    begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     candidates = tl.arange(0, BLOCK_CANDIDATES)
     is_candidate = candidates < NUM_CANDIDATES
@@ -88,9 +91,10 @@ def lay_open_rows(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, feature_slots, kv_lengths, prefix_lengths, last_rows,
     number_stride, page_stride, feature_page_stride,
     NUM_ROWS: tl.constexpr, LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Lays out one sequence's open rows; those it lacks compute token 0 in the padding page."""
+    begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     state = numbers + sequence * number_stride
     num_open = tl.load(state + OPEN)

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from shared.kernels.dependent import dependent_launch
 from shared.runtime.round_growth_jit import choose_tokens, score_blocks
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import LENGTH, OFFSET, SEED, RoundState
@@ -88,6 +89,7 @@ class FusedScores:
             ROWS=rows, TOPK=num_keys, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
             LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK,
             num_warps=_NOISE_WARPS if self._has_draws else _SEARCH_WARPS,
+            **dependent_launch(device, num_rows),
         )  # fmt: skip
         self._level += 1
         if not width:
@@ -99,6 +101,7 @@ class FusedScores:
             num_blocks, self._num_rows, self._tokens.shape[1],
             ROWS=rows, WIDTH=width, LANES=lanes,
             BLOCKS=triton.next_power_of_2(num_blocks), num_warps=num_warps_for(lanes),
+            **dependent_launch(device, num_rows),
         )  # fmt: skip
         self._num_rows += rows
         return BestTokens(best, maxima, sums)

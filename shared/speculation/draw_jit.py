@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from shared.speculation.noise_jit import gumbel_row
+from shared.speculation.topk_jit import NO_KEY, best_of, index_of, keys_of, value_of
 
 
 @triton.jit(do_not_specialize=["row_stride"])  # type: ignore[untyped-decorator]
@@ -47,9 +48,10 @@ def draw_blocks(  # type: ignore[no-untyped-def]
             position = tl.load(positions + row)
             values = scaled + gumbel_row(block * BLOCK, position, tl.load(seeds + row), BLOCK)
             values = tl.where(is_token, values, float("-inf"))
-    best, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_values + row * num_blocks + block, best)
-    tl.store(best_tokens + row * num_blocks + block, block * BLOCK + place)
+    best = best_of(tl.where(is_token, keys_of(values, tokens), NO_KEY), 0)
+    place = row * num_blocks + block + tl.arange(0, 1)
+    tl.store(best_values + place, value_of(best))
+    tl.store(best_tokens + place, index_of(best).to(tl.int32))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
