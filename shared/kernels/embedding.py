@@ -1,7 +1,8 @@
-"""Rows of an embedding of which a process holds some: one pass on CUDA, plain torch elsewhere."""
+"""Rows of an embedding, all or those a process holds: one pass on CUDA, plain torch elsewhere."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,6 +21,14 @@ def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Te
 
         return fused_own_embeddings(token_ids, embedding, first_token)
     return plain_own_embeddings(token_ids, embedding, first_token)
+
+
+def embeddings(token_ids: Tensor, embedding: Tensor) -> Tensor:
+    """Returns rows of `embedding` `[V, H]` for `token_ids` `[T]` int64, all below V."""
+    is_fused = runs_triton(embedding) and embedding.is_contiguous() and token_ids.is_contiguous()
+    if is_fused and not torch.compiler.is_compiling():
+        return own_embeddings(token_ids, embedding, 0)
+    return F.embedding(token_ids, embedding)
 
 
 def plain_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.embedding import own_embeddings
+from shared.kernels.embedding import embeddings, own_embeddings
 from shared.kernels.partials import Partials
 from shared.kv.batch import ForwardBatch
 from shared.kv.layout import KvLayout
@@ -115,7 +114,7 @@ class Decoder:
     def _embedded(self, token_ids: Tensor) -> Tensor | Part:
         """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""
         if self.group is None:
-            return F.embedding(token_ids, self.embedding)
+            return embeddings(token_ids, self.embedding)
         first_token = self.group.rank * len(self.embedding)
         return Part(own_embeddings(token_ids, self.embedding, first_token), self.group)
 

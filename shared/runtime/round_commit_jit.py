@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
+from shared.kernels.fused_jit import summed
+
 
 @triton.jit(do_not_specialize=["number_stride"])  # type: ignore[untyped-decorator]
 def accept_trees(  # type: ignore[no-untyped-def]
@@ -13,8 +16,10 @@ def accept_trees(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr, WIDTH: tl.constexpr, RESULT_COUNTS: tl.constexpr,
     LENGTH: tl.constexpr, OPEN: tl.constexpr, ACTIVE: tl.constexpr, ENDED: tl.constexpr,
     TAIL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Does for one tree what `accept_rows` does, and commits it to the state."""
+    begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     own = sequence * NUM_ROWS
     rows = tl.arange(0, BLOCK_ROWS)
@@ -66,9 +71,10 @@ def accept_trees(  # type: ignore[no-untyped-def]
 def move_path(  # type: ignore[no-untyped-def]
     storage, source_slots, target_slots, layer_stride,
     WIDTH: tl.constexpr, TOKEN_SIZE: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Moves the tokens of one path within one layer's keys or values."""
+    begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     steps = tl.arange(0, BLOCK_WIDTH)
@@ -89,15 +95,43 @@ def move_path(  # type: ignore[no-untyped-def]
     tl.store(base + targets[:, None] * TOKEN_SIZE + elements[None, :], values, mask=is_element)
 
 
-@triton.jit(do_not_specialize=["part"])  # type: ignore[untyped-decorator]
-def gather_part(  # type: ignore[no-untyped-def]
-    source, rows, joined, part, NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Copies one named row of one part of the features to its place among the others."""
+@triton.jit(do_not_specialize=["first_part"])  # type: ignore[untyped-decorator]
+def gather_parts(  # type: ignore[no-untyped-def]
+    first, second, third, fourth, rows, joined, first_part,
+    NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Copies one named row of one of four parts of the features to its place among all parts."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    source = first
+    if part == 1:
+        source = second
+    if part == 2:
+        source = third
+    if part == 3:
+        source = fourth
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE
     origin = tl.load(rows + row)
     values = tl.load(source + origin * SIZE + columns, mask=is_column, other=0.0)
-    target = joined + (row * NUM_PARTS + part) * SIZE
+    target = joined + (row * NUM_PARTS + first_part + part) * SIZE
     tl.store(target + columns, values, mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rows(  # type: ignore[no-untyped-def]
+    rows, like, slots, stored,
+    NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Writes some columns of one row, in the dtype of `like` first, to the row's slot."""
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    dtype = like.dtype.element_ty
+    values = summed(
+        rows, row * SIZE + columns, is_column, tl.num_programs(0) * SIZE, dtype, NUM_PARTS
+    )
+    target = stored + tl.load(slots + row) * SIZE + columns
+    tl.store(target, values.to(stored.dtype.element_ty), mask=is_column)

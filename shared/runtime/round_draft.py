@@ -25,20 +25,27 @@ class HeadForwards:
 
     Args:
         level: see `RoundDraft.level`.
-        hidden: `[R, H]`, what the open rows read.
+        hidden: `[any, H]`, what the open rows read.
+        sources: `[R]` int64, the row of `hidden` that each of them reads; None takes them in order.
         keeps_states: those of all levels, not of the last alone.
     """
 
     def __init__(
-        self, level: Level, batch: ForwardBatch, hidden: Tensor, *, keeps_states: bool
+        self,
+        level: Level,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        sources: Tensor | None,
+        *,
+        keeps_states: bool,
     ) -> None:
-        self._level, self._batch, self._hidden = level, batch, hidden
+        self._level, self._batch, self._hidden, self._sources = level, batch, hidden, sources
         self._keeps_states, self._kept = keeps_states, list[Tensor]()
         self._num_slots = len(batch.logit_rows)
 
     def first(self) -> Tensor:
         """See `Forwards.first`."""
-        return self._advance(self._batch, None, self._batch.logit_rows)
+        return self._advance(self._batch, self._sources, self._batch.logit_rows)
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """See `Forwards.next`."""
@@ -90,9 +97,12 @@ class RoundDraft:
 
     def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
         """See `DraftCode.forwards`."""
-        rows = self.source_rows.index_select(0, sources)
+        rows = self.source_rows
+        if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
+            return HeadForwards(self.level, batch, rows, sources, keeps_states=keeps_states)
+        rows = rows.index_select(0, sources)
         hidden = rows if self.reads_states else self.head.fuse(rows)
-        return HeadForwards(self.level, batch, hidden, keeps_states=keeps_states)
+        return HeadForwards(self.level, batch, hidden, None, keeps_states=keeps_states)
 
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
         """See `DraftCode.scores`."""

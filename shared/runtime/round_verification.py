@@ -93,13 +93,17 @@ class RoundVerification:
             return
         captured = dict(zip(self._captured_layers, output.features, strict=True))
         parts = [captured.get(i, output.hidden) for i in self.features.layer_indices]
-        joined, projection = self._join(parts, rows), self.features.projection
-        if projection is not None:
-            joined = F.linear(joined, projection.to(joined.dtype))
-        self.feature_rows.index_copy_(0, slots, joined.to(self.feature_rows.dtype))
+        self._project(self._join(parts, rows), self.features.projection, self.feature_rows, slots)
 
     def _join(self, parts: list[Tensor], rows: Tensor) -> Tensor:
         return torch.cat([part.index_select(0, rows) for part in parts], dim=-1)
+
+    def _project(
+        self, joined: Tensor, projection: Tensor | None, feature_rows: Tensor, slots: Tensor
+    ) -> None:
+        if projection is not None:
+            joined = F.linear(joined, projection.to(joined.dtype))
+        feature_rows.index_copy_(0, slots, joined.to(feature_rows.dtype))
 
 
 def _commit(state: RoundState, tree: TreeRows, accepted: AcceptedRows) -> Tensor:

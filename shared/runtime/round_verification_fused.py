@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
 from torch import Tensor
 
+from shared.kernels.dependent import dependent_launch
+from shared.kernels.fused_triton import parts_of
+from shared.kernels.linear import LinearWeight, linear_partials
 from shared.models.decoder import DecoderOutput
 from shared.runtime.round_batches import RoundTree
-from shared.runtime.round_commit_jit import accept_trees, gather_part, move_path
+from shared.runtime.round_commit_jit import accept_trees, gather_parts, move_path, store_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import ACTIVE, ENDED, LENGTH, OPEN, TAIL, RoundState
 from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
@@ -18,11 +21,25 @@ from shared.speculation.draw_triton import fused_draw
 from shared.speculation.tree_rows import TreeRows
 
 _MOVED_ELEMENTS = 1024
+_STORED_ELEMENTS = 1024
+_GATHERED_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRoundVerification(RoundVerification):
-    """Acceptance and moves in three launches and one a captured layer."""
+    """Acceptance, moves and features in a handful of launches.
+
+    Attributes:
+        projection_weight: the features' projection, prepared for few rows.
+    """
+
+    projection_weight: LinearWeight | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        projection, weight = None if self.features is None else self.features.projection, None
+        if projection is not None:
+            weight = LinearWeight.prepare(projection.to(self.decoder.dtype))
+        object.__setattr__(self, "projection_weight", weight)
 
     def _drawn(
         self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
@@ -48,6 +65,7 @@ class FusedRoundVerification(RoundVerification):
             LENGTH=LENGTH, OPEN=OPEN, ACTIVE=ACTIVE, ENDED=ENDED, TAIL=TAIL,
             BLOCK_ROWS=triton.next_power_of_2(num_rows),
             BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4,
+            **dependent_launch(device, num_slots * num_rows),
         )  # fmt: skip
         self._move(num_slots, width, sources, targets)
         self._store_features(output, rows, targets)
@@ -62,15 +80,33 @@ class FusedRoundVerification(RoundVerification):
         move_path[(num_slots, len(storage), triton.cdiv(token_size, block))](
             storage, sources, targets, storage.stride(0), WIDTH=width, TOKEN_SIZE=token_size,
             BLOCK_WIDTH=triton.next_power_of_2(width), BLOCK_SIZE=block, num_warps=4,
+            **dependent_launch(storage.device, len(sources)),
         )  # fmt: skip
 
     def _join(self, parts: list[Tensor], rows: Tensor) -> Tensor:
         size = parts[0].shape[1]
         joined = parts[0].new_empty((len(rows), len(parts) * size))
-        for index, part in enumerate(parts):
-            assert part.is_contiguous()
-            gather_part[(len(rows),)](
-                part, rows, joined, index,
+        assert all(part.is_contiguous() for part in parts)
+        for start in range(0, len(parts), _GATHERED_PARTS):
+            some = parts[start : start + _GATHERED_PARTS]
+            padded = (*some, *some[:1] * (_GATHERED_PARTS - len(some)))
+            gather_parts[(len(rows), len(some))](
+                *padded, rows, joined, start,
                 NUM_PARTS=len(parts), SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=4,
+                **dependent_launch(joined.device, len(rows)),
             )  # fmt: skip
         return joined
+
+    def _project(
+        self, joined: Tensor, projection: Tensor | None, feature_rows: Tensor, slots: Tensor
+    ) -> None:
+        weight = self.projection_weight
+        rows = joined if weight is None else linear_partials(joined, weight)
+        source, num_parts = parts_of(rows)
+        size = feature_rows.shape[1]
+        assert feature_rows.is_contiguous()
+        store_rows[(len(slots), triton.cdiv(size, _STORED_ELEMENTS))](
+            source, joined, slots, feature_rows,
+            NUM_PARTS=num_parts, SIZE=size, BLOCK=_STORED_ELEMENTS, num_warps=4,
+            **dependent_launch(joined.device, len(slots)),
+        )  # fmt: skip

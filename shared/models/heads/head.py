@@ -81,6 +81,11 @@ class DraftHead:
             dtype=dtype or self.dtype,
         )
 
+    def reads_rows(self, rows: Tensor) -> bool:
+        """Whether feature rows are hidden states as they are, so that `fuse` would return them."""
+        is_alike = rows.dtype == self.dtype and rows.device == self.device
+        return self.fusion is None and is_alike
+
     def fuse(self, rows: Tensor) -> Tensor:
         """Returns hidden states `[R, H]` of feature rows `[R, W]`, on this head's device."""
         rows = rows.to(device=self.device, dtype=self.dtype)
