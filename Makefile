@@ -79,7 +79,7 @@ screenshots: $(STAMP) ## write docs/images/ from a running demo in headless Chro
 
 test-kernels: $(STAMP) ## Triton's kernels on the CPU, in Triton's interpreter
 	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt triton
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m interpreter tests/shared/kernels tests/shared/runtime $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m interpreter tests/shared/kernels tests/shared/runtime tests/shared/speculation $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)

@@ -21,7 +21,8 @@ def dependent_launch(
     """Returns the launch options of a kernel that calls `begin(IS_DEPENDENT)`.
 
     Args:
-        num_rows: rows of the forward.
+        num_rows: rows of the forward; where a program takes several, those that one takes count
+            as one.
         most_rows: with which it pays.
     """
     if device.type != "cuda" or torch.compiler.is_compiling() or num_rows > most_rows:

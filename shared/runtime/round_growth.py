@@ -70,7 +70,7 @@ class FusedGrowth:
             BLOCK_CHILDREN=block_children, CHUNK=_chunk(block_children),
             BLOCK_VISIBLE=triton.next_power_of_2(self._visible.shape[1]),
             num_warps=num_warps_for(block_rows * lanes),
-            **dependent_launch(logits.device, len(logits)),
+            **dependent_launch(logits.device, state.num_slots),
         )  # fmt: skip
         self._level += 1
 
@@ -125,7 +125,7 @@ class FusedGrowth:
             LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=self._batches.page_size,
             BLOCK_CANDIDATES=block_candidates, CHUNK=_chunk(block_candidates),
             BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
-            **dependent_launch(device, num_slots * num_rows),
+            **dependent_launch(device, num_slots),
         )  # fmt: skip
         return tree.written(state, self._batches), paths
 
@@ -149,7 +149,7 @@ def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[Forward
         state.numbers.stride(0), state.head_page_table.stride(0), state.page_table.stride(0),
         NUM_ROWS=num_rows, LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, PAGE_SIZE=batches.page_size,
         BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=1,
-        **dependent_launch(device, num_slots * num_rows),
+        **dependent_launch(device, num_slots),
     )  # fmt: skip
     batch = batches.fixed(
         token_ids=token_ids,

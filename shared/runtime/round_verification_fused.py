@@ -65,7 +65,7 @@ class FusedRoundVerification(RoundVerification):
             LENGTH=LENGTH, OPEN=OPEN, ACTIVE=ACTIVE, ENDED=ENDED, TAIL=TAIL,
             BLOCK_ROWS=triton.next_power_of_2(num_rows),
             BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4,
-            **dependent_launch(device, num_slots * num_rows),
+            **dependent_launch(device, num_slots),
         )  # fmt: skip
         self._move(num_slots, width, sources, targets)
         self._store_features(output, rows, targets)

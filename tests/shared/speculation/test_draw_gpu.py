@@ -9,6 +9,7 @@ from shared.speculation.noise import gumbel_noise
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.verify import draw_tokens
 from shared.tokens import SamplingParams
+from tests.helpers.kernel_device import kernel_device
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -43,3 +44,19 @@ def test_flat_rows_show_the_noise_itself() -> None:
     noise = gumbel_noise(sampling.seeds.cpu(), positions.cpu(), 128_256)
     assert torch.equal(found.cpu(), noise.argmax(dim=-1))
     assert len(set(found.tolist())) > 500
+
+
+@pytest.mark.interpreter
+def test_first_of_equal_logits_is_drawn() -> None:
+    # Triton is not installed where there is no CUDA.
+    from shared.speculation.draw_triton import fused_draw
+
+    device, lowest = kernel_device(), float("-inf")
+    rows = torch.full((5, 5000), lowest)
+    rows[1, [17, 4000]] = 2.0
+    rows[2, [2047, 2048]] = -3.5
+    rows[3] = -0.0
+    rows[3, 9] = 0.0
+    rows[4, -1] = -1e30
+    found = fused_draw(rows.to(device), None, torch.arange(5, device=device))
+    assert found.tolist() == [0, 17, 2047, 0, 4999]
