@@ -108,10 +108,11 @@ bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU
 bench-start: $(STAMP) ## the parts of a target's start, to the first token; ARGS="--widen DIR --algorithm EAGLE3"
 	@$(PY) -m tests.bench.start $(ARGS)
 
-bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, rounds, plain decode by the engine, attention
+bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, rounds, plain decode by the engine, kernels
 	@$(PY) -m tests.bench.gpu
 	@$(PY) -m tests.bench.engine_gpu
 	@$(PY) -m tests.bench.attention
+	@$(PY) -m tests.bench.products
 
 bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 4"
 	@$(PY) -m tests.bench.tensor_parallel $(ARGS)
