@@ -139,7 +139,7 @@ class _Noise:
 class KnownRunner(ModelRunner):
     """Each row's logits say what comes next; nothing is computed."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, clock: ModelClock, world: _World) -> None:
+    def __init__(self, decoder: Decoder, pool: KvPool, clock: ModelClock, world: World) -> None:
         super().__init__(decoder, pool)
         self._world = world
         self._table = torch.stack(
@@ -158,7 +158,7 @@ class KnownRunner(ModelRunner):
 
 
 @dataclass
-class _World:
+class World:
     """Durations, as the split says and with its noise."""
 
     split: Split
@@ -218,7 +218,7 @@ class ModelledDraft:
 
     def __post_init__(self) -> None:
         source = random.Random(self.seed)
-        self._preparation = Preparation(self, self._announce, lambda: self.free_s)
+        self._preparation = Preparation(self, self.announce, lambda: self.free_s)
         self._draws = [source.random() for _ in range(_NUM_DRAWS)]
 
     def __len__(self) -> int:
@@ -408,7 +408,8 @@ class ModelledDraft:
         keys = [(name, shape, 1 << (size - 1).bit_length()) for name, size in sizes.items() if size]
         return [key for key in keys if not any(_serves(each, key) for each in self._captured)]
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Says what the draft is like now."""
         report = self._report(None)
         self.clock.at(
             self.free_s + self.kind.hop_s, lambda: self.engine.offer(self.kind.name, [], report)
@@ -451,7 +452,13 @@ class Served:
         return count / (end_s - start_s)
 
 
-class _Sink:
+class Sink:
+    """Notes when tokens came.
+
+    Attributes:
+        num_open: requests; counted up by whoever submits them.
+    """
+
     def __init__(self, clock: ModelClock) -> None:
         self._clock = clock
         self.tokens: list[tuple[float, int]] = []
@@ -484,7 +491,7 @@ def serve(
         pinned: shape of every tree; None does what the controller wants.
     """
     clock = ModelClock()
-    world = _World(split, clock, seed)
+    world = World(split, clock, seed)
     engine = build_engine(
         decoder,
         clock=clock,
@@ -505,19 +512,20 @@ def serve(
         drafts.append(draft)
         draft.attach()
     world.drafts = drafts
-    sink, keys = _Sink(clock), itertools.count()
+    sink, keys = Sink(clock), itertools.count()
     while clock.now_s < duration_s:
         while sink.num_open < split.num_streams(clock.now_s):
             sink.num_open += 1
             key = next(keys)
             # Of different lengths, so that requests do not begin and end together.
             num_tokens = split.num_tokens // 2 + 37 * key % split.num_tokens
-            engine.submit(_request(split.num_prompt_tokens, num_tokens), sink, key)
+            engine.submit(plain_request(num_tokens, split.num_prompt_tokens), sink, key)
         if not engine.step():
             clock.idle()
     return Served(sink.tokens, drafts)
 
 
-def _request(num_prompt_tokens: int, num_tokens: int) -> GenerationRequest:
+def plain_request(num_tokens: int, num_prompt_tokens: int = PROMPT_TOKENS) -> GenerationRequest:
+    """Returns a greedy request for so many tokens."""
     prompt = [answer(position) for position in range(num_prompt_tokens)]
     return request(prompt, SamplingParams(temperature=0.0), StopParams(num_tokens, ignore_eos=True))
