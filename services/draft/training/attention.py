@@ -6,6 +6,7 @@ All scores are dense, so memory grows with the square of the window.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,6 +50,18 @@ def unrolled(queries: Tensor, steps: list[KeysValues]) -> Tensor:
         column = num_rows + index
         mixed = mixed + weights[..., column : column + 1].to(values.dtype) * values.unsqueeze(2)
     return mixed.flatten(1, 2).to(queries.dtype)
+
+
+def fused_unrolled(num_steps: int) -> Callable[[Tensor, list[KeysValues]], Tensor]:
+    """Returns `unrolled` compiled for up to `num_steps` steps, each on its first use.
+
+    Every number of steps is a program of its own; past its limit of them torch would run the later
+    ones uncompiled.
+    """
+    from torch._dynamo import config  # takes a second, which only compiling is worth
+
+    config.recompile_limit = max(config.recompile_limit, num_steps)
+    return torch.compile(unrolled)
 
 
 def block(

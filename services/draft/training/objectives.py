@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.draft.training.attention import unrolled
+from services.draft.training.attention import fused_unrolled, unrolled
 from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget, TargetRows
 from services.draft.training.recurrent_head import RecurrentHead, Unrolling
@@ -133,7 +133,7 @@ class RecurrentObjective(Objective[RecurrentHead]):
     ) -> None:
         super().__init__(head, target, terms, is_compiled=is_compiled)
         self._num_steps = num_steps
-        self._attention = torch.compile(unrolled) if is_compiled else unrolled
+        self._attention = fused_unrolled(num_steps) if is_compiled else unrolled
 
     def forward(self, rows: TargetRows) -> Outcome:
         (target,), head = self._target, self.head
