@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-LONGEST_S = 2.0
-"""A draft that says for longer that it prepares something is taken for a late one."""
+LONGEST_S = 5.0
+"""A draft that says for longer that it prepares something is taken for a late one. Kernels that are
+compiled for the first time take seconds."""
 
 
 @dataclass(slots=True)
