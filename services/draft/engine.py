@@ -219,10 +219,11 @@ class DraftEngine:
         try:
             if self._enter_thread is not None:
                 self._enter_thread()
-            has_work = False
-            while self._take_in(wait=not has_work):
+            wait_s: float | None = None
+            while self._take_in(wait_s):
                 has_work = self._rounds.step()
-                has_work = self._rounds.prepare() or has_work or self._prepare_next()
+                has_work = self._rounds.prepare() or has_work
+                wait_s = 0.0 if has_work else self._prepare_next()
         except BaseException:
             # Losing the draft costs its targets speed, never a token; going on with state of
             # unknown soundness could cost more.
@@ -232,15 +233,13 @@ class DraftEngine:
             self._inbox.close()
             self._inbox.break_promises()
 
-    def _prepare_next(self) -> bool:
-        """Prepares one thing for later proposals; whether there was something left."""
-        # An open sequence is due once its target has verified a tree, which takes less time.
-        is_idle = not len(self._roster)
-        return self._prepares and is_idle and self._drafter.prepare_next(self._rounds.shape)
+    def _prepare_next(self) -> float | None:
+        """Prepares one thing for later proposals, if it is time; see `Rounds.prepare_next`."""
+        return self._rounds.prepare_next() if self._prepares else None
 
-    def _take_in(self, *, wait: bool) -> bool:
+    def _take_in(self, wait_s: float | None) -> bool:
         """Applies every queued event and call. False when the engine is to stop."""
-        mail = self._inbox.take(wait=wait)
+        mail = self._inbox.take(wait_s=wait_s)
         for event in mail.events:
             self._roster.apply(event)
             if isinstance(event, LinkOpened) and self._rounds.is_pinned:

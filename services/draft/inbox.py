@@ -79,15 +79,15 @@ class Inbox:
         future.add_done_callback(self._promises.discard)
         return future
 
-    def take(self, *, wait: bool) -> Mail:
+    def take(self, *, wait_s: float | None) -> Mail:
         """Empties the inbox.
 
         Args:
-            wait: until there is something, or the inbox is closed.
+            wait_s: how long to wait until there is something, or the inbox is closed; None is for
+                as long as it takes.
         """
         with self._wakeup:
-            if wait:
-                self._wakeup.wait_for(self._is_worth_waking)
+            self._wakeup.wait_for(self._is_worth_waking, wait_s)
             mail, self._mail = self._mail, Mail(deque(), deque())
         return mail
 

@@ -33,6 +33,9 @@ class Prepares(Protocol):
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """See `Drafter`."""
 
+    def prepare_next(self, shape: TreeShape) -> bool:
+        """See `Drafter`."""
+
 
 class Preparation:
     """Wishes of all targets of one drafter. Owned by the engine thread.
@@ -113,6 +116,17 @@ class Preparation:
 
         if not self._drafter.is_prepared(shape, num_sequences):
             self._warm(prepare)
+
+    def prepare_next(self, shape: TreeShape) -> bool:
+        """Prepares one thing for trees of a shape that nobody waits for; whether one was left."""
+        was_left = False
+
+        def prepare() -> None:
+            nonlocal was_left
+            was_left = self._drafter.prepare_next(shape)
+
+        self._warm(prepare)
+        return was_left
 
     def _choose(self, wished: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
         for shape in filter(None, (wished, self._last, own)):

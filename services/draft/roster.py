@@ -60,6 +60,11 @@ class Roster:
         return len(self._sequences)
 
     @property
+    def is_serving(self) -> bool:
+        """Whether any target has a sequence here."""
+        return any(not sequence.is_probe for sequence in self._sequences.values())
+
+    @property
     def links(self) -> tuple[int, ...]:
         """Links to targets; those of probes, too."""
         return tuple(self._links)

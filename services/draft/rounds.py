@@ -11,6 +11,7 @@ arrives is heeded after the forward in progress. Shapes that are wished for are 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,6 +26,10 @@ from services.draft.preparation import Preparation
 from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
+
+IDLE_S = 1.0
+"""After its last sequence until a draft prepares what nobody has asked for: a target that tries
+whether speculation pays comes back soon, and its trial would meet a draft that is busy."""
 
 NUM_READY_TOKENS = 64
 """A sequence at most this far behind catches up in the first forward of its proposal. A round
@@ -62,6 +67,7 @@ class Rounds:
         self._clock = clock
         self._answers = Answers(roster, deliver, is_launched=lambda each: self._budget(each) > 0)
         self._preparation = Preparation(drafter, self._warming_changed, clock)
+        self._served_s = -math.inf
         self.fan_out = fan_out
 
     @property
@@ -82,6 +88,8 @@ class Rounds:
         True when another step has work without waiting for an event.
         """
         self._preparation.begin_step()
+        if self._roster.is_serving:
+            self._served_s = self._clock()
         due = [each for each in self._roster.due.values() if not self._resumes(each)]
         ready = [sequence for sequence in due if self._is_ready(sequence)]
         batch = self._turn(ready)
@@ -113,6 +121,20 @@ class Rounds:
             return False
         self._preparation.advance()
         return is_idle
+
+    def prepare_next(self) -> float | None:
+        """Prepares one thing that nobody has asked for, if no sequence is open, nor was lately.
+
+        Returns:
+            How long to wait for an event until it is time for another; None where there is none.
+        """
+        # An open sequence is due once its target has verified a tree, which takes less time.
+        if len(self._roster):
+            return None
+        rest_s = self._served_s + IDLE_S - self._clock()
+        if rest_s > 0.0:
+            return rest_s
+        return 0.0 if self._preparation.prepare_next(self.shape) else None
 
     @property
     def num_unprepared(self) -> int:

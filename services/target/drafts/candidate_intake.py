@@ -30,7 +30,8 @@ class CandidateIntake:
         if attachment is None:
             return
         attachment.report = offer.report
-        attachment.warming.told(offer.arrived_s, is_warming=offer.report.is_warming)
+        if attachment.warming.told(offer.arrived_s, is_warming=offer.report.is_warming):
+            attachment.pause.end()
         if offer.report.is_warming:
             self._wait_no_more(attachment, offer.arrived_s)
         if offer.candidates:

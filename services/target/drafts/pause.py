@@ -56,6 +56,11 @@ class Pause:
         if self._is_trying and self._num_verified >= TRIED_ROUNDS:
             self._is_trying, self._resumed_s = False, now_s
 
+    def end(self) -> None:
+        """What made the draft useless is over: it is tried at once, and if that fails, soon."""
+        self._until_s = -math.inf
+        self._length_s = 0.0
+
     def goes_on(self, now_s: float) -> bool:
         """Whether the draft is left alone. Where a pause has just ended, the try begins."""
         if self._is_on and now_s >= self._until_s:

@@ -20,13 +20,15 @@ class Warming:
     _since_s: float | None = None
     _until_s: float = -math.inf
 
-    def told(self, now_s: float, *, is_warming: bool) -> None:
-        """The draft says whether it prepares something."""
+    def told(self, now_s: float, *, is_warming: bool) -> bool:
+        """The draft says whether it prepares something; returns whether that has ended."""
+        has_ended = not is_warming and self._since_s is not None
         if is_warming and self._since_s is None:
             self._since_s = now_s
         elif not is_warming and self._since_s is not None:
             self._until_s = min(now_s, self._since_s + LONGEST_S)
             self._since_s = None
+        return has_ended
 
     def is_on(self, now_s: float) -> bool:
         """Whether it prepares something now."""

@@ -139,8 +139,9 @@ def test_an_idle_engine_prepares_for_what_may_come(
 
 
 def test_nothing_is_prepared_while_a_sequence_is_open(
-    engine: DraftEngine, drafter: ScriptedDrafter
+    engine: DraftEngine, drafter: ScriptedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.draft.rounds.IDLE_S", 0.0)
     inbox: queue.Queue[Output] = queue.Queue()
     link = engine.open_link(TERMS, inbox.put)
     engine.submit(_opened(link))

@@ -27,7 +27,7 @@ from services.draft.events import (
 )
 from services.draft.fan_out import FanOut
 from services.draft.roster import Roster
-from services.draft.rounds import Rounds
+from services.draft.rounds import IDLE_S, Rounds
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram.index import NgramOptions
 from shared.tokens import (
@@ -540,3 +540,20 @@ def test_pinned_shape_is_not_named_with_each_tree() -> None:
     bench.rounds.is_pinned = True
     bench.apply(_opened(1))
     assert _grown(bench.step()) == [None]
+
+
+def test_what_nobody_asked_for_waits_until_nobody_was_there_for_a_while() -> None:
+    bench = Bench()
+    bench.tick_s, bench.drafter.num_left = 0.0, 2
+    bench.apply(_opened(1))
+    bench.step()
+    assert bench.rounds.prepare_next() is None, "a sequence is open"
+    bench.apply(SequencesClosed(LINK, (1,)))
+    assert bench.step() == []
+    assert bench.rounds.prepare_next() == IDLE_S
+    bench.now_s += IDLE_S
+    assert bench.rounds.prepare_next() == 0.0
+    reports = [each.report for each in bench.outputs if isinstance(each, CandidatesReady)]
+    assert [each.is_warming for each in reports] == [True, False], "targets hear of it"
+    assert (bench.drafter.num_left, bench.rounds.prepare_next()) == (1, 0.0)
+    assert bench.rounds.prepare_next() is None

@@ -94,6 +94,20 @@ def test_a_silent_draft_is_blamed() -> None:
     assert rounds.draft.outbox_verdicts[-1].wish.is_paused
 
 
+def test_a_draft_that_was_left_alone_is_tried_as_soon_as_it_is_ready() -> None:
+    """It took longer than anybody believes, and was taken for a silent one."""
+    rounds = _Rounds()
+    rounds.report(BUSY)
+    while not rounds.draft.outbox_verdicts[-1].wish.is_paused:
+        rounds.now_s = max(rounds.now_s, rounds.waits_until_s) + LONGEST_S
+        rounds.plain()
+    rounds.plain()
+    assert rounds.draft.outbox_verdicts[-1].wish.is_paused
+    rounds.report(READY)
+    rounds.plain()
+    assert not rounds.draft.outbox_verdicts[-1].wish.is_paused
+
+
 def test_a_tree_that_is_here_is_verified_all_the_same() -> None:
     rounds = _Rounds()
     offer(rounds.attachments, [make_candidate(rounds.sequence)], rounds.now_s, BUSY)
