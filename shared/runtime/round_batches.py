@@ -172,6 +172,8 @@ class RoundBatches:
         first_rows = torch.arange(num_slots, device=walks.device) * size[2]
         parents = nodes[..., WALK_PARENT] + (first_rows * (levels > 0).unsqueeze(1)).unsqueeze(2)
         parents[:1] += torch.arange(num_slots, device=walks.device).view(1, -1, 1)
+        # Kernels read neighbours, and of one row a level there would be a view.
+        parents = parents.contiguous()
         visible = (nodes[..., WALK_LINE:].unsqueeze(4) == rows).any(3)
         return [
             (
