@@ -169,10 +169,19 @@ async def measure(
 
 
 WARM_UP_TOKENS = 24
+MOST_WARM_UPS = 12
+"""A draft compiles and captures what a mode needs while it is first used, and is left alone for a
+while if that took long."""
+_PREPARATIONS = "outrider_draft_preparations_total"
 
 
 async def warm_up(pair: Pair, mode: Mode, case: Case, load: Load) -> None:
-    """Begins every answer: kernels, graphs and prompts of the mode are there afterwards."""
+    """Begins every answer, until the draft has nothing to prepare any more and is drafted with:
+    kernels, graphs and prompts of the mode are there afterwards."""
     await set_mode(pair, mode)
     few = Load(load.prompts, load.num_prompts, min(load.num_tokens, WARM_UP_TOKENS))
-    await answer_all(pair, mode, case, few)
+    for _ in range(MOST_WARM_UPS):
+        warmed = await answer_all(pair, mode, case, few)
+        is_quiet = not warmed.counters.get(_PREPARATIONS)
+        if is_quiet and (mode.shape is None or mode.is_chosen or warmed.round_tokens > 1.0):
+            return
