@@ -61,6 +61,7 @@ class Preparation:
         self._last: TreeShape | None = None
         self._wanted: OrderedDict[TreeShape, int] = OrderedDict()
         self._not_before_s = -math.inf
+        self._is_idling = False
         self._put_off_s = -math.inf
 
     @property
@@ -118,15 +119,16 @@ class Preparation:
             self._warm(prepare)
 
     def prepare_next(self, shape: TreeShape) -> bool:
-        """Prepares one thing for trees of a shape that nobody waits for; whether one was left."""
-        was_left = False
+        """Prepares one thing for trees of a shape that nobody waits for; whether one was left. That
+        shows afterwards only, so targets are told from the second thing on."""
+        if not self._is_idling:
+            self._is_idling = self._drafter.prepare_next(shape)
+        else:
+            self._warm(lambda: self._idle(shape))
+        return self._is_idling
 
-        def prepare() -> None:
-            nonlocal was_left
-            was_left = self._drafter.prepare_next(shape)
-
-        self._warm(prepare)
-        return was_left
+    def _idle(self, shape: TreeShape) -> None:
+        self._is_idling = self._drafter.prepare_next(shape)
 
     def _choose(self, wished: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
         for shape in filter(None, (wished, self._last, own)):

@@ -552,8 +552,11 @@ def test_what_nobody_asked_for_waits_until_nobody_was_there_for_a_while() -> Non
     assert bench.step() == []
     assert bench.rounds.prepare_next() == IDLE_S
     bench.now_s += IDLE_S
+    assert (bench.rounds.prepare_next(), bench.outputs) == (0.0, [])
     assert bench.rounds.prepare_next() == 0.0
     reports = [each.report for each in bench.outputs if isinstance(each, CandidatesReady)]
-    assert [each.is_warming for each in reports] == [True, False], "targets hear of it"
-    assert (bench.drafter.num_left, bench.rounds.prepare_next()) == (1, 0.0)
+    assert [each.is_warming for each in reports] == [True, False], "there is more to prepare"
+    assert bench.drafter.num_left == 0
     assert bench.rounds.prepare_next() is None
+    bench.outputs.clear()
+    assert (bench.rounds.prepare_next(), bench.outputs) == (None, []), "and nothing to tell"
