@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels import e4m3
-from shared.kernels.activation import silu_mul
 from shared.kernels.linear import has_steady_product, steady_product
 from shared.kernels.steady import (
     WORD_BLOCK,
     SteadyOperand,
     can_be_steady,
-    steady_gated,
     steady_linear,
     tile_counters,
 )
@@ -115,24 +113,10 @@ def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | Non
     element, if K is a multiple of 128. Elsewhere the weight is expanded for the time of the
     product, which saves memory and no time.
     """
-    operand = _steady_operand(inputs, weight)
-    if operand is not None:
+    if weight.is_packed and inputs.dtype in _HALF_PRECISION:
+        operand = SteadyOperand(weight.values, weight.scales, weight.counters)
         return steady_linear(inputs, operand, bias)
     expanded = weight.dequantised(inputs.dtype)
     if has_steady_product(inputs.device, inputs.dtype):
         return steady_product(inputs, expanded, bias)
     return F.linear(inputs, expanded, bias)
-
-
-def gated_quantised_linear(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Returns `silu_mul` of `quantised_linear` without a bias, by one kernel where there is one."""
-    operand = _steady_operand(inputs, weight)
-    if operand is not None:
-        return steady_gated(inputs, operand)
-    return silu_mul(quantised_linear(inputs, weight, None))
-
-
-def _steady_operand(inputs: Tensor, weight: QuantisedWeight) -> SteadyOperand | None:
-    if not weight.is_packed or inputs.dtype not in _HALF_PRECISION:
-        return None
-    return SteadyOperand(weight.values, weight.scales, weight.counters)

@@ -37,7 +37,7 @@ def product(  # type: ignore[no-untyped-def]
     Args:
         LEAVES_PARTS: another kernel adds the parts.
         IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
-            either, and `results` are `[T, N / 2]`. There is one segment, and no bias.
+            either, and `results` are `[T, N / 2]`. There is one segment, no bias and no scale.
     """
     begin(IS_DEPENDENT)
     tile = tl.program_id(0)
@@ -84,8 +84,6 @@ def product(  # type: ignore[no-untyped-def]
                 part = tl.dot(weights3, inputs3, part)
         total += part
     if IS_GATED:
-        if not IS_WIDE:
-            total *= tl.load(scales + channels % NUM_CHANNELS)[:, None]
         store_gated(total, results, tile, rows, is_row, NUM_CHANNELS // 2, TILE_CHANNELS // 2)
     elif IS_SPREAD:
         size = num_rows.to(tl.int64) * NUM_CHANNELS

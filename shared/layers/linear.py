@@ -12,7 +12,6 @@ from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_par
 from shared.kernels.partials import Partials
 from shared.kernels.quantised import (
     QuantisedWeight,
-    gated_quantised_linear,
     largest_elements,
     quantised_linear,
 )
@@ -87,10 +86,9 @@ class Linear:
 
     def gated(self, inputs: Tensor) -> Tensor:
         """Returns `silu_mul` of the product, `[T, K]` to `[T, N / 2]`."""
-        if self.bias is not None or self.group is not None:
+        has_more = self.bias is not None or self.group is not None
+        if has_more or isinstance(self.weight, QuantisedWeight):
             return silu_mul(self(inputs))
-        if isinstance(self.weight, QuantisedWeight):
-            return gated_quantised_linear(inputs, self.weight)
         return gated_linear(inputs, self.weight)
 
     def _partials(self, inputs: Tensor) -> Tensor | Partials:

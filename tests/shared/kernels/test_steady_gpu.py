@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from shared.kernels.activation import silu_mul
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
 from shared.kernels.partials import Partials
-from shared.kernels.quantised import QuantisedWeight, gated_quantised_linear, quantised_linear
 from shared.kernels.steady import MOST_FEW_ROWS, can_be_steady
 from tests.helpers.kernel_device import kernel_device
 
@@ -89,27 +86,10 @@ def test_parts_add_up_to_the_product(size: tuple[int, int], dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_gated_products_are_those_of_two_kernels(size: tuple[int, int], dtype: torch.dtype) -> None:
-    _same_gated(*_case(*size, dtype), gated_linear, linear)
-
-
-@pytest.mark.skipif(IS_INTERPRETING, reason="widening is in the GPU's own instructions")
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("size", SIZES)
-def test_gated_products_of_8_bits(size: tuple[int, int], stored: torch.dtype) -> None:
-    inputs, weight = _case(*size, torch.bfloat16)
-    quantised = QuantisedWeight.of(weight.values, stored)
-    _same_gated(inputs, quantised, gated_quantised_linear, quantised_linear)
-
-
-def _same_gated(
-    inputs: Tensor,
-    weight: LinearWeight | QuantisedWeight,
-    gated: Callable[..., Tensor],
-    product: Callable[..., Tensor],
-) -> None:
+    inputs, weight = _case(*size, dtype)
     for num_rows in COUNTS:
         rows = inputs[:num_rows]
-        _assert_same(gated(rows, weight), silu_mul(product(rows, weight, None)))
+        _assert_same(gated_linear(rows, weight), silu_mul(linear(rows, weight, None)))
 
 
 def test_more_rows_are_left_to_the_library() -> None:
