@@ -32,7 +32,7 @@ class CandidateIntake:
         attachment.report = offer.report
         if attachment.warming.told(offer.arrived_s, is_warming=offer.report.is_warming):
             attachment.pause.end()
-        if offer.report.is_warming:
+        if attachment.warming.is_on(offer.arrived_s):
             self._wait_no_more(attachment, offer.arrived_s)
         if offer.candidates:
             attachment.patience.stirred()

@@ -13,6 +13,7 @@ from shared.rpc.sampling import sampling_message
 from shared.rpc.trees import verdict_batch_message, wanted_shape_message
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
+from shared.tokens import Verdict
 
 MAX_CHUNK_BYTES = 1024 * 1024
 """Largest payload of a feature chunk: above it a message costs milliseconds."""
@@ -52,10 +53,10 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     told = list(zip(message.verdicts, verdicts.verdicts, strict=True))
     # Of a sequence that was paused there may be several: the rows end where the last one does.
     for verdict, verdict_message in reversed(told):
-        if verdict.sequence_id in rows:
-            # A round computes the root and the accepted path: as many as it commits.
-            num_own = len(verdict.committed_token_ids)
-            before, own = rows.pop(verdict.sequence_id).split(num_own)
+        found = rows.get(verdict.sequence_id)
+        if found is not None and _has_own(found, verdict):
+            del rows[verdict.sequence_id]
+            before, own = found.split(len(verdict.committed_token_ids))
             responses += _chunks(before)
             if own.ring_start is None:
                 verdict_message.features.CopyFrom(tensor_message(own.rows))
@@ -74,6 +75,14 @@ def ring_message(ring: FeatureRingWriter) -> pb.FeatureRing:
     if address.cuda_ipc_handle:
         return pb.FeatureRing(cuda_ipc_handle=address.cuda_ipc_handle, row_count=ring.num_rows)
     return pb.FeatureRing(shared_file=address.shared_file, row_count=ring.num_rows)
+
+
+def _has_own(rows: FeatureRows, verdict: Verdict) -> bool:
+    """Whether rows end with all those of a verdict, as where they are follows from it. They do not
+    where a sequence was preempted and is read anew, or where the first ones are not known."""
+    # A round computes the root and the accepted path: as many as it commits.
+    num_own = len(verdict.committed_token_ids)
+    return rows.end == verdict.committed_token_count - 1 and len(rows.rows) >= num_own
 
 
 def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:

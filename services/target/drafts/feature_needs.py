@@ -35,14 +35,17 @@ class FeatureNeeds:
 
     def unmet(self) -> list[FeatureNeed]:
         """Returns the sequences with computed positions that their draft has no features of. Those
-        of an idle sequence go out with its verdicts, which may be held."""
-        return [
-            need
+        of an idle sequence go out with its verdicts, which are held until something is due."""
+        lacking = [
+            (each.is_idle, need)
             for each in self._assignments
-            if each.attachment.reads_features and (not each.is_idle or each.attachment.is_due)
+            if each.attachment.reads_features
             for need in (_need(each),)
             if need.end > (need.start or 0)
         ]
+        # Rows of one sequence take the verdicts on all others along.
+        called = {need.attachment for is_idle, need in lacking if not is_idle}
+        return [need for _, need in lacking if need.attachment in called or need.attachment.is_due]
 
     def fill(self, need: FeatureNeed, rows: FeatureRows) -> None:
         """Puts rows into the draft's next message."""

@@ -36,4 +36,5 @@ class Warming:
 
     def was_on(self, since_s: float, now_s: float) -> bool:
         """Whether it has prepared something at any time from then until now."""
-        return self.is_on(now_s) or self._until_s > since_s
+        last_s = -math.inf if self._since_s is None else min(self._since_s + LONGEST_S, now_s)
+        return self.is_on(now_s) or max(last_s, self._until_s) > since_s

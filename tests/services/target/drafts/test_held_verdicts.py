@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from services.draft.events import FeaturesArrived, RoundsDecided
@@ -89,3 +90,25 @@ def test_rows_of_several_verdicts_end_with_the_last_one() -> None:
     last = told.results[-1].features
     assert last is not None
     assert (last.position_offset, last.rows.flatten().tolist()) == (6, [4.0])
+
+
+@pytest.mark.parametrize(
+    ("first", "num_rows", "num_committed"),
+    [
+        pytest.param(4, 3, 1, id="read-anew-after-a-preemption"),
+        pytest.param(9, 2, 3, id="the-first-ones-are-not-known"),
+    ],
+)
+def test_rows_that_are_not_those_of_the_verdict_say_where_they_are(
+    first: int, num_rows: int, num_committed: int
+) -> None:
+    verdict = Verdict(7, 3, Outcome.MISSED, (), (9,) * num_committed, 12)
+    rows = FeatureRows(7, first, torch.arange(float(num_rows)).unsqueeze(1), 4)
+    responses = draft_messages(DraftMessage((), (verdict,), (), (rows,)))
+    spec = FeatureSpec((0,), torch.float32, 1)
+    found = [event_from_response(1, response, spec) for response in responses]
+    [arrived] = [event for event in found if isinstance(event, FeaturesArrived)]
+    assert arrived.rows.position_offset == first
+    assert arrived.rows.rows.flatten().tolist() == list(range(num_rows))
+    [told] = [event for event in found if isinstance(event, RoundsDecided)]
+    assert told.results[0].features is None

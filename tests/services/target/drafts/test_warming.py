@@ -120,6 +120,8 @@ def test_nobody_warms_for_ever() -> None:
     rounds.now_s += LONGEST_S
     rounds.plain()
     assert rounds.waits_until_s > rounds.now_s
+    rounds.report(BUSY)
+    assert rounds.waits_until_s > rounds.now_s, "however often it says so"
 
 
 @pytest.mark.parametrize(
@@ -186,3 +188,11 @@ def _num_tried(controller: SpeculationController, rounds: _Rounds) -> float:
     """Returns how many levels of the draft's kind were put to the test."""
     counts = controller.course(rounds.draft, make_sequence(8)).population.chains.counts
     return sum(counts.num_trials(level) for level in range(8))
+
+
+def test_what_overlaps_with_it_is_known_when_it_takes_too_long() -> None:
+    warming = Warming()
+    warming.told(1.0, is_warming=True)
+    assert warming.was_on(LONGEST_S, LONGEST_S + 2.0)
+    assert not warming.is_on(LONGEST_S + 2.0)
+    assert not warming.was_on(LONGEST_S + 1.0, LONGEST_S + 2.0)
