@@ -64,6 +64,7 @@ class Referee:
         regimes: by the octave of how many sequences decode.
         num_changes: of the stance.
         is_settling: the stance has changed, and what is measured belongs to neither side.
+        is_bound: the stance is not to be decided here, so nothing is a trial.
     """
 
     budget: ProbeBudget
@@ -71,6 +72,7 @@ class Referee:
     regimes: dict[int, Regime] = field(default_factory=dict)
     num_changes: int = 0
     is_settling: bool = False
+    is_bound: bool = False
     _octave: int | None = None
     _size: float = 0.0
     _window: SpeedWindow = field(default_factory=SpeedWindow)
@@ -90,13 +92,14 @@ class Referee:
     @property
     def freedom(self) -> Freedom:
         """What may be chosen where speculation runs."""
-        return Freedom.ANY if self.regime is None else self.regime.freedom
+        return Freedom.ANY if self.regime is None or self.is_bound else self.regime.freedom
 
     @property
     def num_trials(self) -> int | None:
         """Of speculation in this regime, while it is not known to pay; None where it is, or where
         nothing is decided."""
-        return None if self.regime is None or self.regime.pays else self.regime.num_trials
+        regime = self.regime
+        return None if regime is None or regime.pays or self.is_bound else regime.num_trials
 
     @property
     def knows_prompts(self) -> bool:
@@ -155,7 +158,7 @@ class Referee:
         """A trial costs the time beyond that in which plain decoding does the same; until drafts
         are warm for the first time it does not, because that comes once."""
         regime = self.regime
-        if regime is None or self.stance is not Stance.ON or regime.pays:
+        if regime is None or self.stance is not Stance.ON or regime.pays or self.is_bound:
             return
         if not (self.is_settling and regime.num_trials == 1):
             plain_s = spent.plain_s + self._prompt_row_s.value * spent.num_prompt_rows

@@ -156,6 +156,7 @@ class SpeculationController:
         if self._config is None or not num_decoding:
             return
         candidates = self._config.candidates(num_decoding)
+        self.referee.is_bound = not (candidates.may_draft and candidates.may_pause)
         if not candidates.may_draft:
             self.referee.forbid()
         elif candidates.may_pause and is_warming:

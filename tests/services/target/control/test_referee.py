@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+from services.target.control.adaptive_config import AdaptiveConfig, Candidates
 from services.target.control.choices import Freedom
 from services.target.control.probe_budget import PROBE_SHARE, ProbeBudget
 from services.target.control.referee import WINDOW_ROUNDS, Referee
 from services.target.control.regime import Stance
+from services.target.control.speculation_controller import SpeculationController
 from services.target.control.speed_window import SpeedWindow
 
 STEP_S = 0.01
@@ -157,6 +159,23 @@ def test_where_it_may_not_be_off_it_is_on() -> None:
     referee = Referee(ProbeBudget())
     referee.insist()
     assert referee.stance is Stance.ON
+
+
+def test_where_it_may_not_be_off_nothing_is_a_trial() -> None:
+    """Also not in the regime of fewer sequences, where it is one."""
+    config = AdaptiveConfig({1: Candidates(), 4: Candidates(may_pause=False)})
+    controller, machine = SpeculationController(config), _Machine(-0.5)
+    machine.referee = referee = controller.referee
+    while not machine.is_on:
+        machine.run(1, num_sequences=1)
+    assert (referee.freedom, referee.num_trials) == (Freedom.NONE, 1)
+    controller.judge([], 4)
+    credit_s = referee.budget.credit_s
+    referee.charge(SpeedWindow(0.04, 0.08, WINDOW_ROUNDS))
+    assert (referee.freedom, referee.num_trials) == (Freedom.ANY, None)
+    assert (machine.is_on, referee.budget.credit_s) == (True, credit_s)
+    controller.judge([], 1)
+    assert (referee.freedom, referee.num_trials) == (Freedom.NONE, 1)
 
 
 def test_a_trial_that_cannot_tell_is_put_off_and_made_again() -> None:
