@@ -110,8 +110,10 @@ class FeatureRingReader:
     def __init__(self, address: RingAddress, num_rows: int, width: int, dtype: torch.dtype) -> None:
         self._memory = open_memory(address, num_rows * width * dtype.itemsize)
         self._rows = self._memory.elements.view(dtype).view(num_rows, width)
-        self._copied: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._copied: deque[tuple[range, torch.cuda.Event | None]] = deque()
         self._end = 0
+        # Ends of what was copied before rows in front of it, by its start.
+        self._ahead: dict[int, int] = {}
         self._told: int | None = None
 
     @property
@@ -129,14 +131,19 @@ class FeatureRingReader:
         places = _places(start, start + count, self._rows)
         rows = self._rows.index_select(0, places)
         device = self._rows.device
-        self._copied.append((start + count, _recorded(device) if device.type == "cuda" else None))
+        if count:
+            event = _recorded(device) if device.type == "cuda" else None
+            self._copied.append((range(start, start + count), event))
         return rows
 
     def freed(self) -> int | None:
         """Returns the number before which all rows are copied, when it is time to tell: at first,
-        and after every quarter of the ring; else None."""
+        and after every quarter of the ring; else None. Rows may be read in any order."""
         while self._copied and _is_over(self._copied[0][1]):
-            self._end, _ = self._copied.popleft()
+            copied, _ = self._copied.popleft()
+            self._ahead[copied.start] = copied.stop
+        while self._end in self._ahead:
+            self._end = self._ahead.pop(self._end)
         if self._told is not None and self._end - self._told < max(self.num_rows // 4, 1):
             return None
         self._told = self._end

@@ -66,6 +66,22 @@ def test_a_quarter_of_the_ring_is_freed_at_a_time() -> None:
     assert reader.freed() is None
 
 
+def test_rows_are_not_freed_before_those_in_front_are_read() -> None:
+    """Rows of several sequences lie one after the other, and come in another order: what is from
+    before a verdict comes first."""
+    ring = _ring(16)
+    reader = _reader(ring)
+    reader.freed()
+    ring.free(0)
+    ring.write(ring_rows(0, 12))
+    reader.read(6, 5)
+    reader.read(0, 5)
+    assert reader.freed() == 5
+    reader.read(5, 1)
+    reader.read(5, 0)
+    assert reader.freed() == 11
+
+
 @pytest.mark.parametrize("end", [-1, 5])
 def test_what_was_never_written_cannot_be_freed(end: int) -> None:
     ring = _ring()
