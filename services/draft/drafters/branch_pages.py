@@ -49,7 +49,8 @@ class BranchPages:
             num_rows: of the tree.
         """
         num_computed = base + len(path) + 1
-        if num_computed + num_rows > self._max_context_tokens:
+        # A pass counts the token that it finds behind its last row.
+        if num_computed + max(num_rows, 1) > self._max_context_tokens:
             return None
         own = self._leases.try_branch(lease, base, num_computed + num_rows)
         if own is None:

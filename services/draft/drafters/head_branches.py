@@ -150,11 +150,16 @@ class HeadBranches:
         due = due[: self._trees.max_sequences]
         for each in due:
             del self._walks[each.plan.sequence.key]
+        choices = num_choices(shape, self.budget)
+        # A tree larger than those wanted now may call for a shape that nobody has prepared for: its
+        # graph takes longer to capture than the round that the walk is for.
+        is_quick = self._trees.can_walk(shape, len(due), choices)
+        due = [each for each in due if is_quick or each.shape == each.plan.shape]
         walks = [each for each in due if self._can_walk(each)]
         if not walks:
             return
         sequences, trees = [each.plan.sequence for each in walks], [each.tree for each in walks]
-        walked = self._trees.walk(sequences, trees, shape, num_choices(shape, self.budget))
+        walked = self._trees.walk(sequences, trees, shape, choices)
         for each, rows in zip(walks, walked, strict=True):
             self._rows[each.plan.sequence.key] = rows
             self._want(each.plan, each.tree, rows)

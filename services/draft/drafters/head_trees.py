@@ -54,6 +54,10 @@ class HeadTrees:
             for each in self._grow(batch, shape, num_choices)
         ]
 
+    def can_walk(self, shape: TreeShape, num_sequences: int, num_choices: int) -> bool:
+        """Whether a `walk` of so many trees waits for no graph."""
+        return PassUse(self._grower, num_sequences, num_choices, is_walk=True).is_ready(shape)
+
     def walk(
         self,
         sequences: Sequence[DraftSequence],

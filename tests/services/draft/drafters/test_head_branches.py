@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,26 @@ def test_trees_of_other_shapes_are_walked(twins: TwinDrafters) -> None:
         fallen = draw.choice(_prepared(twins, shape, (sequence, tree)))
         twins.commit(sequence, foreseen_tokens(tree, fallen), is_late=False)
         tree = fallen.tree.only(range(1 + len(fallen.tree) // 2))
+
+
+def test_a_tree_whose_shape_nobody_has_prepared_for_is_not_walked(
+    twins: TwinDrafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Capturing its graph would hold up every sequence's trees."""
+    draw, sequence = random.Random(6), _opened(twins)
+    [tree] = twins.trees(TREE, sequence)
+    for shape, is_walked in ((TREE, True), (TreeShape(1, 1, 2), False)):
+        fallen = draw.choice(_prepared(twins, TREE, (sequence, tree)))
+        twins.commit(sequence, foreseen_tokens(tree, fallen), is_late=False)
+        tree = fallen.tree
+        with monkeypatch.context() as patch:
+            patch.setattr(twins.grower, "is_ready", lambda *_, **__: False)
+            assert bool(prepare_ahead(twins.whole, shape, (sequence, tree))) == is_walked
+    # The tree of the next round is grown from its features.
+    twins.commit(sequence, text(draw, 2), is_late=False)
+    twins.trees(TREE, sequence)
+    twins.close(sequence)
+    assert _held_pages(twins) == 0
 
 
 def test_a_miss_is_followed_by_a_tree_from_its_features(twins: TwinDrafters) -> None:
@@ -291,6 +312,21 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
     assert not foresight.resume(sequence, TREE)
     assert foresight.advance() == []
     twins.trees(TREE, sequence)
+    twins.close(sequence)
+    assert _held_pages(twins) == 0
+
+
+def test_a_verdict_that_fills_the_context_gets_no_branch(twins: TwinDrafters) -> None:
+    """Nothing is computed behind the leaves of a tree of one level, but its root is."""
+    sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
+    [tree] = propose(twins.whole, TreeShape(CONTEXT_MARGIN - 1, 1, CONTEXT_MARGIN), sequence)
+    foresight = twins.whole.foresight
+    at_the_end = replace(FAN_OUT, position_log_weights=(*[0.0] * len(tree), 1000.0))
+    foresight.begin(sequence, tree, TreeShape(1, 1, 2), at_the_end)
+    proposals: list[Proposal] = []
+    while foresight.has_work:
+        proposals += foresight.advance()
+    assert proposals == []
     twins.close(sequence)
     assert _held_pages(twins) == 0
 
