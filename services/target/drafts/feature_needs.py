@@ -43,9 +43,11 @@ class FeatureNeeds:
             for need in (_need(each),)
             if need.end > (need.start or 0)
         ]
-        # Rows of one sequence take the verdicts on all others along.
+        # Rows of one sequence take the verdicts on all others along. A draft is asked once, as it
+        # looks at all verdicts that are held.
         called = {need.attachment for is_idle, need in lacking if not is_idle}
-        return [need for _, need in lacking if need.attachment in called or need.attachment.is_due]
+        called |= {each for each in {need.attachment for _, need in lacking} if each.is_due}
+        return [need for _, need in lacking if need.attachment in called]
 
     def fill(self, need: FeatureNeed, rows: FeatureRows) -> None:
         """Puts rows into the draft's next message."""
