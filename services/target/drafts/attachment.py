@@ -192,7 +192,7 @@ class Attachment:
     @property
     def fan_out(self) -> FanOut | None:
         """The choice for the sequences it has; None for a draft that never drafted ahead."""
-        if not self.outcomes.num_hits + self.outcomes.num_misses:
+        if not self.outcomes.has_any:
             return None
         return self.fan_outs.of(len(self.sequence_ids))
 
