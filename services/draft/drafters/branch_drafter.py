@@ -149,6 +149,9 @@ class BranchDrafter:
         round waits for; returns whether there were any."""
         under_way = None if self._fallen else self._passes.under_way
         if under_way is not None:
+            if under_way.grown:
+                # A sequence may have gone on in what is grown, and counts on the leaves.
+                under_way.trees.queue()
             self._passes.give_up()
         held = [branches for branches in self._branches.values() if branches]
         for branches in held:

@@ -128,9 +128,10 @@ class BranchPasses:
 
     def leave_pages(self, rows: GrownRows | None) -> None:
         """Others may have the pages of rows from now on, so the pass that computed them there
-        writes no more."""
+        writes no more. Another sequence may have gone on in what it has grown, and counts on the
+        leaves."""
         if self._has_grown(rows) and self._pass is not None:
-            self._pass.trees.give_up()
+            self._pass.trees.queue()
 
     def free(self, kv: BranchKv, rows: GrownRows) -> None:
         """Frees a branch, when the pass that writes to it ends."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.fan_out import FanOut
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
@@ -98,3 +99,28 @@ def test_drafting_ahead_grows_trees_of_all_verdicts_in_one_pass(decoder: Decoder
     # The pass stops after each level; that of the leaves comes when the trees are out.
     assert found[: TREE.num_steps + 1] == [0] * (TREE.num_steps - 1) + [2, 0]
     assert sum(found) == 2
+
+
+def test_what_a_sequence_goes_on_in_is_computed_whole_where_memory_gets_short(
+    decoder: Decoder,
+) -> None:
+    """A pass may be at its leaves yet when the verdict falls that one of its trees is for."""
+    chain, twins = TreeShape(3, 1, 4), TwinDrafters.of_decoder(decoder)
+    sequence = draft_sequence(text(random.Random(4), 9), GREEDY, 1)
+    twins.open(sequence)
+    assert isinstance(twins.whole, StandaloneDrafter)
+    branches = twins.whole._branches
+    assert branches is not None
+    branches.budget = 3
+    [tree] = twins.trees(chain, sequence)
+    branches.begin(sequence, tree, chain, FanOut(3))
+    assert branches.advance() == []
+    under_way = branches._passes.under_way
+    assert under_way is not None
+    twins.commit(sequence, under_way.branches[0].wanted.path, is_late=False)
+    grown = [each for _ in range(chain.num_steps - 1) for each in branches.advance()]
+    [late] = [each.tree for each in grown if each.condition is None]
+    branches.make_room()
+    assert len(late) == chain.num_steps
+    twins.commit(sequence, [*late.token_ids, 5], is_late=False)
+    twins.trees(chain, sequence)
