@@ -10,34 +10,13 @@ from shared.kernels.partials import total_of
 from shared.kv.batch import ForwardBatch
 from shared.layers.attention import ForwardContext, plan_for
 from shared.models.heads.layers import HeadRows, SplitHeadLayer
+from shared.runtime.fused_code import FusedCode
 from shared.runtime.round_draft import RoundDraft
-from shared.runtime.round_growth import FusedGrowth, lay_out_open_rows
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_scores import FusedScores
-from shared.runtime.round_state import RoundState
-from shared.runtime.tree_draft import Growth, Scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FusedRoundDraft(RoundDraft):
-    """Top-k, top-p and min-p are left out of the draft's scores; they cost more than they gain."""
-
-    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
-        return lay_out_open_rows(state, self.batches)
-
-    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
-        return self._scores(state, sampling, num_choices)
-
-    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
-        scores = self._scores(state, sampling, num_choices)
-        return FusedGrowth(state, self.batches, scores)
-
-    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
-        return RoundSampling.DRAWN if sampling is RoundSampling.CUT else sampling
+class FusedRoundDraft(FusedCode, RoundDraft):
+    """A head's norms and sums are parts of its kernels."""
 
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
@@ -62,6 +41,6 @@ class FusedRoundDraft(RoundDraft):
         plans = {shape.sliding_window: plan_for(batch, shape, head.attention_backend)}
         return ForwardContext(batch, self.pool, *head.rotary.tables(batch.positions), plans)
 
-    def _scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> FusedScores:
-        tree, token_map = self.batches.shape.tree, self.head.vocabulary.token_ids
-        return FusedScores(state, tree, sampling, token_map, num_choices)
+    @property
+    def _token_map(self) -> Tensor | None:
+        return self.head.vocabulary.token_ids

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.kv.leases import KvBranch, KvLease, KvLeases
+from shared.runtime.open_sequence import OpenSequence
+from shared.tokens import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +23,16 @@ class BranchKv:
     own: KvBranch
     pages: list[int]
     num_computed: int
+
+    def sequence(self, token_id: int, *, num_before: int, sampling: SamplingParams) -> OpenSequence:
+        """Lays out the token that ends the branch's verdict; see `OpenSequence`."""
+        return OpenSequence(
+            token_ids=(token_id,),
+            num_computed=self.num_computed - 1,
+            num_before=num_before,
+            sampling=sampling,
+            pages=self.pages,
+        )
 
 
 class BranchPages:

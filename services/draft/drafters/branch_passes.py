@@ -13,6 +13,7 @@ from services.draft.drafters.branch_pages import BranchKv
 from services.draft.drafters.branches import GrowingBranch, Wanted, WantedBranches
 from services.draft.drafters.grown_rows import GrownRows
 from services.draft.sequence import DraftSequence
+from shared.kv.leases import KvLeases
 from shared.runtime.growing_trees import GrowingTrees
 from shared.runtime.open_sequence import OpenSequence
 from shared.tokens import TreeShape
@@ -38,6 +39,10 @@ class BranchTrees(Protocol):
 class BranchContexts(Protocol):
     """Gives branches their pages."""
 
+    @property
+    def leases(self) -> KvLeases:
+        """Who takes pages back."""
+
     def branch(
         self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
     ) -> BranchKv | None:
@@ -47,9 +52,6 @@ class BranchContexts(Protocol):
         self, sequence: DraftSequence, branch: BranchKv, token_id: int
     ) -> OpenSequence:
         """Lays out the token that ends the verdict of a branch."""
-
-    def drop_branch(self, branch: BranchKv) -> None:
-        """Frees the pages of a branch."""
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class BranchPasses:
         if self._has_grown(rows) and self._pass is not None:
             self._pass.unneeded.append(kv)
         else:
-            self._contexts.drop_branch(kv)
+            self._contexts.leases.drop_branch(kv.own)
 
     def give_up(self) -> None:
         """Leaves out what the pass under way has yet to compute."""
@@ -184,7 +186,7 @@ class BranchPasses:
         """A pass writes no more."""
         self._pass = None
         for kv in growing.unneeded:
-            self._contexts.drop_branch(kv)
+            self._contexts.leases.drop_branch(kv.own)
 
     def _has_grown(self, rows: GrownRows | None) -> bool:
         return self._pass is not None and any(each is rows for each in self._pass.grown)

@@ -172,21 +172,12 @@ class HeadContexts:
         assert behind is None, "a head goes on from features, never from a branch"
         return self._kv.branch(self.kv_of(sequence), path, num_rows)
 
-    def drop_branch(self, branch: BranchKv) -> None:
-        """Frees the pages of a branch."""
-        self.leases.drop_branch(branch.own)
-
     def branch_sequence(
         self, sequence: DraftSequence, branch: BranchKv, token_id: int
     ) -> OpenSequence:
         """Lays out the row of the token that ends the verdict of a branch."""
-        return OpenSequence(
-            token_ids=(token_id,),
-            num_computed=branch.num_computed - 1,
-            num_before=self.kv_of(sequence).window_start,
-            sampling=pass_sampling(sequence),
-            pages=branch.pages,
-        )
+        num_before = self.kv_of(sequence).window_start
+        return branch.sequence(token_id, num_before=num_before, sampling=pass_sampling(sequence))
 
     def move(self) -> None:
         """Moves the keys and values that wait to be, which is due before a branch is computed."""

@@ -74,21 +74,12 @@ class StandaloneContexts:
         """Returns pages for what may follow the computed tokens, see `DraftKv.branch`."""
         return self._kv.branch(self.kv_of(sequence), behind, path, num_rows)
 
-    def drop_branch(self, branch: BranchKv) -> None:
-        """Frees the pages of a branch."""
-        self.leases.drop_branch(branch.own)
-
     def branch_sequence(
         self, sequence: DraftSequence, branch: BranchKv, token_id: int
     ) -> OpenSequence:
         """Lays out the token that ends the verdict of a branch."""
-        return OpenSequence(
-            token_ids=(token_id,),
-            num_computed=branch.num_computed - 1,
-            num_before=self.kv_of(sequence).window_start - 1,
-            sampling=pass_sampling(sequence),
-            pages=branch.pages,
-        )
+        num_before = self.kv_of(sequence).window_start - 1
+        return branch.sequence(token_id, num_before=num_before, sampling=pass_sampling(sequence))
 
     def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
         """Takes in what a pass computed behind the last committed token."""

@@ -22,13 +22,12 @@ class Warming:
 
     def told(self, now_s: float, *, is_warming: bool) -> bool:
         """The draft says whether it prepares something; returns whether that has ended."""
-        has_ended = not is_warming and self._since_s is not None
-        if is_warming and self._since_s is None:
-            self._since_s = now_s
-        elif not is_warming and self._since_s is not None:
-            self._until_s = min(now_s, self._since_s + LONGEST_S)
-            self._since_s = None
-        return has_ended
+        since_s = self._since_s
+        self._since_s = (now_s if since_s is None else since_s) if is_warming else None
+        if is_warming or since_s is None:
+            return False
+        self._until_s = min(now_s, since_s + LONGEST_S)
+        return True
 
     def is_on(self, now_s: float) -> bool:
         """Whether it prepares something now."""
