@@ -13,7 +13,7 @@ from tests.load.figures import table
 
 _VERDICTS = "outrider_target_{}_verdicts"
 _BATCHES, _AHEAD = "outrider_draft_batch_seconds_sum", "outrider_draft_ahead_seconds_total"
-_PASSES = "outrider_draft_ahead_passes_total"
+_AHEAD_STEPS = "outrider_draft_ahead_steps_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def account(compared: Compared) -> str:
     """Returns what target and draft did in a step, by mode."""
     header = (
         *("ms a step", "all", "target busy", "awaits draft", "device awaits host"),
-        *("draft after verdict", "draft ahead", "draft busy", "passes ahead"),
+        *("draft after verdict", "draft ahead", "draft busy", "steps ahead"),
     )
     return table(header, [_account_row(mode, compared.middle(mode)) for mode in compared.modes])
 
@@ -144,7 +144,7 @@ def _account_row(mode: Mode, one: Pass) -> tuple[str, ...]:
         f"{one.ms_a_step(_BATCHES):.2f}",
         f"{one.ms_a_step(_AHEAD):.2f}",
         f"{draft_ms / whole_ms:.0%}",
-        f"{one.counters.get(_PASSES, 0.0) / one.num_steps:.1f}",
+        f"{one.counters.get(_AHEAD_STEPS, 0.0) / one.num_steps:.1f}",
     )
 
 

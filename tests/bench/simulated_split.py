@@ -12,6 +12,7 @@ and commits, per sequence, 1 token and the accepted ones.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,8 @@ def round_tokens(scenario: Scenario) -> float:
 
 
 def _wait_ms(scenario: Scenario, verify_ms: float, draft_ms: float) -> float:
-    """A hit waits only for a draft that is slower than the target; a miss for a tree and a hop.
+    """A hit waits for what a tree and a hop take longer than a verification: its draft begins once
+    it has the verdict before. A miss waits for both.
 
     Misses are private to their rows: those that hit go on, and the share of the batch that misses
     loses a round's wait each.
@@ -145,7 +147,7 @@ def _wait_ms(scenario: Scenario, verify_ms: float, draft_ms: float) -> float:
     miss_ms = scenario.hop_ms + draft_ms
     if not scenario.is_asynchronous:
         return miss_ms
-    hit_ms = max(draft_ms - verify_ms, 0.0)
+    hit_ms = max(miss_ms - verify_ms, 0.0)
     return scenario.hit_rate * hit_ms + (1 - scenario.hit_rate) * miss_ms
 
 
@@ -180,7 +182,7 @@ def scenario_of(values: Mapping[str, Any]) -> Scenario:
             "draft_step_ms", values | {"draft_step_ms": values.get("draft_step_ms", {"1": 0.0})}
         ),
         acceptance=_acceptance(values.get("acceptance", [0.0])),
-        is_asynchronous=bool(values.get("is_asynchronous", False)),
+        is_asynchronous=_flag("is_asynchronous", values.get("is_asynchronous", False)),
         **numbers,
     )
 
@@ -192,6 +194,12 @@ def _number(key: str, value: object) -> Any:
         noun = "a whole number" if key in _WHOLE else "a number"
         raise BadScenario(f"{key} is {value!r}; it must be {noun} in [{low:g}, {high:g}]")
     return int(value) if key in _WHOLE else float(value)
+
+
+def _flag(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise BadScenario(f"{key} is {value!r}; it must be true or false")
+    return value
 
 
 def _curve(key: str, values: Mapping[str, Any]) -> Curve:
@@ -249,17 +257,31 @@ def read_scenarios(path: Path) -> ScenarioFile:
         raise BadScenario(f"{path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("scenarios"), list):
         raise BadScenario(f"{path} must hold an object with a list of scenarios")
+    base = content.get("base", {})
+    if not isinstance(base, dict):
+        raise BadScenario(f"{path}: base is {base!r}; it must be an object")
     named: list[tuple[str, Scenario]] = []
     measured: list[Measured] = []
-    for entry in content["scenarios"]:
-        values = dict(content.get("base", {})) | entry
-        name = str(values.pop("name", f"scenario {len(named) + 1}"))
-        speed = values.pop("measured_tokens_per_s", None)
+    for number, entry in enumerate(content["scenarios"], start=1):
+        if not isinstance(entry, dict):
+            raise BadScenario(f"{path}: scenario {number} is {entry!r}; it must be an object")
+        values = base | entry
+        name = str(values.pop("name", f"scenario {number}"))
         try:
+            speed = _speed(values.pop("measured_tokens_per_s", None))
             scenario = scenario_of(values)
         except BadScenario as error:
             raise BadScenario(f"{path}: {name}: {error}") from None
         named.append((name, scenario))
         if speed is not None:
-            measured.append(Measured(name, scenario, float(speed)))
+            measured.append(Measured(name, scenario, speed))
     return ScenarioFile(tuple(named), tuple(measured))
+
+
+def _speed(value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise BadScenario(f"measured_tokens_per_s is {value!r}; it must be a number above 0")
+    return float(value)

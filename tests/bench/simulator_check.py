@@ -79,14 +79,15 @@ def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:
 
 
 def _draft_ms(mode: Mode, one: Pass) -> float:
-    """Returns the time of trees: of a batch after the verdict, or of one pass ahead. Some drafters
-    take a forward a level instead, and go on with the next round's in what time is left."""
-    num_passes = one.counters.get("outrider_draft_ahead_passes_total", 0.0)
-    if not mode.budget or not num_passes or mode.shape is None:
+    """Returns the time of trees: of a batch after the verdict, or of those for a verdict to come.
+    A draft takes about a step a level for these, and goes on with the next round's in what time is
+    left; some drafters take one step for all levels."""
+    num_ahead = one.counters.get("outrider_draft_ahead_steps_total", 0.0)
+    if not mode.budget or not num_ahead or mode.shape is None:
         return one.ms_a_step("outrider_draft_batch_seconds_sum")
     seconds = one.counters.get("outrider_draft_ahead_seconds_total", 0.0)
-    passes_a_step = min(num_passes / one.num_steps, mode.shape.num_steps)
-    return 1e3 * seconds / num_passes * max(passes_a_step, 1.0)
+    ahead_a_step = min(num_ahead / one.num_steps, mode.shape.num_steps)
+    return 1e3 * seconds / num_ahead * max(ahead_a_step, 1.0)
 
 
 def _constant(value: float) -> Curve:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from shared.tokens import TreeShape
@@ -10,6 +13,7 @@ from tests.bench.ahead_report import Compared
 from tests.bench.passes import PLAIN, Case, Load, Mode, Pass
 from tests.bench.scrape import Foresight, add_counters
 from tests.bench.session import Answer
+from tests.helpers.series import every_series
 
 CHAIN = TreeShape(3, 1, 4)
 SYNCHRONOUS, AHEAD = Mode(CHAIN), Mode(CHAIN, 8)
@@ -29,7 +33,7 @@ outrider_target_wire_bytes_total{direction="received"} 80.0
 outrider_draft_batch_seconds_bucket{le="0.01"} 4.0
 outrider_draft_batch_seconds_sum 0.006
 outrider_draft_ahead_seconds_total 0.012
-outrider_draft_ahead_passes_total 6.0
+outrider_draft_ahead_steps_total 6.0
 process_cpu_seconds_total 9.0
 """
 
@@ -59,6 +63,16 @@ def _compared() -> Compared:
 
 def _cells(text: str, line: int) -> list[str]:
     return text.splitlines()[line].split()
+
+
+def test_every_series_that_the_benches_read_exists() -> None:
+    """A name that is gone reads as 0, which looks like a figure."""
+    texts = [file.read_text() for file in Path(__file__).parent.glob("*.py")]
+    read = set(
+        re.findall(r"\boutrider_(?:target|draft)_[a-z_]+_(?:total|sum|count)", "".join(texts))
+    )
+    assert len(read) > 10
+    assert read - every_series() == set()
 
 
 def test_counters_are_summed_over_labels() -> None:
@@ -135,8 +149,8 @@ def test_the_simulator_adds_up_times_of_the_synchronous_pass() -> None:
     assert plain.predicted == pytest.approx(1000 / 5.0)
     # 5 ms of verification, 1.5 ms of drafting, a hop, 2 tokens.
     assert synchronous.predicted == pytest.approx(1000 * 2 / 7.0, rel=1e-6)
-    # One and a half passes of 2 ms a step: less than a verification, for which a hit has to wait.
-    # A quarter waits for them and for a hop.
+    # One and a half steps of 2 ms for each of the target's, and a hop, are less than a
+    # verification, so hits wait for nothing. A quarter waits for both.
     round_ms = 5.0 + 0.25 * 3.5
     assert ahead.predicted == pytest.approx(1000 * 2 / round_ms, rel=1e-6)
     assert simulator_check.report([plain]).splitlines()[1].split() == [

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.bench.simulate import main
-from tests.bench.simulated_split import BadScenario, Curve, Scenario, predict, scenario_of
+from tests.bench.simulated_split import (
+    BadScenario,
+    Curve,
+    Scenario,
+    predict,
+    read_scenarios,
+    scenario_of,
+)
 
 # A step takes 10 ms whatever its rows, a draft forward 1 ms, the second level is accepted half as
 # often as the first: 1 + 0.8 + 0.8 × 0.5 = 2.2 tokens a round of two steps.
@@ -44,7 +51,13 @@ def test_what_is_foreseen_waits_for_nothing() -> None:
 
 def test_a_draft_slower_than_its_target_holds_it_up_even_on_hits() -> None:
     slow = replace(BASE, draft_step_ms=Curve(((1, 7.0),)), is_asynchronous=True, hit_rate=1.0)
-    assert predict(slow).round_ms == pytest.approx(14.0)
+    assert predict(slow).round_ms == pytest.approx(14.0 + 1.0)
+
+
+def test_a_wire_is_hidden_while_tree_and_hop_are_shorter_than_a_verification() -> None:
+    ahead = replace(BASE, is_asynchronous=True, hit_rate=1.0)
+    assert predict(replace(ahead, hop_ms=8.0)).wait_ms == 0.0
+    assert predict(replace(ahead, hop_ms=11.0)).wait_ms == pytest.approx(3.0)
 
 
 def test_a_pool_shares_the_sequences() -> None:
@@ -82,6 +95,7 @@ def test_curves_are_flat_outside_what_is_known() -> None:
         ({"verify_ms": {"a": 1}}, "keys must be whole numbers"),
         ({"verify_ms": {"1": -1}}, "negative"),
         ({"speed": 1}, "speed is unknown"),
+        ({"is_asynchronous": "no"}, "is_asynchronous is 'no'; it must be true or false"),
     ],
 )
 def test_a_bad_scenario_is_refused_by_key(change: dict[str, object], problem: str) -> None:
@@ -89,6 +103,21 @@ def test_a_bad_scenario_is_refused_by_key(change: dict[str, object], problem: st
     assert scenario_of(good).batch == 1
     with pytest.raises(BadScenario, match=problem):
         scenario_of(good | change)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"scenarios": [3]}, "scenario 1 is 3; it must be an object"),
+        ({"base": [], "scenarios": []}, r"base is \[\]; it must be an object"),
+        ({"scenarios": [{"name": "a", "measured_tokens_per_s": 0}]}, "a: measured_tokens_per_s"),
+    ],
+)
+def test_a_bad_file_is_refused_by_scenario(tmp_path: Path, content: object, problem: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(BadScenario, match=problem):
+        read_scenarios(file)
 
 
 def test_the_check_passes_what_was_measured_and_fails_what_was_not(

@@ -8,35 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from prometheus_client import CollectorRegistry
 
-from gateway.metrics import GatewayMetrics
-from gateway.pool import PoolSettings, TargetPool
-from gateway.quota import Quotas
-from services.draft.metrics import DraftMetrics
-from services.draft.recorder import DraftCounters
-from services.target.metrics import TargetMetrics
-from shared.telemetry.vllm_metrics import EngineFigures, VllmMetrics
+from tests.helpers.series import every_series
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker" / "observability"
 _NAME = re.compile(r"\b(?:outrider_|vllm:)\w+")
-_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
-
-
-def _series() -> set[str]:
-    """Returns every series that the three services can have."""
-    target, draft = CollectorRegistry(), CollectorRegistry()
-    TargetMetrics(target)
-    target.register(VllmMetrics(lambda: EngineFigures("m", 0, 0, 0.0, 1, 1, 0)))
-    draft.register(DraftMetrics(DraftCounters(), lambda: {"attached_target_count": 0.0}))
-    gateway = GatewayMetrics(TargetPool(PoolSettings(("a:1",), "")), Quotas()).registry
-    return {
-        family.name + suffix
-        for registry in (target, draft, gateway)
-        for family in registry.collect()
-        for suffix in _SUFFIXES[family.type]
-    }
 
 
 def _expressions() -> list[str]:
@@ -49,11 +26,11 @@ def _expressions() -> list[str]:
 def test_every_series_that_is_asked_for_exists() -> None:
     asked = {name for expression in _expressions() for name in _NAME.findall(expression)}
     assert len(asked) > 20
-    assert asked - _series() == set()
+    assert asked - every_series() == set()
 
 
 def test_a_series_that_is_gone_is_noticed() -> None:
-    assert "outrider_gateway_tokens_used" not in _series()
+    assert "outrider_gateway_tokens_used" not in every_series()
 
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:

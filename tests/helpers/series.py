@@ -1,0 +1,34 @@
+"""The time series that the three services can have."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from gateway.metrics import GatewayMetrics
+from gateway.pool import PoolSettings, TargetPool
+from gateway.quota import Quotas
+from services.draft.metrics import DraftMetrics
+from services.draft.recorder import DraftCounters
+from services.target.metrics import TargetMetrics
+from shared.telemetry.vllm_metrics import EngineFigures, VllmMetrics
+from shared.telemetry.wire_meter import WireMeter
+from shared.telemetry.wire_metrics import WireMetrics
+
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+
+
+def every_series() -> set[str]:
+    """Returns their names as a scrape has them, without labels."""
+    target, draft = CollectorRegistry(), CollectorRegistry()
+    TargetMetrics(target)
+    target.register(VllmMetrics(lambda: EngineFigures("m", 0, 0, 0.0, 1, 1, 0)))
+    draft.register(DraftMetrics(DraftCounters(), lambda: {"attached_target_count": 0.0}))
+    for registry, prefix in ((target, "outrider_target"), (draft, "outrider_draft")):
+        registry.register(WireMetrics(prefix, WireMeter()))
+    gateway = GatewayMetrics(TargetPool(PoolSettings(("a:1",), "")), Quotas()).registry
+    return {
+        family.name + suffix
+        for registry in (target, draft, gateway)
+        for family in registry.collect()
+        for suffix in _SUFFIXES[family.type]
+    }
