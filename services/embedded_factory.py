@@ -14,13 +14,12 @@ from services.draft.drafters.host import Host
 from services.draft.engine import DraftEngine
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
-from services.draft.settings import DraftSettings
+from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.embedded_problems import check_drafter, check_embedded
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
-from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
 from services.target.rounds.round_source import RoundSource, capacities
 from services.target.settings import TargetSettings
@@ -57,7 +56,8 @@ class BuiltDraft:
 def embedded_settings(
     settings: TargetSettings, arguments: Sequence[str], env: Mapping[str, str]
 ) -> DraftSettings:
-    """Reads the settings of the draft a target hosts; it shares the target's device and dtype.
+    """Reads the settings of the draft a target hosts; it shares the target's device and dtype, and
+    unless told otherwise its page size, without which no round can stay on the device.
 
     Args:
         arguments: flags that are not the target's own.
@@ -67,8 +67,11 @@ def embedded_settings(
         SettingsError: names every bad setting of the draft, alone or together with the target's.
     """
     inherited = [f"--device={settings.device}", f"--dtype={settings.dtype.value}"]
+    given = {name: value for name, value in env.items() if value}
+    if settings.page_size <= MOST_PAGE_TOKENS:
+        given = {"OUTRIDER_DRAFT_PAGE_SIZE": str(settings.page_size), **given}
     chosen = load_settings(
-        DraftSettings, service="draft", arguments=[*arguments, *inherited], env=env
+        DraftSettings, service="draft", arguments=[*arguments, *inherited], env=given
     )
     check_embedded(settings, chosen)
     if chosen.algorithm.reads_features and chosen.target_model_path is None:
@@ -127,9 +130,7 @@ def _rounds(
     target: Engine, settings: TargetSettings, chosen: DraftSettings, drafter: Drafter
 ) -> RoundSource | None:
     """Returns what the drafter lends for rounds on the device, if it can and is asked to."""
-    is_wanted = settings.device_rounds is DeviceRoundsChoice.ON or (
-        settings.device_rounds is DeviceRoundsChoice.AUTO and target.device.type == "cuda"
-    )
+    is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
     if not (is_wanted and is_coupled and _is_whole(target)) or type(drafter) is not EagleDrafter:
         return None

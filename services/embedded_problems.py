@@ -11,6 +11,7 @@ from services.target.settings import TargetSettings
 from services.target.verification_problems import rejection_flag
 from shared.errors import SettingsError
 
+_HEADS = "an EAGLE, EAGLE3 or one-layer MTP head"
 _WITHOUT_LAWS = {
     Algorithm.NGRAM: "repeats tokens and draws none",
     Algorithm.DFLASH: "scores a block at once, not each token after those before it",
@@ -41,12 +42,19 @@ def _process_problems(draft: DraftSettings) -> list[str]:
 
 
 def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
-    if settings.device_rounds is not DeviceRoundsChoice.ON or draft.algorithm.lends_head:
+    if settings.device_rounds is not DeviceRoundsChoice.ON:
         return []
-    return [
-        "--device-rounds on needs an EAGLE, EAGLE3 or MTP head; --speculative-algorithm is "
-        f"{draft.algorithm.value}"
-    ]
+    problems = []
+    if not draft.algorithm.lends_head:
+        problems.append(
+            f"--device-rounds on needs {_HEADS}; --speculative-algorithm is {draft.algorithm.value}"
+        )
+    elif draft.page_size != settings.page_size:
+        problems.append(
+            f"--device-rounds on needs pages of one size; --page-size is {settings.page_size}, the "
+            f"draft's {draft.page_size}"
+        )
+    return problems
 
 
 def _law_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
@@ -73,9 +81,13 @@ def _law_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
 
 def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
     """Raises:
-    SettingsError: the target's rule cannot do with what was loaded.
+    SettingsError: the target's rule, or rounds that it asks for, cannot do with what was loaded.
     """
-    if settings.verification.draws_chains and isinstance(drafter, MultiLayerDrafter):
+    if not isinstance(drafter, MultiLayerDrafter):
+        return
+    if settings.verification.draws_chains:
         raise SettingsError(
             (f"{rejection_flag(settings)} needs a head of one layer; this one has several",)
         )
+    if settings.device_rounds is DeviceRoundsChoice.ON:
+        raise SettingsError((f"--device-rounds on needs {_HEADS}; this one has several layers",))

@@ -27,6 +27,7 @@ from shared.settings import load_settings, setting
 from shared.tokens import TreeShape
 
 COMPILED_SEQUENCES = 32
+MOST_PAGE_TOKENS = 256
 
 
 class AttentionMode(enum.Enum):
@@ -141,7 +142,7 @@ class DraftSettings(DialingSettings):
         maximum=64,
     )
     num_threads: int = setting(1, "CPU threads of a forward", minimum=1)
-    page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=256)
+    page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=MOST_PAGE_TOKENS)
     context_length: int | None = setting(
         None, "longest context of the draft; longer sequences slide", minimum=64
     )

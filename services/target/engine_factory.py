@@ -17,7 +17,6 @@ from services.target.control.adaptive_config import (
 from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
-from services.target.flag_choices import DeviceRoundsChoice
 from services.target.inbox import Inbox
 from services.target.requests.request import ModelLimits
 from services.target.runner_factory import build_runner
@@ -89,9 +88,7 @@ def _selection(
     settings: TargetSettings, device: torch.device, limits: ModelLimits
 ) -> RoundLimits | None:
     """Returns the limits of rounds whose trees remote drafts push; None where there are none."""
-    choice = settings.device_rounds
-    is_auto = choice is DeviceRoundsChoice.AUTO and device.type == "cuda"
-    if not is_auto and choice is not DeviceRoundsChoice.ON:
+    if not settings.has_device_rounds(is_cuda=device.type == "cuda"):
         return None
     max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
     return RoundLimits(max_sequences, limits.max_sequence_tokens)

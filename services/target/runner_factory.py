@@ -11,9 +11,10 @@ from torch import Tensor
 from services.target.drafts.feature_store import captured_layers
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
+from shared.kernels.linear import LinearWeight
 from shared.kernels.steady import is_hopper
 from shared.kv.pool import KvPool
-from shared.layers.memory import num_saved_bytes
+from shared.layers.memory import linears, num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
 from shared.models.config import ModelConfig
@@ -61,7 +62,8 @@ def build_runner(
 
     Raises:
         CheckpointError: the model folder cannot be served.
-        SettingsError: the device does not hold or compute what the settings ask for.
+        SettingsError: the device is not there, or does not hold or compute what the settings ask
+            for.
     """
     device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
@@ -74,13 +76,13 @@ def build_runner(
         show_progress=leader is not None or group is None,
         group=group,
     )
-    longest = config.max_position_embeddings
-    max_context = min(settings.context_length or longest, longest)
+    max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, device, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     with start_phase("kv-pool") as phase:
         pool = _pool(settings, decoder, max_context, reserved_bytes)
         phase.size_bytes = pool.storage.nbytes
+    _log_other_products(settings, decoder)
     logger.info(
         "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
         settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
@@ -100,8 +102,21 @@ def _opened_device(settings: TargetSettings) -> torch.device:
     return device
 
 
+def _context_tokens(settings: TargetSettings, config: ModelConfig) -> int:
+    """Returns the longest sequence; no longer than the model knows positions, which it says."""
+    longest = config.max_position_embeddings
+    if settings.context_length is not None and settings.context_length > longest:
+        logger.warning(
+            "--context-length is %s; the model has %s positions: sequences end there",
+            *(f"{settings.context_length:,}", f"{longest:,}"),
+        )
+        return longest
+    return settings.context_length or longest
+
+
 def _check_device(settings: TargetSettings, device: torch.device) -> None:
-    """Raises: SettingsError for a GPU without the instructions that 8-bit numbers take."""
+    """Raises: SettingsError for a GPU without the instructions that 8-bit numbers, or products
+    whose rows keep their bits, take."""
     if device.type != "cuda" or is_hopper(device):
         return
     asked = {
@@ -109,6 +124,7 @@ def _check_device(settings: TargetSettings, device: torch.device) -> None:
         is not Quantisation.UNQUANT,
         f"--kv-cache-dtype {settings.kv_cache_dtype.value}": settings.kv_cache_dtype
         is KvDtype.FP8_E4M3,
+        "--enable-deterministic-inference": settings.enable_deterministic_inference,
     }
     major, minor = torch.cuda.get_device_capability(device)
     problems = tuple(
@@ -118,6 +134,21 @@ def _check_device(settings: TargetSettings, device: torch.device) -> None:
     )
     if problems:
         raise SettingsError(problems)
+
+
+def _log_other_products(settings: TargetSettings, decoder: Decoder) -> None:
+    """Says so where a row of some products can have other bits in another batch."""
+    if not settings.enable_deterministic_inference or decoder.device.type != "cuda":
+        return
+    weights = [layer.weight for layer in linears(decoder)]
+    plain = [each for each in weights if isinstance(each, LinearWeight)]
+    num_others = sum(not each.is_steady for each in plain)
+    if num_others:
+        logger.warning(
+            "--enable-deterministic-inference: %d of %d products keep the library's kernels, whose "
+            "bits depend on the batch; ours take half precision and depths that 128 divides",
+            *(num_others, len(weights)),
+        )
 
 
 def _pool(

@@ -71,7 +71,9 @@ class TargetSettings(ServiceSettings):
     cuda_graph_max_bs: int = setting(
         64, "most sequences of a step that runs as a CUDA graph", minimum=1, maximum=256
     )
-    disable_cuda_graph: bool = setting(False, "run no step as a CUDA graph")
+    disable_cuda_graph: bool = setting(
+        False, "run no step as a CUDA graph; leaves out rounds on the device, which are graphs"
+    )
     disable_overlap_schedule: bool = setting(False, "read each step before the next is launched")
     disable_radix_cache: bool = setting(False, "share no prompt prefixes between requests")
 
@@ -162,6 +164,12 @@ class TargetSettings(ServiceSettings):
         if self.speculative_use_rejection_sampling:
             return VerificationMode.REJECTION
         return VerificationMode(self.verification_mode.value)
+
+    def has_device_rounds(self, *, is_cuda: bool) -> bool:
+        """Whether rounds are to stay on the device where they can; on a GPU they are graphs."""
+        if self.device_rounds is DeviceRoundsChoice.AUTO:
+            return is_cuda and not self.disable_cuda_graph
+        return self.device_rounds is DeviceRoundsChoice.ON
 
     @property
     def admin_port(self) -> int:

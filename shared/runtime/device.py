@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import torch
 
+from shared.errors import SettingsError
 from shared.model_options import Dtype, KvDtype
 
 
 def device_named(name: str) -> torch.device:
-    """Returns the device; `auto` prefers CUDA."""
+    """Returns the device; `auto` prefers CUDA.
+
+    Raises:
+        SettingsError: this process has no such GPU.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError((f"--device is {name}; {_gpus_in_words()}",))
+    return device
+
+
+def _gpus_in_words() -> str:
+    count = torch.cuda.device_count()
+    if count:
+        return f"the GPUs here are cuda:0 to cuda:{count - 1}"
+    is_built_without = torch.version.cuda is None
+    return "this torch is built without CUDA" if is_built_without else "torch finds no GPU here"
 
 
 def launch_on(device: torch.device) -> None:

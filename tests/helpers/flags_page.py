@@ -19,7 +19,8 @@ beats its environment variable, which beats the default. The variable of the tar
 `--max-total-tokens` is `OUTRIDER_TARGET_MAX_TOTAL_TOKENS`; `OUTRIDER_LOG_LEVEL` and
 `OUTRIDER_LOG_FORMAT` hold for every service. Every bad setting is reported at once, by name.
 `GetServerInfo` shows what is in force. With `--draft embedded` the target takes the draft's flags
-as well.
+as well. A flag that both have is then the target's, and `OUTRIDER_DRAFT_…` sets the draft's; device
+and dtype are shared, and so is the page size unless `OUTRIDER_DRAFT_PAGE_SIZE` is set.
 """
 
 

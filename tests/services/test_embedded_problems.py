@@ -80,6 +80,11 @@ def test_what_would_not_be_exact_is_refused(
         ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
         ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
         ((*EMBEDDED, "--speculative-algorithm", "DFLASH"), "--speculative-algorithm is DFLASH"),
+        ((*EMBEDDED, "--disable-cuda-graph"), "CUDA graphs; leave --disable-cuda-graph out"),
+        (
+            (*EMBEDDED, "--speculative-algorithm", "EAGLE3", "--page-size", "512"),
+            "--page-size is 512, the draft's 16",
+        ),
     ],
 )
 def test_rounds_that_cannot_be_are_refused_where_they_are_asked_for(
@@ -91,6 +96,36 @@ def test_rounds_that_cannot_be_are_refused_where_they_are_asked_for(
     assert settings.device_rounds is DeviceRoundsChoice.AUTO
 
 
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "on_cpu"),
+    [
+        ((), True, False),
+        (("--disable-cuda-graph",), False, False),
+        (("--device-rounds", "off"), False, False),
+        (("--device-rounds", "on"), True, True),
+    ],
+)
+def test_rounds_stay_on_the_device_where_they_can(
+    flags: tuple[str, ...], on_gpu: bool, on_cpu: bool
+) -> None:
+    settings, _ = read_settings(flags, {})
+    assert settings.has_device_rounds(is_cuda=True) is on_gpu
+    assert settings.has_device_rounds(is_cuda=False) is on_cpu
+
+
+@pytest.mark.parametrize(
+    ("page_size", "variable", "expected"),
+    [("32", None, 32), ("32", "", 32), ("32", "8", 8), ("1024", None, 16)],
+)
+def test_a_hosted_draft_has_pages_of_the_targets_size(
+    page_size: str, variable: str | None, expected: int
+) -> None:
+    env = {} if variable is None else {"OUTRIDER_DRAFT_PAGE_SIZE": variable}
+    _, draft = read_settings([*EMBEDDED, "--page-size", page_size], env)
+    assert draft is not None
+    assert draft.page_size == expected
+
+
 def test_a_hosted_draft_cannot_be_cut() -> None:
     with pytest.raises(SettingsError, match="OUTRIDER_DRAFT_TP_SIZE is 2; a draft that a target"):
         read_settings(EMBEDDED, {"OUTRIDER_DRAFT_TP_SIZE": "2"})
@@ -99,15 +134,24 @@ def test_a_hosted_draft_cannot_be_cut() -> None:
     assert (settings.tp_size, draft_settings.tp_size) == (2, 1)
 
 
-def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((BLOCK,), f"{BLOCK} needs a head of one layer"),
+        (("--device-rounds", "on"), "--device-rounds on needs .* one-layer MTP head; this one has"),
+    ],
+)
+def test_a_head_of_several_layers_is_refused(
+    tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
     folder = write_mtp(tmp_path, TinyMtp(num_layers=2))
     arguments = [
         *(*EMBEDDED, "--model-path", str(folder), "--device", "cpu", "--port", "0"),
-        *("--max-total-tokens", "1024", "--speculative-algorithm", "MTP", BLOCK),
-        *("--speculative-draft-model-path", str(folder)),
+        *("--max-total-tokens", "1024", "--speculative-algorithm", "MTP"),
+        *("--speculative-draft-model-path", str(folder), *flags),
     ]
     settings, draft_settings = read_settings(arguments, {})
     assert draft_settings is not None
     engine = build_engine(settings, lambda report: None)
-    with pytest.raises(SettingsError, match=f"{BLOCK} needs a head of one layer"):
+    with pytest.raises(SettingsError, match=message):
         build_embedded_draft(engine, settings, draft_settings)

@@ -24,6 +24,8 @@ def round_problems(settings: TargetSettings) -> list[str]:
         problems += _remote_problems(settings)
     if settings.tp_size > 1:
         problems.append(f"{_FLAG} needs the model on one device; --tp-size is {settings.tp_size}")
+    if settings.disable_cuda_graph:
+        problems.append(f"{_FLAG}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out")
     if settings.verification is VerificationMode.POINT_MASS:
         problems.append(f"{_FLAG} needs the coupled rule; --verification-mode is point-mass")
     return problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared.errors import SettingsError
 from shared.model_options import Dtype, device_problems
 from shared.runtime.device import device_named, dtype_named, launch_on
 
@@ -15,7 +16,19 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
     for is_available, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_available: answer)
         assert device_named("auto").type == expected
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device_named("cuda:1") == CUDA
+    assert device_named("cuda") == torch.device("cuda")
+    with pytest.raises(
+        SettingsError, match=r"--device is cuda:2; the GPUs here are cuda:0 to cuda:1"
+    ):
+        device_named("cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingsError, match=r"--device is cuda; (this torch|torch finds no)"):
+        device_named("cuda")
 
 
 def test_a_thread_launches_on_the_gpu_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
