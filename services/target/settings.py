@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.target.control.adaptive_config import adaptive_problems
 from services.target.fallback import Fallback
 from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
 from services.target.rounds.round_problems import round_problems
@@ -147,10 +148,9 @@ class TargetSettings(ServiceSettings):
 
     def __post_init__(self) -> None:
         problems = [*verification_problems(self), *round_problems(self)]
-        if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
-            problems.append(
-                "--speculative-adaptive-config has no effect without --speculative-adaptive"
-            )
+        problems += adaptive_problems(
+            self.speculative_adaptive_config, is_adaptive=self.speculative_adaptive
+        )
         problems += device_problems(self.device)
         problems += tls_problems(self)
         if problems:

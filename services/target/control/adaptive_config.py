@@ -2,8 +2,8 @@
 
 The file of `--speculative-adaptive-config` has the keys SGLang's has: batch sizes, each with its
 `candidate_steps` and knobs, or the knobs alone for every batch size. A step count of 0 lets
-sequences go on without trees. Knobs of rules that are not in use here (hysteresis, ceiling) are
-accepted without effect: the choice follows from measured times.
+sequences go on without trees. Knobs of SGLang's own rules, by hysteresis or from times profiled at
+start, are accepted without effect: the choice follows from what is measured while serving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from shared.tokens import TreeShape
 MAX_STEPS = 32
 MAX_DRAFT_TOKENS = 257
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
-_WITHOUT_EFFECT = frozenset({"up_hysteresis", "down_hysteresis", "ceiling_coeff"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("strategy", "up_hysteresis", "down_hysteresis", "ceiling_coeff", "window_size"),
+        *("profile_run_batch_sizes", "max_profile_run_batch_size", "profile_run_seq_len"),
+        *("profile_run_n_warmup", "profile_run_n_measure"),
+    }
+)
 _KNOBS = frozenset({"candidate_steps", "ema_alpha", "update_interval", "warmup_batches"})
 
 
@@ -129,21 +135,38 @@ def read_adaptive_config(path: Path) -> AdaptiveConfig:
         raise SettingsError((f"{name}: {error}",)) from None
     if not isinstance(content, dict):
         raise SettingsError((f"{name} holds {type(content).__name__}; it must be an object",))
-    shared = {key: value for key, value in content.items() if not key.isdigit()}
-    sizes = {key: value for key, value in content.items() if key.isdigit()} or {"1": {}}
-    problems: list[str] = []
-    by_batch: dict[int, Candidates] = {}
+    shared = {key: value for key, value in content.items() if not key.isdecimal()}
+    sizes = {key: value for key, value in content.items() if key.isdecimal()} or {"1": {}}
+    problems = [f"{name}: {problem}" for problem in _problems(shared)]
     for key, entry in sizes.items():
-        if not isinstance(entry, dict):
-            problems.append(f"{name}: {key} is {entry!r}; it must be an object")
-            continue
-        own = [f"{name}: {key}: {problem}" for problem in _problems(shared | entry)]
-        problems += own
-        if not own:
-            by_batch[int(key)] = _candidates(shared | entry)
+        problems += [f"{name}: {key}{problem}" for problem in _entry_problems(entry)]
     if problems:
         raise SettingsError(tuple(problems))
-    return AdaptiveConfig(by_batch)
+    return AdaptiveConfig({int(key): _candidates(shared | own) for key, own in sizes.items()})
+
+
+def adaptive_problems(path: Path | None, *, is_adaptive: bool) -> tuple[str, ...]:
+    """Returns what is wrong with a file that is named at start, before anything is loaded.
+
+    Args:
+        path: None where none is named.
+        is_adaptive: whether anything is chosen.
+    """
+    if path is None:
+        return ()
+    if not is_adaptive:
+        return ("--speculative-adaptive-config has no effect without --speculative-adaptive",)
+    try:
+        read_adaptive_config(path)
+    except SettingsError as error:
+        return error.problems
+    return ()
+
+
+def _entry_problems(entry: object) -> list[str]:
+    if not isinstance(entry, dict):
+        return [f" is {entry!r}; it must be an object"]
+    return [f": {problem}" for problem in _problems(entry)]
 
 
 def _candidates(entry: Mapping[str, Any]) -> Candidates:

@@ -49,6 +49,35 @@ def test_knobs_without_batch_sizes_hold_for_all(tmp_path: Path) -> None:
     assert config.candidates(1).steps == (2,)
 
 
+@pytest.mark.parametrize("strategy", ["ema", "throughput_aware"])
+def test_files_of_either_rule_of_sglang_are_read(tmp_path: Path, strategy: str) -> None:
+    content = {
+        "strategy": strategy,
+        "window_size": 20,
+        "update_interval": 10,
+        "profile_run_batch_sizes": None,
+        "max_profile_run_batch_size": 128,
+        "profile_run_seq_len": 512,
+        "profile_run_n_warmup": 5,
+        "profile_run_n_measure": 10,
+        "1": {"candidate_steps": [1, 3, 5, 7]},
+        "32": {"candidate_steps": [1, 3]},
+    }
+    config = read_adaptive_config(_write(tmp_path, content))
+    assert (config.candidates(1).steps, config.candidates(40).steps) == ((1, 3, 5, 7), (1, 3))
+    assert config.candidates(40).update_interval == 10
+
+
+def test_what_is_wrong_for_all_sizes_is_said_once(tmp_path: Path) -> None:
+    content = {"step": 1, "1": {"candidate_steps": [1]}, "8": {"candidate_steps": ["x"]}, "9": 2}
+    with pytest.raises(SettingsError) as caught:
+        read_adaptive_config(_write(tmp_path, content))
+    first, second, third = caught.value.problems
+    assert "json: step is unknown" in first
+    assert "json: 8: candidate_steps is ['x']" in second
+    assert "json: 9 is 2" in third
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -60,6 +89,7 @@ def test_knobs_without_batch_sizes_hold_for_all(tmp_path: Path) -> None:
         ({"ema_alpha": 0}, "ema_alpha is 0; it must be in (0, 1]"),
         ({"update_interval": 0}, "update_interval is 0; it must be a whole number, at least 1"),
         ({"1": 3}, "1 is 3; it must be an object"),
+        ({"²": {"candidate_steps": [1]}}, "² is unknown"),
     ],
 )
 def test_a_bad_file_is_refused_by_key_value_and_limit(
@@ -130,3 +160,11 @@ def test_a_config_without_the_controller_is_refused(tmp_path: Path) -> None:
         TargetSettings(
             speculative_adaptive=False, speculative_adaptive_config=tmp_path / "adaptive.json"
         )
+
+
+def test_a_bad_file_is_refused_with_the_other_settings(tmp_path: Path) -> None:
+    file = _write(tmp_path, {"candidate_steps": [99]})
+    with pytest.raises(SettingsError) as caught:
+        TargetSettings(speculative_adaptive=True, speculative_adaptive_config=file, device="tpu")
+    assert len(caught.value.problems) == 2
+    assert "candidate_steps is [99]" in str(caught.value)
