@@ -207,9 +207,20 @@ class DraftEngine:
             lambda: {
                 "sequence_count": float(len(self._roster)),
                 "unprepared_shape_count": float(self._rounds.num_unprepared),
+                **self._config_gauges(),
                 **self._drafter.gauges(),
             }
         )
+
+    def _config_gauges(self) -> dict[str, float]:
+        """What is in force, which an operator may have changed since the start."""
+        return {
+            "tree_step_count": float(self.shape.num_steps),
+            "tree_topk": float(self.shape.topk),
+            "tree_draft_token_count": float(self.shape.num_draft_tokens),
+            "shape_is_pinned": float(self.is_pinned),
+            "outcome_budget": float(self.fan_out.budget),
+        }
 
     def check(self) -> Future[None]:
         """Asserts the drafter's invariants on the engine thread."""

@@ -18,6 +18,7 @@ from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft, embedded_settings
 from services.followers import Followers
+from services.target.draft_metrics import WantedMetrics, engine_statuses
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, engine_figures
@@ -109,6 +110,7 @@ def _build(
     engine = build_engine(settings, metrics.observe_step, followers, layers)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
+    registry.register(WantedMetrics(lambda: engine_statuses(engine)))
     process = TargetProcess(
         engine,
         settings,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from services.target.draft_metrics import wanted_figures
 from services.target.drafts.attachment import AttachmentStatus
 from services.target.settings import TargetSettings
 from services.target.step_report import EngineGauges, Gain, shape_name
@@ -41,6 +42,15 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
     }
 
 
+def wanted_gauges(statuses: Iterable[AttachmentStatus]) -> Mapping[str, float]:
+    """Returns what is wanted of each draft, by names that end in that of its attachment."""
+    return {
+        f"{name}_of_{status.attachment.identity.attachment_id}": value
+        for status in statuses
+        for name, value in wanted_figures(status).items()
+    }
+
+
 def target_settings(settings: TargetSettings) -> Mapping[str, str]:
     """Returns every setting by flag name; the verification mode is the rule in force, whichever
     flag names it."""
@@ -70,11 +80,11 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         missed_round_count=counters.num_missed_rounds,
         stale_candidate_count=counters.num_stale_candidates,
         paused_sequence_count=status.num_paused,
-        wanted_step_count=0 if status.shape is None else status.shape.num_steps,
         level_acceptances=status.level_rates,
         warming=attachment.report.is_warming,
-        wanted_outcome_count=None if attachment.fan_out is None else attachment.fan_out.budget,
     )
+    for name, value in wanted_figures(status).items():
+        setattr(message, name, value)
     turnarounds = attachment.turnarounds
     message.turnaround_duration.FromNanoseconds(_ns(turnarounds.turnaround_s.value))
     message.draft_duration.FromNanoseconds(_ns(turnarounds.draft_s.value))

@@ -10,7 +10,12 @@ from typing import Protocol
 
 from grpc import aio
 
-from services.target.admin_messages import attachment_message, gauge_values, target_settings
+from services.target.admin_messages import (
+    attachment_message,
+    gauge_values,
+    target_settings,
+    wanted_gauges,
+)
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
@@ -213,7 +218,9 @@ class TargetProcess:
         )
 
     async def _gauges(self) -> Mapping[str, float]:
-        return gauge_values(await asyncio.wrap_future(self._engine.gauges()))
+        gauges = await asyncio.wrap_future(self._engine.gauges())
+        statuses = await asyncio.wrap_future(self._engine.attachments())
+        return {**gauge_values(gauges), **wanted_gauges(statuses)}
 
     async def _attachments(self) -> Sequence[admin_service_pb2.Attachment]:
         statuses = await asyncio.wrap_future(self._engine.attachments())

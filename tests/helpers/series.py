@@ -9,6 +9,7 @@ from gateway.pool import PoolSettings, TargetPool
 from gateway.quota import Quotas
 from services.draft.metrics import DraftMetrics
 from services.draft.recorder import DraftCounters
+from services.target.draft_metrics import WantedMetrics
 from services.target.metrics import TargetMetrics
 from shared.telemetry.vllm_metrics import EngineFigures, VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
@@ -21,6 +22,7 @@ def every_series() -> set[str]:
     """Returns their names as a scrape has them, without labels."""
     target, draft = CollectorRegistry(), CollectorRegistry()
     TargetMetrics(target)
+    target.register(WantedMetrics(tuple))
     target.register(VllmMetrics(lambda: EngineFigures("m", 0, 0, 0.0, 1, 1, 0)))
     draft.register(DraftMetrics(DraftCounters(), lambda: {"attached_target_count": 0.0}))
     for registry, prefix in ((target, "outrider_target"), (draft, "outrider_draft")):

@@ -98,7 +98,7 @@ class SpeculationController:
 
     def wanted_shape(self, attachment: Attachment) -> TreeShape | None:
         """Returns what a draft is asked for at the moment; None when nothing is."""
-        return self._wishes.shape(attachment)
+        return None if self.stance is Stance.OFF else self._wishes.shape(attachment)
 
     def level_rates(self, attachment: Attachment) -> list[float]:
         """Returns the acceptance by level of a draft's kind."""

@@ -34,17 +34,21 @@ class ToldRounds:
             num_committed: tokens of all sequences so far.
         """
         for course in self._told:
-            _observe_fan_out(course, now_s)
+            if self._is_free(course):
+                _observe_fan_out(course, now_s)
             course.told_s, course.num_told = now_s, num_committed
         self._told.clear()
 
     def _with_fan_out(self, course: Course) -> TreeWish:
         """Returns what is wanted, with the number of verdicts to prepare for."""
         wish, fan_out = course.wish, course.attachment.fan_out
-        is_free = self._is_adaptive and not wish.is_paused and course.fixed_wish is None
-        if fan_out is None or not is_free:
+        if fan_out is None or wish.is_paused or not self._is_free(course):
             return wish
         return replace(wish, num_outcomes=fan_out.budget)
+
+    def _is_free(self, course: Course) -> bool:
+        """Whether its draft may be asked for another number of verdicts."""
+        return self._is_adaptive and course.fixed_wish is None
 
 
 def _observe_fan_out(course: Course, now_s: float) -> None:

@@ -123,15 +123,18 @@ class AttachmentStatus:
     """A draft with what the target wants of it.
 
     Attributes:
-        shape: of the trees that are wanted; None while none are.
+        shape: of the trees that most of its sequences are to have, or would have if it had any;
+            None while no tree is wanted.
         num_paused: its sequences that go without trees.
         level_rates: acceptance by level.
+        num_outcomes: most verdicts that it is asked to prepare for; None where that is left to it.
     """
 
     attachment: Attachment
     shape: TreeShape | None
     num_paused: int
     level_rates: tuple[float, ...]
+    num_outcomes: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ steps all the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -21,6 +22,7 @@ from services.target.drafts.verdicts import Verdicts
 from services.target.miss_ladder import MissLadder
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
+from shared.tokens import TreeShape, TreeWish
 
 
 class Attachments:
@@ -96,9 +98,22 @@ class Attachments:
 
     def _status(self, attachment: Attachment) -> AttachmentStatus:
         wishes = [each.course.asked for each in self.assignments if each.attachment is attachment]
+        counts = [wish.num_outcomes for wish in wishes if wish.num_outcomes is not None]
         return AttachmentStatus(
             attachment,
-            self.controller.wanted_shape(attachment),
+            self._wanted_shape(attachment, wishes),
             sum(wish.is_paused for wish in wishes),
             tuple(self.controller.level_rates(attachment)),
+            num_outcomes=max(counts, default=None),
         )
+
+    def _wanted_shape(
+        self, attachment: Attachment, wishes: SequenceOf[TreeWish]
+    ) -> TreeShape | None:
+        own = attachment.report.pinned_shape or attachment.base_shape
+        if wishes:
+            shapes = Counter(wish.shape or own for wish in wishes if not wish.is_paused)
+            return shapes.most_common(1)[0][0] if shapes else None
+        if attachment.report.pinned_shape is not None or not self.controller.is_adaptive:
+            return own
+        return self.controller.wanted_shape(attachment)

@@ -88,6 +88,11 @@ def test_a_closed_link_ends_its_sequences(engine: DraftEngine) -> None:
     assert engine.gauges().result(WAIT_S) == {
         "sequence_count": 0.0,
         "unprepared_shape_count": 0.0,
+        "tree_step_count": 2.0,
+        "tree_topk": 1.0,
+        "tree_draft_token_count": 3.0,
+        "shape_is_pinned": 0.0,
+        "outcome_budget": 0.0,
         "slot_count": 3.0,
     }
 

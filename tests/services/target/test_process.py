@@ -345,7 +345,9 @@ async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
         assert listed.attachments[0].HasField("turnaround_duration")
         assert all(0 < rate <= 1 for rate in listed.attachments[0].level_acceptances)
         assert listed.attachments[0].level_acceptances
-        assert any(name.startswith("step_ms_of_") for name in await _gauges(admin))
+        gauges = await _gauges(admin)
+        assert any(name.startswith("step_ms_of_") for name in gauges)
+        assert gauges["wanted_step_count_of_attachment-1"] > 0
         draft.call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving

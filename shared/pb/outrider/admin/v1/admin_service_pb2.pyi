@@ -217,6 +217,8 @@ class Attachment(_message.Message):
     LEVEL_ACCEPTANCES_FIELD_NUMBER: _builtins.int
     WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
     WARMING_FIELD_NUMBER: _builtins.int
+    WANTED_TOPK_FIELD_NUMBER: _builtins.int
+    WANTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Attachment identifier."""
     worker_id: _builtins.str
@@ -238,7 +240,9 @@ class Attachment(_message.Message):
     paused_sequence_count: _builtins.int
     """Sequences of `sequence_count` for which no trees are wanted at the moment."""
     wanted_step_count: _builtins.int
-    """Depth of trees that is wanted at the moment; 0 while all is paused."""
+    """Depth of the trees that most of its sequences are to have at the moment; 0
+    while none is wanted.
+    """
     wanted_outcome_count: _builtins.int
     """Most verdicts on a tree that the draft is asked to prepare for; absent while
     that is left to it.
@@ -246,6 +250,12 @@ class Attachment(_message.Message):
     warming: _builtins.bool
     """The draft says that it prepares something once, such as CUDA graphs, so that
     nobody waits for its trees.
+    """
+    wanted_topk: _builtins.int
+    """Most children of a node of these trees; 0 while none is wanted."""
+    wanted_draft_token_count: _builtins.int
+    """Rows that one of these trees takes a round, the root included; 0 while none
+    is wanted.
     """
     @_builtins.property
     def attach_time(self) -> _timestamp_pb2.Timestamp:
@@ -287,10 +297,12 @@ class Attachment(_message.Message):
         level_acceptances: _abc.Iterable[_builtins.float] | None = ...,
         wanted_outcome_count: _builtins.int | None = ...,
         warming: _builtins.bool = ...,
+        wanted_topk: _builtins.int = ...,
+        wanted_draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "attach_time", b"attach_time", "draft_duration", b"draft_duration", "turnaround_duration", b"turnaround_duration", "wanted_outcome_count", b"wanted_outcome_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "warming", b"warming", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_draft_token_count", b"wanted_draft_token_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "wanted_topk", b"wanted_topk", "warming", b"warming", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
     _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015

@@ -1,0 +1,65 @@
+"""What is wanted of a draft is what it was asked for, wherever an operator looks."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.target.admin_messages import attachment_message, wanted_gauges
+from services.target.control.fan_outs import NUM_FIRST_ROUNDS
+from services.target.control.told_rounds import ToldRounds
+from services.target.draft_metrics import WantedMetrics
+from services.target.drafts.attachments import Attachments
+from shared.tokens import NO_TREE, DraftReport, TreeShape, TreeWish
+from tests.helpers.one_draft import with_one_draft
+
+LABELS = {"attachment": "a", "worker": "worker-a", "algorithm": "NGRAM"}
+
+
+def _figures(attachments: Attachments) -> tuple[float | None, ...]:
+    """Depth, breadth, rows and verdicts of the one draft, which every page says alike."""
+    registry, statuses = CollectorRegistry(), attachments.statuses()
+    registry.register(WantedMetrics(lambda: statuses))
+    [status] = statuses
+    message, gauges = attachment_message(status), wanted_gauges(statuses)
+    names = ("step_count", "topk", "draft_token_count", "outcome_count")
+    scraped = [
+        registry.get_sample_value(f"outrider_target_wanted_{name}", LABELS) for name in names
+    ]
+    assert [gauges.get(f"wanted_{name}_of_a") for name in names] == scraped
+    told = [getattr(message, f"wanted_{name}") for name in names[:3]]
+    has_count = message.HasField("wanted_outcome_count")
+    assert [*told, message.wanted_outcome_count if has_count else None] == scraped
+    return tuple(scraped)
+
+
+def test_without_a_controller_it_is_the_draft_s_own_or_what_is_pinned() -> None:
+    attachments, attachment, _ = with_one_draft()
+    own = attachment.base_shape
+    assert _figures(attachments) == (own.num_steps, own.topk, own.num_draft_tokens, None)
+    attachment.report = DraftReport(pinned_shape=TreeShape(5, 4, 16))
+    assert _figures(attachments) == (5, 4, 16, None)
+
+
+def test_it_is_what_the_sequences_were_asked_for_last() -> None:
+    attachments, _, sequence = with_one_draft()
+    assignment = attachments.assignments.get(sequence.sequence_id)
+    assert assignment is not None
+    assignment.course.asked = TreeWish(TreeShape(7, 1, 8), num_outcomes=4)
+    assert _figures(attachments) == (7, 1, 8, 4)
+    assignment.course.asked = NO_TREE
+    assert _figures(attachments) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_numbers_of_verdicts_are_tried_only_where_they_are_asked_for(is_adaptive: bool) -> None:
+    attachments, attachment, sequence = with_one_draft()
+    assignment = attachments.assignments.get(sequence.sequence_id)
+    assert assignment is not None
+    attachment.outcomes.count_late_hit()  # it drafts ahead
+    told, course = ToldRounds(is_adaptive=is_adaptive), assignment.course
+    for number in range(NUM_FIRST_ROUNDS + 8):
+        told.tell(course, 3)
+        told.end(0.01 * number, 3 * number)
+    assert _figures(attachments)[-1] == (4 if is_adaptive else None)
+    assert course.tries_fan_out == is_adaptive
