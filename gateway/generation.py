@@ -36,6 +36,8 @@ class Generation:
         sampling: its `seed` counts only when `has_seed`; else the target draws one.
         top_logprobs: None asks for no log probabilities; 0 for those of the drawn tokens only.
         draft_algorithm: only drafts of this algorithm help; None lets any.
+        num_draft_steps: depth of draft trees; None leaves it to the target.
+        num_outcomes: verdicts that a draft prepares for at most, likewise.
         wants_rounds: every delta tells what its round did.
         grammar: what the output must match; None lets it be anything.
         priority: whose turn it is on the target; the least value first.
@@ -53,6 +55,7 @@ class Generation:
     is_speculation_disabled: bool = False
     draft_algorithm: str | None = None
     num_draft_steps: int | None = None
+    num_outcomes: int | None = None
     wants_rounds: bool = False
     grammar: Grammar | None = None
     priority: int = 0

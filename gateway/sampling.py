@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 _SEED_LIMIT = 2**63
 _MAX_TREE_STEPS = 32
+_MAX_OUTCOMES = 64
 _MAX_ALGORITHM_CHARACTERS = 64
 _PRIORITY_LIMIT = 2**31
 
@@ -108,6 +109,19 @@ def check_num_steps(speculation: Speculation) -> int | None:
         limits = f"[1, {_MAX_TREE_STEPS}]"
         raise InvalidArgument.out_of_range("speculation.num_steps", num_steps, limits)
     return num_steps
+
+
+def check_outcome_budget(speculation: Speculation) -> int | None:
+    """Returns how many verdicts a draft prepares for at most.
+
+    Raises:
+        InvalidArgument: drafts do not prepare for so many.
+    """
+    budget = speculation.outcome_budget
+    if budget is not None and not 0 <= budget <= _MAX_OUTCOMES:
+        limits = f"[0, {_MAX_OUTCOMES}]"
+        raise InvalidArgument.out_of_range("speculation.outcome_budget", budget, limits)
+    return budget
 
 
 def check_priority(priority: int | None) -> int:

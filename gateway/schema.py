@@ -45,6 +45,10 @@ class Speculation(Body):
     num_steps: int | None = Field(
         default=None, description="depth of draft trees; what pays best when absent"
     )
+    outcome_budget: int | None = Field(
+        default=None,
+        description="verdicts a draft prepares for ahead of them at most; 0 drafts after each",
+    )
     trace: Flag = Field(default=False, description="tell what every round did, token by token")
 
 

@@ -62,6 +62,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
             trace=generation.wants_rounds,
             algorithm=generation.draft_algorithm or "",
             step_count=generation.num_draft_steps,
+            outcome_budget=generation.num_outcomes,
         ),
     )
     scoring = generation.prompt_scoring

@@ -10,6 +10,7 @@ from gateway.plan import TextOptions
 from gateway.sampling import (
     check_algorithm,
     check_num_steps,
+    check_outcome_budget,
     check_priority,
     check_top_logprobs,
     sampling_params,
@@ -103,6 +104,7 @@ class WantedOutput:
             is_speculation_disabled=speculation.disable,
             draft_algorithm=check_algorithm(speculation),
             num_draft_steps=check_num_steps(speculation),
+            num_outcomes=check_outcome_budget(speculation),
             wants_rounds=speculation.trace,
             grammar=grammar,
             priority=check_priority(body.priority),

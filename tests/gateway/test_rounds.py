@@ -194,6 +194,29 @@ async def test_depth_of_trees_travels_with_the_request(
     assert target.submits[0].request.speculation_params.step_count == 5
 
 
+async def test_number_of_verdicts_to_prepare_for_travels_with_the_request(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    for speculation, wanted in (({"outcome_budget": 0}, 0), ({"num_steps": 5}, None)):
+        await say(target, tokenizer, TEXT)
+        body = {**CHAT, "speculation": speculation}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        params = target.submits[-1].request.speculation_params
+        found = params.outcome_budget if params.HasField("outcome_budget") else None
+        assert found == wanted
+
+
+@pytest.mark.parametrize("budget", [-1, 65])
+async def test_impossible_number_of_verdicts_is_refused_with_its_limits(
+    client: httpx.AsyncClient, budget: int
+) -> None:
+    body = {**CHAT, "speculation": {"outcome_budget": budget}}
+    response = await client.post("/v1/chat/completions", json=body)
+    status, param, _, message = await error_of(response)
+    assert (status, param) == (400, "speculation.outcome_budget")
+    assert f"is {budget}; it must be in [0, 64]" in message
+
+
 @pytest.mark.parametrize("num_steps", [0, 33, -1])
 async def test_impossible_depth_is_refused_with_its_limits(
     client: httpx.AsyncClient, num_steps: int

@@ -6,10 +6,13 @@ so that what happens between two steps is the test's to say.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.fan_out import FanOut
+from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.ngram.index import NgramOptions
@@ -61,6 +64,22 @@ def test_good_draft_is_hit_every_round_and_changes_nothing(
     # The draft is the target, so it foresees all but the verdicts that its budget leaves out.
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
     assert tally.num_unprepared <= len(PROMPTS)
+
+
+def test_a_request_may_say_for_how_many_verdicts_is_prepared(decoder: Decoder) -> None:
+    asked = requests(SAMPLINGS["sampled"])
+    expected = outputs(run(build_engine(decoder), asked))
+    found: list[OutcomeTally] = []
+    for num_outcomes in (None, 0, 1):
+        reports: list[StepReport] = []
+        engine = build_engine(decoder, on_step=reports.append)
+        WiredDraft(engine, standalone(decoder), TREE, BUDGET).attach()
+        pinned = [replace(each, num_outcomes=num_outcomes) for each in asked]
+        assert outputs(run(engine, pinned)) == expected
+        found.append(total_outcomes(reports))
+    free, none, one = found
+    assert free.num_hits > one.num_hits > 0
+    assert not none.has_any, "nothing is pushed ahead"
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.target.control.acceptance import (
     Confidences,
@@ -127,6 +127,14 @@ class Course:
     def was_warming(self, since_s: float, now_s: float) -> bool:
         """Whether its draft prepared something at any time from then until now."""
         return self.attachment.warming.was_on(since_s, now_s)
+
+    @property
+    def wish_of_request(self) -> TreeWish:
+        """What is wanted, with the number of verdicts to prepare for that the request set."""
+        num_outcomes = self.sequence.request.num_outcomes
+        if num_outcomes is None or self.wish.is_paused:
+            return self.wish
+        return replace(self.wish, num_outcomes=num_outcomes)
 
     @property
     def fixed_wish(self) -> TreeWish | None:

@@ -109,7 +109,8 @@ class SpeculationController:
     def course(self, attachment: Attachment, sequence: Sequence) -> Course:
         """Returns the course of a sequence that comes to a draft."""
         course = self._outlooks.open(attachment, sequence, self._num_steps)
-        course.wish = course.asked = self._wishes.first(course, self.referee.freedom)
+        course.wish = self._wishes.first(course, self.referee.freedom)
+        course.asked = course.wish_of_request
         return course
 
     def best_draft(self, sequence: Sequence, drafts: SequenceOf[Attachment]) -> Attachment:

@@ -41,14 +41,15 @@ class ToldRounds:
 
     def _with_fan_out(self, course: Course) -> TreeWish:
         """Returns what is wanted, with the number of verdicts to prepare for."""
-        wish, fan_out = course.wish, course.attachment.fan_out
+        wish, fan_out = course.wish_of_request, course.attachment.fan_out
         if fan_out is None or wish.is_paused or not self._is_free(course):
             return wish
         return replace(wish, num_outcomes=fan_out.budget)
 
     def _is_free(self, course: Course) -> bool:
         """Whether its draft may be asked for another number of verdicts."""
-        return self._is_adaptive and course.fixed_wish is None
+        is_fixed = course.fixed_wish is not None or course.sequence.request.num_outcomes is not None
+        return self._is_adaptive and not is_fixed
 
 
 def _observe_fan_out(course: Course, now_s: float) -> None:

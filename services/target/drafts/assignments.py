@@ -136,7 +136,7 @@ class Assignments:
                 sequence.num_prompt_tokens,
                 sequence.sampling,
                 sequence.round,
-                course.wish,
+                course.asked,
                 request_id=sequence.request.request_id,
                 traceparent=sequence.request.traceparent,
             )

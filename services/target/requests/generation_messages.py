@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.target.control.adaptive_config import MAX_STEPS
+from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.requests.request import GenerationRequest, ModelLimits, PromptScoring
 from services.target.requests.request_record import RequestRecord
 from shared.errors import InvalidArgument
@@ -35,6 +36,7 @@ def generation_request(
         speculation_disabled=message.speculation_params.disabled,
         draft_algorithm=message.speculation_params.algorithm or None,
         num_draft_steps=_draft_steps(message.speculation_params),
+        num_outcomes=_outcome_budget(message.speculation_params),
         wants_trace=message.speculation_params.trace,
         priority=message.priority,
         prompt_scoring=_prompt_scoring(message),
@@ -49,6 +51,18 @@ def _draft_steps(params: pb.SpeculationParams) -> int | None:
             "speculation.num_steps", params.step_count, f"[1, {MAX_STEPS}]"
         )
     return params.step_count
+
+
+def _outcome_budget(params: pb.SpeculationParams) -> int | None:
+    if not params.HasField("outcome_budget"):
+        return None
+    if not 0 <= params.outcome_budget <= MAX_CONDITIONAL_CANDIDATES:
+        raise InvalidArgument.out_of_range(
+            "speculation.outcome_budget",
+            params.outcome_budget,
+            f"[0, {MAX_CONDITIONAL_CANDIDATES}]",
+        )
+    return params.outcome_budget
 
 
 def _prompt_scoring(message: pb.GenerateRequest) -> PromptScoring | None:

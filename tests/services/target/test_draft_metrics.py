@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -11,7 +13,7 @@ from services.target.control.told_rounds import ToldRounds
 from services.target.draft_metrics import WantedMetrics
 from services.target.drafts.attachments import Attachments
 from shared.tokens import NO_TREE, DraftReport, TreeShape, TreeWish
-from tests.helpers.one_draft import with_one_draft
+from tests.helpers.one_draft import make_attachment, make_sequence, with_one_draft
 
 LABELS = {"attachment": "a", "worker": "worker-a", "algorithm": "NGRAM"}
 
@@ -63,3 +65,21 @@ def test_numbers_of_verdicts_are_tried_only_where_they_are_asked_for(is_adaptive
         told.end(0.01 * number, 3 * number)
     assert _figures(attachments)[-1] == (4 if is_adaptive else None)
     assert course.tries_fan_out == is_adaptive
+
+
+def test_a_request_fixes_the_number_of_verdicts() -> None:
+    attachments, attachment = Attachments(), make_attachment()
+    sequence = make_sequence()
+    sequence.request = replace(sequence.request, num_outcomes=2)
+    attachments.attach(attachment, [sequence], 0.0)
+    [opened] = attachment.outbox_opened
+    assert opened.wish.num_outcomes == 2
+    assert _figures(attachments)[-1] == 2
+    assignment = attachments.assignments.get(sequence.sequence_id)
+    assert assignment is not None
+    attachment.outcomes.count_late_hit()
+    told = ToldRounds(is_adaptive=True)
+    for number in range(NUM_FIRST_ROUNDS + 8):
+        assert told.tell(assignment.course, 3).num_outcomes == 2
+        told.end(0.01 * number, 3 * number)
+    assert not assignment.course.tries_fan_out, "its rounds say nothing of other numbers"

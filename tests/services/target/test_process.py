@@ -527,3 +527,15 @@ async def test_impossible_depth_of_trees_is_refused(folder: Path, step_count: in
         error = error_from_rpc(caught.value)
         assert error.violations[0].field == "speculation.num_steps"
         assert "[1, 32]" in error.message
+
+
+@pytest.mark.parametrize("budget", [-1, 65])
+async def test_impossible_number_of_verdicts_is_refused(folder: Path, budget: int) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        request = _generate([1, 2, 3], 4)
+        request.speculation_params.outcome_budget = budget
+        with pytest.raises(aio.AioRpcError) as caught:
+            await _tokens(channel, request)
+        error = error_from_rpc(caught.value)
+        assert error.violations[0].field == "speculation.outcome_budget"
+        assert "[0, 64]" in error.message

@@ -167,6 +167,7 @@ class SpeculationParams(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     STEP_COUNT_FIELD_NUMBER: _builtins.int
+    OUTCOME_BUDGET_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decodes without candidates (A/B and debugging). The output is the same."""
     trace: _builtins.bool
@@ -183,6 +184,12 @@ class SpeculationParams(_message.Message):
     """Depth of candidate trees, in [1, 32]; else INVALID_ARGUMENT. The target
     never pauses a request that sets it. Chosen by the target when absent.
     """
+    outcome_budget: _builtins.int
+    """Most verdicts that a draft prepares for while a tree of this request is
+    verified, in [0, 64]; else INVALID_ARGUMENT. 0 drafts after each verdict. A
+    draft never prepares for more than its operator allows. Chosen by the target
+    or left to the draft when absent.
+    """
     def __init__(
         self,
         *,
@@ -190,13 +197,19 @@ class SpeculationParams(_message.Message):
         trace: _builtins.bool = ...,
         algorithm: _builtins.str = ...,
         step_count: _builtins.int | None = ...,
+        outcome_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_count", b"_step_count", "step_count", b"step_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "outcome_budget", b"outcome_budget", "step_count", b"step_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "outcome_budget", b"outcome_budget", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__outcome_budget: _TypeAlias = _typing.Literal["outcome_budget"]  # noqa: Y015
+    _WhichOneofArgType__outcome_budget: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget"]  # noqa: Y015
     _WhichOneofReturnType__step_count: _TypeAlias = _typing.Literal["step_count"]  # noqa: Y015
     _WhichOneofArgType__step_count: _TypeAlias = _typing.Literal["_step_count", b"_step_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome_budget) -> _WhichOneofReturnType__outcome_budget | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_count) -> _WhichOneofReturnType__step_count | None: ...
 
 Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
