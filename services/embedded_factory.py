@@ -118,7 +118,7 @@ def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Ho
     """Returns what the target shares; its tensors if all of them are here, and the draft was made
     for them."""
     is_lent = _is_whole(target) and chosen.target_model_path == settings.model_path
-    return Host(target.decoder if is_lent else None, target.limits.max_kv_tokens)
+    return Host(target.decoder if is_lent else None, target.limits.max_kv_tokens, target.cache)
 
 
 def _is_whole(target: Engine) -> bool:

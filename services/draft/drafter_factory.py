@@ -12,6 +12,7 @@ from services.draft.drafters.drafter import Drafter, DrafterLimits
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
+from shared.errors import SettingsError
 from shared.tokenizer_files import tokenizer_sha256
 
 if TYPE_CHECKING:
@@ -37,6 +38,24 @@ def build_drafter(
     """
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return _build_ngram(settings)
+    from services.draft.drafters.host import Host
+    from shared.runtime.memory import CacheTooSmall
+    from shared.runtime.shortage import refusing_shortage
+
+    host = host or Host()
+    try:
+        with refusing_shortage(host.no_memory):
+            return _build_model_drafter(settings, host, followers)
+    except CacheTooSmall as error:
+        if host.cache is None:
+            raise
+        # The target has taken its share first, so that is the one to lower.
+        raise SettingsError((host.no_memory(error.shortage),)) from error
+
+
+def _build_model_drafter(
+    settings: DraftSettings, host: Host, followers: Followers | None
+) -> Drafter:
     if settings.algorithm is Algorithm.MTP:
         from services.draft.drafters.mtp_factory import build_mtp
 

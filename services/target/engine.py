@@ -31,6 +31,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.device import launch_on
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
+from shared.runtime.shortage import Shortage
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 T = TypeVar("T")
@@ -50,6 +51,9 @@ class Engine:
         waits_always: see `MissLadder`.
         speculation: decides what is wanted of drafts; by default whatever they send.
         selection: of rounds on the device with trees that remote drafts push; None has none.
+
+    Attributes:
+        cache: what its KV cache takes of the device.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Engine:
         selection: RoundLimits | None = None,
     ) -> None:
         self.limits = limits
-        self._decoder, self._device = runner.decoder, runner.device
+        self._decoder, self._device, self.cache = runner.decoder, runner.device, runner.cache
         self._inbox = inbox
         self._clock = clock
         self._loop = StepLoop(
@@ -222,7 +226,10 @@ class Engine:
                     self._wait()
             self._inbox.run_all()
             self._loop.fail_all(Unavailable.draining())
-        except Exception:  # whatever broke, every caller must hear of it
+        except Exception as error:  # whatever broke, every caller must hear of it
+            if isinstance(error, torch.OutOfMemoryError):
+                advice = self.cache.advice(Shortage.of(error))
+                logger.critical("no memory for a step: %s; or --chunked-prefill-size", advice)
             logger.exception("the engine failed")
             self._failed.set()
             self._inbox.run_all()

@@ -17,6 +17,7 @@ from shared.kv.pool import KvPool
 from shared.layers.memory import linears, num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
+from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.kv_scales import kv_scales
@@ -25,8 +26,9 @@ from shared.runtime.device import device_named, dtype_named, kv_dtype_named, lau
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.lockstep import Leader
-from shared.runtime.memory import num_pages_for
+from shared.runtime.memory import fraction_in_force, num_pages_for
 from shared.runtime.runner import ModelRunner
+from shared.runtime.shortage import CacheSize, Shortage, in_words, refusing_shortage
 from shared.telemetry.start_up import start_phase
 
 logger = logging.getLogger(__name__)
@@ -68,27 +70,35 @@ def build_runner(
     device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
     dtype = dtype_named(settings.dtype, config.dtype, device)
-    decoder = load_decoder(
-        settings.model_path,
-        dtype=dtype,
-        device=device,
-        options=settings.model_options,
-        show_progress=leader is not None or group is None,
-        group=group,
-    )
+    is_first = leader is not None or group is None
+    with refusing_shortage(lambda shortage: _weights_in_words(settings, device, shortage)):
+        decoder = load_decoder(
+            settings.model_path,
+            dtype=dtype,
+            device=device,
+            options=settings.model_options,
+            show_progress=is_first,
+            group=group,
+        )
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, device, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     with start_phase("kv-pool") as phase:
-        pool = _pool(settings, decoder, max_context, reserved_bytes)
+        # A draft in this process has the target keep a row of features for each token.
+        feature_bytes = config.hidden_size * dtype.itemsize if feature_layers else 0
+        pool, cache = _pool(settings, decoder, max_context, reserved_bytes, feature_bytes)
         phase.size_bytes = pool.storage.nbytes
     _log_other_products(settings, decoder)
     logger.info(
         "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
         settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
     )  # fmt: skip
-    graphs = _graphs(decoder, pool, limits, captured_layers(feature_layers, config.num_layers))
-    runner = ModelRunner(decoder, pool, graphs, leader=leader)
+    graphs = None
+    if limits is not None:
+        graphs = ForwardGraphs(decoder, pool, limits, cache)
+        kept_layers = captured_layers(feature_layers, config.num_layers)
+        _capture(graphs, kept_layers, cache, is_shared=group is not None, show_progress=is_first)
+    runner = ModelRunner(decoder, pool, graphs, leader=leader, cache=cache)
     return BuiltRunner(runner, config, max_context)
 
 
@@ -152,8 +162,12 @@ def _log_other_products(settings: TargetSettings, decoder: Decoder) -> None:
 
 
 def _pool(
-    settings: TargetSettings, decoder: Decoder, max_context: int, reserved_bytes: int
-) -> KvPool:
+    settings: TargetSettings,
+    decoder: Decoder,
+    max_context: int,
+    reserved_bytes: int,
+    feature_bytes: int,
+) -> tuple[KvPool, CacheSize]:
     dtype = kv_dtype_named(settings.kv_cache_dtype, decoder.dtype)
     layout = decoder.kv_layout(settings.page_size, dtype)
     num_pages = num_pages_for(
@@ -163,12 +177,32 @@ def _pool(
         max_total_tokens=settings.max_total_tokens,
         max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
         reserved_bytes=reserved_bytes,
+        token_bytes_elsewhere=feature_bytes,
     )
     if decoder.group is not None:
         # Pages are leased by rank 0 alone, so all must have them.
         num_pages = decoder.group.least(num_pages, decoder.device)
+    cache = CacheSize(
+        num_pages * layout.page_size_bytes,
+        fraction_in_force(settings.mem_fraction_static, decoder.device),
+        settings.max_total_tokens,
+    )
     scales: Tensor | None = kv_scales(decoder) if layout.is_e4m3 else None
-    return KvPool(layout, num_pages, decoder.device, scales)
+    with refusing_shortage(
+        lambda shortage: f"no memory for the KV cache: {cache.advice(shortage)}"
+    ):
+        return KvPool(layout, num_pages, decoder.device, scales), cache
+
+
+def _weights_in_words(settings: TargetSettings, device: torch.device, shortage: Shortage) -> str:
+    """Returns that the weights do not fit. In 8 bits neither: they are read as they are."""
+    files = Checkpoint.open(settings.model_path).files
+    size = in_words(sum(path.stat().st_size for path in set(files.values())))
+    return (
+        f"the weights of {settings.model_id}, {size} of files, do not fit {device}: {shortage}; "
+        f"share them among more GPUs than --tp-size {settings.tp_size}, or take a device with "
+        f"more memory that is free"
+    )
 
 
 def _graph_limits(
@@ -183,29 +217,24 @@ def _graph_limits(
     )
 
 
-def _graphs(
-    decoder: Decoder, pool: KvPool, limits: GraphLimits | None, capture_layers: tuple[int, ...]
-) -> ForwardGraphs | None:
-    if limits is None:
-        return None
-    graphs = ForwardGraphs(decoder, pool, limits)
-    with start_phase("graphs"):
-        if decoder.group is None:
-            # The engine makes the others when it has nothing else to do.
-            graphs.begin(capture_layers)
+def _capture(
+    graphs: ForwardGraphs,
+    capture_layers: tuple[int, ...],
+    cache: CacheSize,
+    *,
+    is_shared: bool,
+    show_progress: bool,
+) -> None:
+    """Captures the first graphs, and the engine the others when it has nothing else to do; or all,
+    because the processes of a group capture the same one at the same time."""
+    advice = "no memory for CUDA graphs of {} rows: {}; or lower --cuda-graph-max-bs"
+    with (
+        start_phase("graphs"),
+        refusing_shortage(
+            lambda shortage: advice.format(graphs.limits.max_rows, cache.advice(shortage))
+        ),
+    ):
+        if is_shared:
+            graphs.capture(capture_layers, show_progress=show_progress)
         else:
-            _capture_all(graphs, capture_layers)
-    return graphs
-
-
-def _capture_all(graphs: ForwardGraphs, capture_layers: tuple[int, ...]) -> None:
-    """Captures the graphs of a group, all of which capture the same one at the same time."""
-    try:
-        graphs.capture(capture_layers, show_progress=True)
-    except torch.OutOfMemoryError:
-        raise SettingsError(
-            (
-                f"no memory for CUDA graphs of {graphs.limits.max_rows} rows; lower "
-                f"--mem-fraction-static or --cuda-graph-max-bs",
-            )
-        ) from None
+            graphs.begin(capture_layers, show_progress=show_progress)

@@ -121,7 +121,7 @@ class StepLoop:
             runs_ahead=overlaps,
         )
         self.drafts = DraftExchange(
-            self.attachments, self._features, self._rounds, self._selections, clock
+            self.attachments, self._features, self._rounds, self._selections, clock, runner.cache
         )
         self._in_flight: LaunchedStep | None = None
 

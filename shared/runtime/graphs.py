@@ -25,6 +25,7 @@ from shared.runtime.capture import capturing
 from shared.runtime.graph_inputs import GraphInputs, GraphLimits
 from shared.runtime.graph_key import GraphKey, key_of, keys_of
 from shared.runtime.graph_store import GraphStore
+from shared.runtime.shortage import CacheSize
 
 logger = logging.getLogger(__name__)
 # A few sequences, or the tree of one: what a target is asked for first.
@@ -48,22 +49,31 @@ class ForwardGraphs:
     """All graphs of one decoder over one pool.
 
     Results lie in fixed memory: they hold until the next run.
+
+    Args:
+        cache: for advice where memory runs out; None knows no settings.
     """
 
-    def __init__(self, decoder: Decoder, pool: KvPool, limits: GraphLimits) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KvPool, limits: GraphLimits, cache: CacheSize | None = None
+    ) -> None:
         assert pool.device.type == "cuda"
         self.limits = limits
         self._decoder = decoder
         self._pool = pool
         self._inputs = GraphInputs(limits, pool.page_size, pool.device)
         self._memory = torch.cuda.graph_pool_handle()
-        self._graphs = GraphStore(self._captured, is_shared=decoder.group is not None)
+        self._graphs = GraphStore(
+            self._captured,
+            is_shared=decoder.group is not None,
+            advise=(cache or CacheSize(pool.storage.nbytes)).advice,
+        )
         self._left: list[GraphKey] = []
         self._held: Tensor | None = None
 
     def capture(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
         """Captures every bucket; see `begin`."""
-        self.begin(capture_layers)
+        self.begin(capture_layers, show_progress=show_progress)
         with tqdm(
             total=len(self._graphs) + len(self._left),
             initial=len(self._graphs),
@@ -74,7 +84,7 @@ class ForwardGraphs:
             while self.capture_next():
                 progress.update()
 
-    def begin(self, capture_layers: tuple[int, ...] = ()) -> None:
+    def begin(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
         """Captures the largest bucket, whose memory the others reuse, and those of a few rows,
         which the first requests meet; leaves the others to `capture_next`. A forward that comes
         before its graph captures it.
@@ -85,7 +95,10 @@ class ForwardGraphs:
         before = torch.cuda.mem_get_info(self._pool.device)[0]
         largest, *others = reversed(keys_of(self.limits, capture_layers))
         self._left = [key for key in others if key.num_rows > _FIRST_ROWS]
-        for key in (largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)):
+        first = [largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)]
+        for key in tqdm(
+            first, desc="first CUDA graphs", unit="graph", disable=None if show_progress else True
+        ):
             self._graph_of(key)
         taken = (before - torch.cuda.mem_get_info(self._pool.device)[0]) / 2**30
         logger.info(

@@ -9,6 +9,7 @@ import torch
 
 from shared.errors import SettingsError
 from shared.kv.layout import KvLayout
+from shared.runtime.shortage import Shortage
 
 # Shares of the memory that is free once the weights are loaded, when the operator names none. A
 # GPU is ours alone but needs room for activations; a host is shared with everything else.
@@ -20,6 +21,18 @@ _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class CacheTooSmall(SettingsError):
+    """The share of memory that a cache may take does not hold one sequence.
+
+    Attributes:
+        shortage: of the memory that the share is of.
+    """
+
+    def __init__(self, problem: str, shortage: Shortage) -> None:
+        super().__init__((problem,))
+        self.shortage = shortage
+
+
 def num_pages_for(
     layout: KvLayout,
     device: torch.device,
@@ -28,6 +41,7 @@ def num_pages_for(
     max_total_tokens: int | None,
     max_sequence_length: int,
     reserved_bytes: int = 0,
+    token_bytes_elsewhere: int = 0,
     most_tokens: int | None = None,
     free_bytes: int | None = None,
 ) -> int:
@@ -41,25 +55,30 @@ def num_pages_for(
         max_total_tokens: tokens the cache shall hold; None takes what the share allows.
         max_sequence_length: longest sequence that will be served, in tokens.
         reserved_bytes: of the memory now free, what CUDA graphs will take.
+        token_bytes_elsewhere: what each token of the cache takes beside its keys and values, of
+            the same share.
         most_tokens: beyond these more would be memory taken for nothing; counts where
             `max_total_tokens` is None, and leaves room for the longest sequence.
         free_bytes: memory now free; None asks the device.
 
     Raises:
-        SettingsError: if the cache would not fit or not hold one sequence of full length; it
-            names the setting to change.
+        SettingsError: if the cache would not fit.
+        CacheTooSmall: if it would not hold one sequence of full length. Both name the setting to
+            change.
     """
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
     free = max(0, free - reserved_bytes)
-    fraction = mem_fraction_static or _default_fraction(device)
-    affordable = int(free * fraction) // layout.page_size_bytes - 1
+    fraction = fraction_in_force(mem_fraction_static, device)
+    page_bytes = layout.page_size_bytes + layout.page_size * token_bytes_elsewhere
+    affordable = int(free * fraction) // page_bytes - 1
     needed = _num_pages(max_sequence_length, layout)
     if max_total_tokens is not None:
         wanted = _num_pages(max_total_tokens, layout)
-        _check_explicit(wanted, needed, free, layout, max_total_tokens, max_sequence_length)
+        _check_explicit(wanted, needed, free, page_bytes, max_total_tokens, max_sequence_length)
         return wanted + 1
     if affordable < needed:
-        raise _too_small(layout, free, fraction, max_sequence_length)
+        size = (needed + 1) * page_bytes
+        raise _too_small(size, free, fraction, max_sequence_length)
     if device.type == "cpu":
         affordable = min(affordable, needed * _CPU_MAX_FULL_SEQUENCES)
     if most_tokens is not None:
@@ -106,7 +125,10 @@ def _figures(path: Path) -> dict[str, str]:
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
-def _default_fraction(device: torch.device) -> float:
+def fraction_in_force(mem_fraction_static: float | None, device: torch.device) -> float:
+    """Returns the share of free memory that a cache may take."""
+    if mem_fraction_static is not None:
+        return mem_fraction_static
     return _CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION
 
 
@@ -118,7 +140,7 @@ def _check_explicit(
     wanted: int,
     needed: int,
     free: int,
-    layout: KvLayout,
+    page_bytes: int,
     max_total_tokens: int,
     max_sequence_length: int,
 ) -> None:
@@ -129,7 +151,7 @@ def _check_explicit(
                 f"takes {max_sequence_length:,}",
             )
         )
-    size = (wanted + 1) * layout.page_size_bytes
+    size = (wanted + 1) * page_bytes
     if size > free:
         raise SettingsError(
             (
@@ -139,17 +161,12 @@ def _check_explicit(
         )
 
 
-def _too_small(
-    layout: KvLayout, free: int, fraction: float, max_sequence_length: int
-) -> SettingsError:
-    size = (_num_pages(max_sequence_length, layout) + 1) * layout.page_size_bytes
-    return SettingsError(
-        (
-            f"mem-fraction-static {fraction:g} of {_gib(free)} free is "
-            f"{_gib(int(free * fraction))}; one sequence of the context length, "
-            f"{max_sequence_length:,} tokens, takes {_gib(size)}: raise mem-fraction-static or "
-            f"lower context-length",
-        )
+def _too_small(size: int, free: int, fraction: float, max_sequence_length: int) -> CacheTooSmall:
+    return CacheTooSmall(
+        f"mem-fraction-static {fraction:g} of {_gib(free)} free is {_gib(int(free * fraction))}; "
+        f"one sequence of the context length, {max_sequence_length:,} tokens, takes {_gib(size)}: "
+        f"raise mem-fraction-static or lower context-length",
+        Shortage(int(size / fraction), free),
     )
 
 

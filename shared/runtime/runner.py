@@ -15,6 +15,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.compiled import compile_small
 from shared.runtime.graphs import CapturedForward, ForwardGraphs
 from shared.runtime.lockstep import Leader
+from shared.runtime.shortage import CacheSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class ModelRunner:
         graphs: computes the forwards that fit it; None computes all of them as they are.
         max_compiled_sequences: see `compile_small`; graphs hold what is not compiled.
         leader: tells the other processes of the decoder's group, on rank 0.
+        cache: for advice where memory runs out; None knows no settings.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ModelRunner:
         *,
         max_compiled_sequences: int | None = None,
         leader: Leader | None = None,
+        cache: CacheSize | None = None,
     ) -> None:
         assert pool.layout == decoder.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the decoder"
@@ -57,6 +60,7 @@ class ModelRunner:
         self.pool = pool
         self._graphs = graphs
         self._leader = leader
+        self.cache = cache or CacheSize(pool.storage.nbytes)
         self._forward = compile_small(decoder.forward, max_compiled_sequences)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
@@ -155,3 +156,28 @@ def test_a_head_of_several_layers_is_refused(
     engine = build_engine(settings, lambda report: None)
     with pytest.raises(SettingsError, match=message):
         build_embedded_draft(engine, settings, draft_settings)
+
+
+@pytest.mark.parametrize("is_cache", [False, True], ids=["weights", "cache"])
+def test_a_draft_without_room_names_the_targets_setting(
+    is_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--device", "cpu", "--port", "0", "--max-total-tokens", "4096")
+    settings, draft_settings = read_settings(
+        [*EMBEDDED, *flags, "--speculative-algorithm", "EAGLE3"], {}
+    )
+    assert draft_settings is not None
+    engine = build_engine(settings, lambda report: None)
+    if is_cache:
+        monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 2**20)
+    else:
+        monkeypatch.setattr("services.draft.drafters.eagle_factory.load_head", _run_out)
+    with pytest.raises(SettingsError) as raised:
+        build_embedded_draft(engine, settings, draft_settings)
+    message = raised.value.message
+    assert message.startswith("the draft does not fit beside its target: ")
+    assert "lower --max-total-tokens from 4,096 to " in message
+
+
+def _run_out(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 1.00 MiB. GPU 0 has")

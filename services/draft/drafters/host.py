@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shared.models.decoder import Decoder
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.shortage import CacheSize, Shortage
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +16,27 @@ class Host:
     Attributes:
         decoder: lends its tensors; None where they are read from the target's folder.
         num_tokens: of the target's cache; None where that is in another process.
+        cache: of the target, which takes what the drafter may lack; None likewise.
     """
 
     decoder: Decoder | None = None
     num_tokens: int | None = None
+    cache: CacheSize | None = None
 
     @property
     def most_tokens(self) -> int | None:
         """Tokens beyond which a head's cache is of no use: as many as the target's, and as many
         again for rounds on the device, which get half of the pages."""
         return None if self.num_tokens is None else 2 * self.num_tokens
+
+    def no_memory(self, shortage: Shortage) -> str:
+        """Returns that the drafter does not fit, and what to lower."""
+        if self.cache is not None:
+            return f"the draft does not fit beside its target: {self.cache.advice(shortage)}"
+        return (
+            f"the draft does not fit its device: {shortage}; lower its --mem-fraction-static or "
+            f"--max-running-requests, or the --mem-fraction-static of a target on the same device"
+        )
 
     def feature_bytes(self, spec: FeatureSpec) -> int:
         """Returns the memory that the target will want once it knows of the head: it keeps a row

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
-
 from services.draft.drafters.grower_factory import pass_limits, reserved_for_model
 from services.draft.drafters.placement import (
     allocate_kv,
@@ -17,7 +15,6 @@ from services.draft.drafters.placement import (
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.settings import DraftSettings
 from services.followers import Followers
-from shared.errors import SettingsError
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
@@ -28,7 +25,9 @@ from shared.runtime.device import dtype_named
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.lockstep import Leader
+from shared.runtime.memory import fraction_in_force
 from shared.runtime.runner import ModelRunner
+from shared.runtime.shortage import CacheSize, refusing_shortage
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_lockstep import TreeLeader
 from shared.runtime.tree_model import DecoderModel
@@ -120,7 +119,13 @@ def build_model(
     )
     graphs = None
     if limits is not None:
-        graphs = _captured(decoder, pool, limits, show_progress=leader is not None or group is None)
+        cache = CacheSize(
+            pool.storage.nbytes,
+            fraction_in_force(settings.mem_fraction_static, device),
+            settings.max_total_tokens,
+        )
+        is_first = leader is not None or group is None
+        graphs = _captured(decoder, pool, limits, cache, show_progress=is_first)
     runner = ModelRunner(
         decoder,
         pool,
@@ -136,19 +141,17 @@ def build_model(
 
 
 def _captured(
-    decoder: Decoder, pool: KvPool, limits: GraphLimits, *, show_progress: bool
+    decoder: Decoder, pool: KvPool, limits: GraphLimits, cache: CacheSize, *, show_progress: bool
 ) -> ForwardGraphs:
     """Returns all graphs; processes of a group capture the same one at the same time."""
-    graphs = ForwardGraphs(decoder, pool, limits)
-    try:
+    graphs = ForwardGraphs(decoder, pool, limits, cache)
+    words = "no memory for CUDA graphs of {} rows: {} or --max-running-requests, or leave {} out"
+    with refusing_shortage(
+        lambda shortage: words.format(
+            limits.max_rows, cache.advice(shortage), "--enable-cuda-graph"
+        )
+    ):
         graphs.capture(show_progress=show_progress)
-    except torch.OutOfMemoryError:
-        raise SettingsError(
-            (
-                f"no memory for CUDA graphs of {limits.max_rows} rows; lower --mem-fraction-static "
-                f"or --max-running-requests, or leave --enable-cuda-graph out",
-            )
-        ) from None
     return graphs
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
     from services.target.rounds.round_source import RoundSource
     from services.target.sequence import Sequence
+    from shared.errors import OutriderError
 
 
 MOST_HELD_VERDICTS = 16
@@ -151,6 +152,7 @@ class Attachment:
         turnarounds: how long it takes to answer a verdict.
         fan_outs: for how many verdicts it is asked to prepare.
         rounds: what it lends for rounds on the device; None when it drafts by itself alone.
+        refusal: why it was not added; set before its port is closed.
     """
 
     identity: DraftIdentity
@@ -160,6 +162,7 @@ class Attachment:
     outlet: FeatureOutlet = field(default_factory=InlineOutlet)
     fan_outs: FanOuts = field(default_factory=FanOuts)
     rounds: RoundSource | None = None
+    refusal: OutriderError | None = None
     report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)

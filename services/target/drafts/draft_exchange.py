@@ -6,6 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
@@ -13,6 +15,8 @@ from services.target.drafts.feature_feed import FeatureFeed
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
+from shared.errors import FailedPrecondition
+from shared.runtime.shortage import CacheSize, Shortage
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ class DraftExchange:
         rounds: RoundSteps,
         selections: SelectionSteps,
         clock: Clock,
+        cache: CacheSize,
     ) -> None:
         self.offers: deque[Offer] = deque()
         self.attachments = attachments
@@ -38,13 +43,25 @@ class DraftExchange:
         self._rounds = rounds
         self._selections = selections
         self._clock = clock
+        self._cache = cache
 
     def attach(self, attachment: Attachment, started: Iterable[TargetSequence]) -> None:
-        """Adds a draft and hands it the sequences that have left the queue and have none."""
-        if attachment.feature_spec is not None:
-            self._features.open(attachment.feature_spec)
+        """Adds a draft and hands it the sequences that have left the queue and have none; one whose
+        features there is no memory for is refused."""
+        try:
+            if attachment.feature_spec is not None:
+                self._features.open(attachment.feature_spec)
+        except torch.OutOfMemoryError as error:
+            self._refuse(attachment, self._cache.advice(Shortage.of(error)))
+            return
         self.attachments.attach(attachment, started, self._clock())
         self._rounds.open(attachment)
+
+    def _refuse(self, attachment: Attachment, advice: str) -> None:
+        message = f"the target has no memory for the features that the draft reads: {advice}"
+        logger.error("draft %s is refused: %s", attachment.identity.worker_id, message)
+        attachment.refusal = FailedPrecondition(message, reason="FEATURE_MEMORY")
+        attachment.port.close()
 
     def detach(self, attachment_id: str) -> None:
         """Forgets a draft."""

@@ -11,8 +11,7 @@ from grpc import aio
 
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import draft_messages
-from services.target.drafts.draft_stream import DraftStream
-from services.target.drafts.reception_service import DraftReception
+from services.target.drafts.reception_service import DraftReception, ReceivedDraft
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
 from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavailable
@@ -61,7 +60,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             meter = self._wire.stream(attachment_id)
             reader = asyncio.create_task(self._read(request_iterator, attachment_id, ring, meter))
             try:
-                async for response in self._responses(draft.stream, drains, reader):
+                async for response in self._responses(draft, drains, reader):
                     meter.sent(response.ByteSize(), response.WhichOneof("message") or "")
                     yield response
             finally:
@@ -85,12 +84,13 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
 
     async def _responses(
         self,
-        stream: DraftStream,
+        draft: ReceivedDraft,
         drains: asyncio.Queue[pb.SpeculateResponse],
         reader: asyncio.Task[None],
     ) -> AsyncIterator[pb.SpeculateResponse]:
         """Yields messages for the draft until it half-closes, errs, or is detached."""
         drain = asyncio.ensure_future(drains.get())
+        stream = draft.stream
         message = asyncio.ensure_future(stream.next())
         try:
             while True:
@@ -101,7 +101,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 if message.done():
                     news = message.result()
                     if news is None:
-                        raise self._why_closed()
+                        raise self._why_closed(draft)
                     for response in draft_messages(news):
                         yield response
                     message = asyncio.ensure_future(stream.next())
@@ -112,8 +112,10 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             drain.cancel()
             message.cancel()
 
-    def _why_closed(self) -> OutriderError:
+    def _why_closed(self, draft: ReceivedDraft) -> OutriderError:
         """Returns why the engine ended a draft's stream."""
+        if draft.attachment.refusal is not None:
+            return draft.attachment.refusal
         if self._engine.has_failed:
             return EngineFailed.of()
         return Unavailable("the draft does not keep up with the target", reason="DRAFT_TOO_SLOW")

@@ -26,6 +26,7 @@ from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class DeviceRounds:
         self.is_pinned = source.is_pinned
         self._algorithm = algorithm
         self._leases = leases
+        self._cache = runner.cache
         self._head_pages = PagePool.of(source.pages)
         self._max_context_tokens = source.max_context_tokens
         self._runners = RoundRunners(source, runner, store.rows)
@@ -147,19 +149,22 @@ class DeviceRounds:
         try:
             self._place(sequences)
             self._runner.launch()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             # What the head has to catch up with, or graphs of this size, do not fit beside weights
             # and cache; fewer sequences may.
-            self._give_up()
+            self._give_up(Shortage.of(error))
             return False
         return True
 
-    def _give_up(self) -> None:
+    def _give_up(self, shortage: Shortage) -> None:
         """No memory for the sequences that take part: other shapes may have some for them."""
         if self._runners.are_several:
-            self._runners.confine(len(self._runner.sequence_ids))
+            self._runners.confine(len(self._runner.sequence_ids), shortage)
             return
-        logger.warning("no memory for rounds of %d sequences", len(self._runner.sequence_ids))
+        logger.warning(
+            "no memory for rounds of %d sequences: %s",
+            *(len(self._runner.sequence_ids), self._cache.advice(shortage)),
+        )
         self._refused |= self._runner.sequence_ids
 
     @property

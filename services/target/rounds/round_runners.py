@@ -12,6 +12,7 @@ from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class RoundRunners:
     def __init__(
         self, source: RoundSource, runner: ModelRunner, feature_rows: torch.Tensor
     ) -> None:
-        self._device = runner.device
+        self._device, self._cache = runner.device, runner.cache
         # Rounds of two shapes are never under way at once, so their graphs share memory.
         memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._capacities = {source.tree: source.max_sequences, **source.other_trees}
@@ -85,14 +86,14 @@ class RoundRunners:
         assert not self.current.num_pending, "a round would be lost"
         self.shape, self.current = shape, self._runners[shape]
 
-    def confine(self, num_sequences: int) -> None:
+    def confine(self, num_sequences: int, shortage: Shortage) -> None:
         """The current shape does not fit the memory for so many sequences; it goes on for fewer,
         if there are."""
         self._capacities[self.shape] = num_sequences - 1
         logger.warning(
             "no memory for rounds of %d sequences with trees of %s; from now on such rounds have "
-            "%d at most",
-            *(num_sequences, _name(self.shape), num_sequences - 1),
+            "%d at most: %s",
+            *(num_sequences, _name(self.shape), num_sequences - 1, self._cache.advice(shortage)),
         )
 
     def capture_next(self) -> bool:
@@ -128,24 +129,24 @@ class RoundRunners:
         try:
             for kind in _CAPTURED_KINDS:
                 self._runners[shape].capture(num_sequences, kind)
-        except torch.OutOfMemoryError:
-            self._without_memory(shape, num_sequences)
+        except torch.OutOfMemoryError as error:
+            self._without_memory(shape, num_sequences, self._cache.advice(Shortage.of(error)))
             return False
         taken = (self._num_reserved_bytes() - before) / 2**30
         logger.debug("rounds, %s, %d sequences: %.2f GiB", _name(shape), num_sequences, taken)
         return True
 
-    def _without_memory(self, shape: TreeShape, num_sequences: int) -> None:
+    def _without_memory(self, shape: TreeShape, num_sequences: int, advice: str) -> None:
         """The graphs of a size do not fit. The shape is left out for it and for more; where it is
         the only one, memory may yet be found."""
         if not self.are_several:
-            logger.warning("rounds on the device are confined to what memory is left")
+            logger.warning("rounds on the device are confined to what memory is left: %s", advice)
             return
         sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
         self._capacities[shape] = sizes[-1]
         logger.warning(
-            "no memory for rounds with trees of %s and more than %d sequences: left out",
-            *(_name(shape), sizes[-1]),
+            "no memory for rounds with trees of %s and more than %d sequences: left out. %s",
+            *(_name(shape), sizes[-1], advice),
         )
         torch.cuda.empty_cache()
 

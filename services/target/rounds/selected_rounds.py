@@ -21,6 +21,7 @@ from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
 from shared.runtime.selection_shapes import covering_shape
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -106,12 +107,13 @@ class SelectedRounds:
         try:
             by_id = {sequence.sequence_id: trees for sequence, trees in prepared.items()}
             self._runner.prepare(by_id, shape)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self._max_sequences = len(self._sequences) - 1
             logger.warning(
                 "no memory for rounds on the device of %d sequences that drafts push trees for; "
-                "from now on such rounds have %d at most",
+                "from now on such rounds have %d at most: %s",
                 *(len(self._sequences), self._max_sequences),
+                self._target.cache.advice(Shortage.of(error)),
             )
             return None
         return shape

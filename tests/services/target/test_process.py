@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import grpc
 import pytest
+import torch
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.target.drafts import feature_store
 from services.target.drafts.speculation_service import Context, SpeculationServicer
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
@@ -389,6 +391,25 @@ async def test_attach_that_cannot_work_is_refused(
     assert failure.value.reason == reason
 
 
+async def test_draft_whose_features_do_not_fit_is_refused_and_the_target_serves_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB. GPU 0 has")
+
+    async with _serve(folder) as (_, channel, _admin):
+        with monkeypatch.context() as patched:
+            patched.setattr(feature_store, "FeatureStore", fail)
+            draft = _Draft(channel)
+            await draft.attach(feature_spec=_spec(layers=[1, 4]))
+            error = error_from_rpc(await _failure(draft.call))
+        assert error.reason == "FEATURE_MEMORY"
+        assert "3.00 GiB more wanted" in error.message
+        assert len(await _tokens(channel, _generate([1]))) == 8
+        again = await _Draft(channel).attach(feature_spec=_spec(layers=[1, 4]))
+        assert again.feature_width == 64
+
+
 async def test_message_before_attach_ends_the_stream(folder: Path) -> None:
     async with _serve(folder) as (_, channel, _admin):
         draft = _Draft(channel)
@@ -475,6 +496,21 @@ async def test_draft_of_a_failed_engine_hears_of_the_failure(folder: Path) -> No
     engine._run()
     with pytest.raises(EngineFailed):
         await anext(stream)
+
+
+async def test_engine_without_memory_for_a_step_says_what_to_lower(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _ = _servicer(folder)
+
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 1.00 KiB. GPU 0 has")
+
+    engine._inbox.post(run_out)
+    engine._run()
+    assert engine.has_failed
+    advice = "1.00 KiB more wanted; lower --max-total-tokens from 256 to "
+    assert f"no memory for a step: {advice}" in caplog.text
 
 
 async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> None:

@@ -33,12 +33,56 @@ def _settings(folder: Path, **changes: object) -> TargetSettings:
     )
 
 
+def _run_out(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+        "of which 512.00 MiB is free."
+    )
+
+
 def test_context_is_the_models_or_shorter(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert build_runner(_settings(folder)).max_context_tokens == POSITIONS
     assert build_runner(_settings(folder, context_length=64)).max_context_tokens == 64
     assert "context-length" not in caplog.text
     assert build_runner(_settings(folder, context_length=129)).max_context_tokens == POSITIONS
     assert "--context-length is 129; the model has 128 positions" in caplog.text
+
+
+def test_weights_that_do_not_fit_are_refused_by_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_factory, "load_decoder", _run_out)
+    message = (
+        r"the weights of tiny, \S+ KiB of files, do not fit cpu: 2.00 GiB more wanted, "
+        r"512.00 MiB free; .* more GPUs than --tp-size 1"
+    )
+    with pytest.raises(SettingsError, match=message):
+        build_runner(_settings(folder))
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_setting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_factory, "KvPool", _run_out)
+    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 8 * 2**30)
+    settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
+    with pytest.raises(SettingsError, match=r"no memory for the KV cache: 2\.00 GiB more wanted"):
+        build_runner(settings)
+
+
+def test_a_draft_in_this_process_has_its_features_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a share that holds 20 pages, features of 32 numbers a token take a fifth."""
+    page_bytes = build_runner(_settings(folder)).runner.pool.layout.page_size_bytes
+    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
+    settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
+    num_pages = [
+        build_runner(settings, feature_layers=layers).runner.pool.num_pages for layers in ((), (1,))
+    ]
+    feature_bytes = settings.page_size * 32 * 4
+    assert num_pages == [20, 20 * page_bytes // (page_bytes + feature_bytes)]
+    assert num_pages[1] < num_pages[0]
 
 
 def test_older_gpus_are_refused_what_they_cannot_compute(

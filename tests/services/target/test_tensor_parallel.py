@@ -151,10 +151,12 @@ def test_a_size_that_does_not_fit_is_refused_before_processes_start(tmp_path: Pa
         start_followers(_settings(folder, tp_size=3))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the GPUs of a host without")
-def test_more_processes_than_gpus_are_refused(tmp_path: Path) -> None:
+def test_more_processes_than_gpus_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     folder = write_checkpoint(tmp_path, "llama", SHAPE)
-    with pytest.raises(SettingsError, match="this host has 0 GPUs"):
+    with pytest.raises(SettingsError, match="this host has 1 GPUs"):
         start_followers(_settings(folder, tp_size=2, device="cuda:0"))
 
 

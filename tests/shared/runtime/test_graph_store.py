@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from shared.runtime.graph_store import GraphStore
+from shared.runtime.shortage import Shortage
+
+
+def _advise(shortage: Shortage) -> str:
+    return f"{shortage}, so lower something"
 
 
 class _Device:
@@ -18,13 +23,13 @@ class _Device:
     def capture(self, key: int) -> int:
         self.asked.append(key)
         if len(self.asked) > self.num_fitting:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
         return 10 * key
 
 
 def test_a_graph_is_captured_once() -> None:
     device = _Device(num_fitting=5)
-    store = GraphStore(device.capture, is_shared=False)
+    store = GraphStore(device.capture, is_shared=False, advise=_advise)
     assert [store.of(key) for key in (1, 2, 1)] == [10, 20, 10]
     assert device.asked == [1, 2]
     assert set(store) == {1, 2}
@@ -34,17 +39,18 @@ def test_a_graph_is_captured_once() -> None:
 
 def test_graphs_go_on_without_those_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     device = _Device(num_fitting=2)
-    store = GraphStore(device.capture, is_shared=False)
+    store = GraphStore(device.capture, is_shared=False, advise=_advise)
     assert [store.of(key) for key in (1, 2, 3, 4, 1)] == [10, 20, None, None, 10]
     assert device.asked == [1, 2, 3], "it is not tried again"
-    assert "no memory for more than 2 CUDA graphs" in caplog.text
+    assert "no memory for more than 2 CUDA graphs; other steps run without" in caplog.text
+    assert "64.00 MiB more wanted, so lower something" in caplog.text
 
 
 def test_of_several_processes_none_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
     """The others wait for it in the middle of the graph; it has to fail, and be seen to."""
-    store = GraphStore(_Device(num_fitting=1).capture, is_shared=True)
+    store = GraphStore(_Device(num_fitting=1).capture, is_shared=True, advise=_advise)
     assert store.of(1) == 10
     with pytest.raises(torch.OutOfMemoryError):
         store.of(2)
-    assert "no memory for CUDA graph 2 of the group" in caplog.text
+    assert "no memory for CUDA graph 2 of the group: 64.00 MiB more wanted" in caplog.text
     assert not store.is_full

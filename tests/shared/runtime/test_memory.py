@@ -10,11 +10,13 @@ import torch
 from shared.errors import SettingsError
 from shared.kv.layout import KvLayout
 from shared.runtime.memory import (
+    CacheTooSmall,
     available_bytes,
     container_free_bytes,
     free_memory_bytes,
     num_pages_for,
 )
+from shared.runtime.shortage import Shortage
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=16, dtype=torch.float32)
 CPU = torch.device("cpu")
@@ -28,6 +30,7 @@ def pages(
     length: int = 64,
     reserved_pages: int = 0,
     most: int | None = None,
+    token_bytes: int = 0,
 ) -> int:
     return num_pages_for(
         LAYOUT,
@@ -37,6 +40,7 @@ def pages(
         max_sequence_length=length,
         reserved_bytes=reserved_pages * LAYOUT.page_size_bytes,
         most_tokens=most,
+        token_bytes_elsewhere=token_bytes,
         free_bytes=free_pages * LAYOUT.page_size_bytes,
     )
 
@@ -53,6 +57,21 @@ def test_reserved_memory_is_left_alone() -> None:
     assert pages(free_pages=100, fraction=0.5, reserved_pages=40) == 30
     with pytest.raises(SettingsError):
         pages(free_pages=100, tokens=16 * 70, reserved_pages=40)
+
+
+def test_what_tokens_take_elsewhere_is_of_the_same_share() -> None:
+    as_much_again = LAYOUT.token_size_bytes
+    assert pages(free_pages=100, fraction=0.5, token_bytes=as_much_again) == 25
+    assert pages(free_pages=100, tokens=16 * 40, token_bytes=as_much_again) == 40 + 1
+    with pytest.raises(SettingsError, match="max-total-tokens is 960, which takes"):
+        pages(free_pages=100, tokens=16 * 60, token_bytes=as_much_again)
+
+
+def test_a_share_too_small_says_by_how_much() -> None:
+    with pytest.raises(CacheTooSmall) as raised:
+        pages(free_pages=8, fraction=0.5)
+    size = LAYOUT.page_size_bytes
+    assert raised.value.shortage == Shortage(10 * size, 8 * size)
 
 
 def test_no_more_is_taken_than_is_of_use() -> None:

@@ -12,6 +12,7 @@ from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import PAGE_SIZE
@@ -56,7 +57,7 @@ def test_what_does_not_fit_at_some_size_goes_on_below_it(
 ) -> None:
     runners = _runners(pair)
     runners.turn_to(CHAIN)
-    runners.confine(3)
+    runners.confine(3, Shortage())
     assert runners.shapes_for(2) == (TREE, CHAIN, SHORT)
     assert runners.shapes_for(3) == (TREE, SHORT)
     assert "no memory for rounds of 3 sequences with trees of 3 steps, 1 wide" in caplog.text
