@@ -15,6 +15,7 @@ from tqdm import tqdm
 from shared.models.decoder import Decoder
 from shared.runtime.device import device_named
 from tests.helpers.engines import tiny_decoder
+from tests.helpers.lent_rounds import write_pair
 from tests.soak.soak import Soak
 
 SEEDS = {"target": 3, "other": 4}
@@ -31,17 +32,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="repeats a run; random when unset")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--no-overlap", action="store_true", help="read each step before the next")
+    parser.add_argument("--head", action="store_true", help="rounds on the device with a head")
     parser.add_argument("--selects", action="store_true", help="pushed trees on the device")
     args = parser.parse_args()
+    if args.head and args.selects:
+        parser.error("--head and --selects: rounds have trees of one kind; leave one out")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     device = device_named(args.device)
     print(f"soak: seed {seed} on {device}, {args.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        models = decoders(Path(folder), device)
-        soak = Soak(
-            models["target"], models, seed, overlaps=not args.no_overlap, selects=args.selects
-        )
-        _run(soak, args.minutes * 60)
+        _run(_soak(args, Path(folder), device, seed), args.minutes * 60)
+
+
+def _soak(args: argparse.Namespace, folder: Path, device: torch.device, seed: int) -> Soak:
+    if args.head:
+        pair = write_pair(folder / "target", folder / "head", device)
+        return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)
+    models = decoders(folder, device)
+    return Soak(models["target"], models, seed, overlaps=not args.no_overlap, selects=args.selects)
 
 
 def _run(soak: Soak, seconds: float) -> None:

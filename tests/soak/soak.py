@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -17,9 +18,11 @@ from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.head import DraftHead
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
+from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
     PAGE_SIZE,
     Collector,
@@ -30,6 +33,7 @@ from tests.helpers.engines import (
     settle,
 )
 from tests.soak.drafts import Drafts
+from tests.soak.lent_head import LentHead
 from tests.soak.traffic import Traffic
 
 # Less than eight long sequences need, so that some are preempted.
@@ -92,7 +96,10 @@ class Soak:
         decoder: the target's; graphs are recorded where it lies on a GPU.
         draft_decoders: models of the drafts, by name.
         selects: the device selects among trees that drafts push; most requests are such that it
-            can. Else the target looks trees up as well.
+            can.
+        head: of the target, which is lent for rounds on the device; then there are no other drafts,
+            and most requests are such that rounds can take them. With neither of the two the target
+            looks trees up as well.
     """
 
     def __init__(
@@ -103,14 +110,23 @@ class Soak:
         *,
         overlaps: bool,
         selects: bool = False,
+        head: DraftHead | None = None,
     ) -> None:
+        assert not (selects and head), "rounds have trees of one kind"
+        has_rounds = selects or head is not None
         self.figures = SoakFigures()
         self._decoder = decoder
         self._source = random.Random(seed)
-        self._traffic = Traffic(seed, share_of_simple=0.97 if selects else 0.0)
+        # Rounds with a head run while no prompt waits, so prompts come more rarely.
+        self._admission = 0.6 if head is None else 0.15
+        self._traffic = Traffic(seed, share_of_simple=0.97 if has_rounds else 0.0)
         self._leases = KvLeases(NUM_PAGES, PAGE_SIZE)
-        self._engine = self._build(overlaps, selects)
-        self._drafts = Drafts(self._engine, draft_decoders, seed)
+        self._engine = self._build(overlaps, selects, is_adaptive=head is not None)
+        self._drafts: Drafts | LentHead = (
+            Drafts(self._engine, draft_decoders, seed)
+            if head is None
+            else LentHead(self._engine, Pair(decoder, head), seed)
+        )
         self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []
         self._next_key = 0
@@ -136,7 +152,7 @@ class Soak:
         settle(self._engine)
         yield self.figures
 
-    def _build(self, overlaps: bool, selects: bool) -> Engine:
+    def _build(self, overlaps: bool, selects: bool, *, is_adaptive: bool) -> Engine:
         pool = KvPool(self._decoder.kv_layout(PAGE_SIZE), NUM_PAGES, self._decoder.device)
         is_cuda = self._decoder.device.type == "cuda"
         graphs = ForwardGraphs(self._decoder, pool, GRAPHS) if is_cuda else None
@@ -150,7 +166,8 @@ class Soak:
             eos_token_ids=EOS,
             on_step=self.figures.add,
             overlaps=overlaps,
-            fallback=None if selects else NgramFallback(),
+            fallback=None if selects or is_adaptive else NgramFallback(),
+            speculation=SpeculationController() if is_adaptive else None,
             selects=selects,
         )
         early = random.Random(0)
@@ -158,7 +175,7 @@ class Soak:
         return engine
 
     def _step(self, *, admits: bool) -> None:
-        if admits and len(self._open) < MAX_OPEN and self._source.random() < 0.6:
+        if admits and len(self._open) < MAX_OPEN and self._source.random() < self._admission:
             self._submit()
         self._leave()
         for page in self._padding:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shared.models.decoder import Decoder
+from tests.helpers.lent_rounds import write_pair
 from tests.soak import soak as module
 from tests.soak.__main__ import decoders
 from tests.soak.soak import Soak, SoakFailed
@@ -41,6 +42,15 @@ def test_nothing_is_lost_where_the_device_selects_trees(models: dict[str, Decode
     figures = soak.figures
     assert min(figures.num_device_rounds, figures.num_outcome_hits, figures.num_cancelled) > 0
     assert figures.num_reconnects > 0
+
+
+def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "target", tmp_path / "head", torch.device("cpu"))
+    soak = Soak(pair.decoder, {}, 7, overlaps=True, head=pair.head)
+    _run(soak, 60)
+    figures = soak.figures
+    assert min(figures.num_device_rounds, figures.num_accepted, figures.num_cancelled) > 0
+    assert min(figures.num_preempted, figures.num_reconnects) > 0
 
 
 def test_wrong_token_is_noticed(
