@@ -36,6 +36,7 @@ class DraftMetrics(Collector):
     | `outrider_draft_preparations`, `…_preparation_seconds` | graphs captured for wishes | |
     | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
     | `outrider_draft_caught_up_tokens` | committed tokens taken in beside proposals | |
+    | `outrider_draft_caught_up_seconds` | seconds of that | share of time: its rate |
     | `outrider_draft_verdicts` | rounds, by `outcome` | misses: rate of `missed` over all |
     | `outrider_draft_accepted_tokens` | nodes accepted | accepted a round: over verdicts |
     | `outrider_draft_opened_sequences` | sequences taken | |
@@ -63,6 +64,7 @@ class DraftMetrics(Collector):
             ("preparations", "Things done once for trees to come", counters.num_prepared),
             ("preparation_seconds", "Time of those", counters.prepared_s),
             ("caught_up_tokens", "Committed tokens taken in", counters.num_caught_up),
+            ("caught_up_seconds", "Time of taking them in", counters.caught_up_s),
             ("accepted_tokens", "Nodes that targets accepted", counters.num_accepted),
             ("opened_sequences", "Sequences taken from targets", counters.num_opened),
             ("released_sequences", "Sequences given back to targets", counters.num_released),

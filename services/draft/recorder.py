@@ -31,11 +31,12 @@ class DraftCounters:
     Attributes:
         num_trees, num_nodes: proposed.
         num_caught_up: committed tokens taken in between proposals.
+        caught_up_s: time of taking them in.
         num_accepted: nodes of verified trees that were committed.
         outcomes: verdicts by what happened to the tree.
         num_pushed: trees for verdicts to come, on top of the others.
         num_ahead: steps spent on them, mostly of one forward.
-        ahead_s: time of those, beside that of its batches.
+        ahead_s: time of those and of choosing the verdicts, beside that of its batches.
         num_foreseen: verdicts that one of them was for.
         num_prepared: things done once, such as graphs captured, while sequences were open or for a
             shape that was wished for.
@@ -47,6 +48,7 @@ class DraftCounters:
     num_trees: int = 0
     num_nodes: int = 0
     num_caught_up: int = 0
+    caught_up_s: float = 0.0
     num_accepted: int = 0
     num_pushed: int = 0
     num_ahead: int = 0
@@ -152,6 +154,9 @@ class DraftRecorder:
         """A verdict fell that a tree had been pushed for."""
         self.counters.num_foreseen += 1
 
-    def caught_up(self, num_tokens: int) -> None:
+    def caught_up(self, num_tokens: int, elapsed_s: float) -> None:
         """The drafter took committed tokens in."""
         self.counters.num_caught_up += num_tokens
+        self.counters.caught_up_s += elapsed_s
+        if self._log is not None:
+            self._log.span("read", elapsed_s, tokens=num_tokens)

@@ -158,15 +158,17 @@ class Rounds:
         self._roster.flying.clear()
         if foresight is None:
             return False
+        start_s = self._clock()
         for sequence in flying:
+            # May wait for what follows the nodes of a tree that is out.
             self._begin(foresight, sequence)
         if foresight.has_work:
-            start_s = self._clock()
+            begun_s = self._clock()
             proposals = foresight.advance()
-            elapsed_s = self._clock() - start_s
+            end_s = self._clock()
             num_pushed = sum(each.condition is not None for each in proposals)
-            self._roster.recorder.drafted_ahead(num_pushed, elapsed_s)
-            self._answers.give(proposals, self._report(elapsed_s))
+            self._roster.recorder.drafted_ahead(num_pushed, end_s - start_s)
+            self._answers.give(proposals, self._report(end_s - begun_s))
         return foresight.has_work or bool(self._roster.flying)
 
     def _begin(self, foresight: Foresight, sequence: DraftSequence) -> None:
@@ -226,8 +228,10 @@ class Rounds:
         batch = self._with_room(self._prompts.pick(behind, self._chunk_of, self._chunk_tokens))
         start_s = self._clock()
         num_taken = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
-        self._charge(batch, self._clock() - start_s)
-        self._roster.recorder.caught_up(num_taken)
+        elapsed_s = self._clock() - start_s
+        self._charge(batch, elapsed_s)
+        if num_taken:
+            self._roster.recorder.caught_up(num_taken, elapsed_s)
         return num_taken
 
     def _chunk_of(self, sequence: DraftSequence) -> int:

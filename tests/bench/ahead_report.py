@@ -13,6 +13,7 @@ from tests.load.figures import table
 
 _VERDICTS = "outrider_target_{}_verdicts"
 _BATCHES, _AHEAD = "outrider_draft_batch_seconds_sum", "outrider_draft_ahead_seconds_total"
+_CAUGHT_UP = "outrider_draft_caught_up_seconds_total"
 _AHEAD_STEPS = "outrider_draft_ahead_steps_total"
 
 
@@ -134,7 +135,7 @@ def account(compared: Compared) -> str:
 
 def _account_row(mode: Mode, one: Pass) -> tuple[str, ...]:
     whole_ms = 1e3 * one.duration_s / one.num_steps
-    draft_ms = one.ms_a_step(_BATCHES, _AHEAD)
+    draft_ms = one.ms_a_step(_BATCHES, _AHEAD, _CAUGHT_UP)
     return (
         mode.name,
         f"{whole_ms:.2f}",

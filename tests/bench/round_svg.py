@@ -10,7 +10,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 WIDTH, MARGIN, LANE = 1400, 90, 34
-TARGET_Y, DRAFT_Y, HEIGHT = 60, 260, 360
+TARGET_Y, DRAFT_Y, HEIGHT = 60, 260, 380
 COLOURS = {
     "hit": "#2a9d5c",
     "late": "#e0a526",
@@ -18,7 +18,10 @@ COLOURS = {
     "plain": "#8a8f98",
     "propose": "#3b6fb6",
     "ahead": "#9cbbe0",
+    "read": "#b9a3d6",
+    "prepare": "#d9d2c5",
 }
+DRAFT_SPANS = frozenset({"propose", "ahead", "read", "prepare"})
 MEANINGS = {
     "hit": "step whose verdict had been prepared for",
     "late": "step that began with a tree that came after its verdict",
@@ -26,6 +29,8 @@ MEANINGS = {
     "plain": "step without a tree",
     "propose": "draft after a verdict",
     "ahead": "draft ahead of a verdict, one pass or forward",
+    "read": "draft reads committed tokens",
+    "prepare": "draft prepares something once",
 }
 
 
@@ -63,7 +68,8 @@ class Rounds:
         if not self.steps:
             return 0.0
         total_s = self.steps[-1].end_s - self.steps[0].start_s
-        return 1.0 - sum(step.end_s - step.start_s for step in self.steps) / total_s
+        busy_s = sum(step.end_s - step.start_s for step in self.steps)
+        return max(1.0 - busy_s / total_s, 0.0)
 
     def window(self, first_step: int, num_steps: int) -> Rounds:
         """Returns what happened during some of the steps."""
@@ -84,9 +90,7 @@ def read_rounds(target_log: Path, draft_log: Path) -> Rounds:
     """Reads the logs of a target and of a draft on the same host."""
     target, draft = list(_records(target_log)), list(_records(draft_log))
     steps = (Box(_step_kind(r), r["start_s"], r["end_s"]) for r in target if r["name"] == "step")
-    drafts = (
-        Box(r["name"], r["start_s"], r["end_s"]) for r in draft if r["name"] in ("propose", "ahead")
-    )
+    drafts = (Box(r["name"], r["start_s"], r["end_s"]) for r in draft if r["name"] in DRAFT_SPANS)
     messages = [
         *_messages(target, draft, from_target=True),
         *_messages(draft, target, from_target=False),
@@ -157,8 +161,11 @@ def draw_rounds(rounds: Rounds, title: str) -> str:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
 
 
 def _step_kind(step: dict[str, Any]) -> str:

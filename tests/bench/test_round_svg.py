@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.bench.round_svg import draw_rounds, read_rounds
 
 Record = Mapping[str, str | int | float]
@@ -53,12 +55,22 @@ def test_messages_are_matched_by_their_number(tmp_path: Path) -> None:
 
 def test_picture_is_well_formed_and_shows_the_window(tmp_path: Path) -> None:
     target = [_step(0.005 * number, hits=1) for number in range(10)]
-    draft = [{"name": "propose", "start_s": 0.001, "end_s": 0.002, "trees": 1}]
+    draft = [
+        {"name": "propose", "start_s": 0.001, "end_s": 0.002, "trees": 1},
+        {"name": "read", "start_s": 0.011, "end_s": 0.012, "tokens": 9},
+    ]
     rounds = read_rounds(_write(tmp_path / "t", target), _write(tmp_path / "d", draft))
     shown = rounds.window(2, 4)
     assert len(shown.steps) == 4
-    assert not shown.drafts
+    assert [each.kind for each in shown.drafts] == ["read"]
     picture = draw_rounds(shown, "hits & misses")
     root = ElementTree.fromstring(picture)
     titles = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sum("prepared for" in title for title in titles) == 4
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    good = _write(tmp_path / "t", [_step(0.0)])
+    (tmp_path / "d").write_text('{"name": "sent"}\nserving\n')
+    with pytest.raises(ValueError, match=r"/d, line 2: "):
+        read_rounds(good, tmp_path / "d")

@@ -41,7 +41,7 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
     recorder.decided(KEY, _verdict(Outcome.MISSED))
     recorder.drafted_ahead(2, 0.5)
     recorder.drafted_ahead(0, 0.25)
-    recorder.caught_up(5)
+    recorder.caught_up(5, 0.125)
     recorder.released()
     recorder.closed(sequence)
     recorder.closed(sequence)
@@ -53,6 +53,7 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
         "outrider_draft_ahead_steps_total 2.0",
         "outrider_draft_ahead_seconds_total 0.75",
         "outrider_draft_caught_up_tokens_total 5.0",
+        "outrider_draft_caught_up_seconds_total 0.125",
         "outrider_draft_accepted_tokens_total 2.0",
         "outrider_draft_opened_sequences_total 1.0",
         "outrider_draft_released_sequences_total 1.0",

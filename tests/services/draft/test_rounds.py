@@ -250,6 +250,36 @@ def test_the_target_may_want_fewer_verdicts_prepared_for_unless_an_operator_pinn
     assert foresight.budgets[-1] == 8
 
 
+class _SlowToBegin(_NotingForesight):
+    """Waits for a device before it knows what to prepare for."""
+
+    has_work = True
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__()
+        self._bench = bench
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        self._bench.now_s += 50.0
+
+
+def test_all_that_a_draft_does_is_accounted_for() -> None:
+    bench = Bench()
+    bench.drafter.foresight = _SlowToBegin(bench)  # type: ignore[assignment]
+    bench.rounds.fan_out = FanOut(8)
+    terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
+    bench.apply(LinkOpened(LINK, terms), _opened(7))
+    bench.step()
+    counters = bench.roster.recorder.counters
+    # Choosing the verdicts, and between four readings of the clock.
+    assert counters.ahead_s == 50.0 + 2.0
+    bench.apply(_opened(8, CHUNK + 50))
+    bench.step()
+    assert (counters.num_caught_up, counters.caught_up_s) == (CHUNK, 1.0)
+
+
 def test_candidates_come_with_the_time_they_took() -> None:
     bench = Bench()
     bench.apply(_opened(7))
