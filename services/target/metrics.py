@@ -35,6 +35,8 @@ class TargetMetrics:
     | `outrider_target_waiting_seconds` | seconds | lost to drafts: its rate |
     | `outrider_target_paused_rounds` | rounds | without trees, because they would not pay |
     | `outrider_target_probe_rounds` | rounds | with a tree, only to learn |
+    | `outrider_target_fallback_rounds` | rounds with a tree of its own | for want of a draft's |
+    | `outrider_target_fallback_tokens` | tokens of those, bonus included | a round: over these |
     | `outrider_target_cut_nodes` | tree nodes | drafted, but not worth a row |
     | `outrider_target_device_rounds` | rounds by `shape` of the trees | their share: over rounds |
     | `outrider_target_speculation_trials` | trials | of speculation where it was off |
@@ -84,6 +86,10 @@ class TargetMetrics:
         self._waiting = counter("waiting_seconds", "Time in which every sequence awaited a draft.")
         self._paused = counter("paused_rounds", "Rounds for which no tree was wanted.")
         self._probes = counter("probe_rounds", "Rounds that were drafted for only to learn.")
+        self._fallback_rounds = counter(
+            "fallback_rounds", "Rounds that verified a tree of the target's own."
+        )
+        self._fallback_tokens = counter("fallback_tokens", "Tokens that those committed.")
         self._cut = counter("cut_nodes", "Drafted nodes that were not worth their row.")
         self._device_rounds = counter(
             "device_rounds", "Times a sequence had a round on the device.", "shape"
@@ -122,6 +128,8 @@ class TargetMetrics:
         self._observe_speculation(report.speculation)
         self._busy.inc(report.duration_s)
         self._discarded.inc(report.num_discarded)
+        self._fallback_rounds.inc(report.num_fallback_rounds)
+        self._fallback_tokens.inc(report.num_fallback_committed)
         self._observe_gap(report)
         self._seconds.observe(report.duration_s)
         if self._log is not None:

@@ -7,6 +7,8 @@ tokens a second than what the target can do at once, and now and then to find ou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from services.target.control.averages import Average
 from services.target.fallback import NgramFallback
 from services.target.sequence import Sequence
@@ -19,6 +21,18 @@ FEWEST_ROUNDS = 8
 had bad luck."""
 PROBE_COST = 0.04
 """Share of the time that finding out may cost."""
+
+
+@dataclass(slots=True)
+class OwnTrees:
+    """Rounds that verified a tree of the target's own.
+
+    Attributes:
+        num_committed: tokens that they committed, bonus included.
+    """
+
+    num_rounds: int = 0
+    num_committed: int = 0
 
 
 class MissLadder:
@@ -37,6 +51,7 @@ class MissLadder:
         self._drafted_tokens = Average()
         self._local_tokens = Average()
         self._num_preferred = 0
+        self._own = OwnTrees()
 
     @property
     def has_fallback(self) -> bool:
@@ -86,6 +101,15 @@ class MissLadder:
     def counted(self, num_committed: int, *, is_local: bool) -> None:
         """A round with a tree was committed, the target's own or a draft's."""
         (self._local_tokens if is_local else self._drafted_tokens).add(num_committed)
+        # Else it is that of a draft that has left since the step began.
+        if is_local and self.has_fallback:
+            self._own.num_rounds += 1
+            self._own.num_committed += num_committed
+
+    def take_own(self) -> OwnTrees:
+        """Returns what trees of the target's own did since the last call."""
+        own, self._own = self._own, OwnTrees()
+        return own
 
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended."""

@@ -60,6 +60,7 @@ class StepCommits:
                 self._forget(entry.sequence)
         for sequence in step.retired:
             self._release(sequence)
+        own = self._ladder.take_own()
         self._reports.append(
             StepReport(
                 duration_s=now_s - start_s,
@@ -74,6 +75,8 @@ class StepCommits:
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.controller.take_counts(),
                 num_discarded=len(step.retired),
+                num_fallback_rounds=own.num_rounds,
+                num_fallback_committed=own.num_committed,
             )
         )
 

@@ -30,6 +30,8 @@ class StepReport:
             for the one before.
         num_discarded: sequences that had ended when the step was read; their rows were for nothing.
         speculation: what the controller did since the report before.
+        num_fallback_rounds: of `num_rounds`, those with a tree of the target's own.
+        num_fallback_committed: tokens that these committed, bonus included.
         round_shape: of the trees where the step was a round on the device; else None.
     """
 
@@ -46,6 +48,8 @@ class StepReport:
     num_discarded: int
     speculation: SpeculationCounts
     round_shape: TreeShape | None = None
+    num_fallback_rounds: int = 0
+    num_fallback_committed: int = 0
 
 
 def shape_name(shape: TreeShape) -> str:

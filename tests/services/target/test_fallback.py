@@ -60,6 +60,12 @@ def test_output_is_the_plain_one(
         answers = run(engine, requests)
         assert [answers.token_ids(i) for i in range(3)] == [plain.token_ids(i) for i in range(3)]
     assert sum(report.num_accepted for report in reports) > 60
+    num_rounds = sum(report.num_fallback_rounds for report in reports)
+    num_tokens = sum(report.num_fallback_committed for report in reports)
+    assert num_tokens > num_rounds > 0
+    if not with_draft:
+        accepted = sum(report.num_accepted for report in reports)
+        assert abs(num_tokens - num_rounds - accepted) <= len(PROMPTS), "but where outputs end"
 
 
 def test_draft_is_not_told_of_the_targets_own_nodes(decoder: Decoder) -> None:
