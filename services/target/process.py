@@ -27,7 +27,7 @@ from services.target.requests.request_service import RequestService
 from services.target.settings import TargetSettings
 from services.target.vllm.model_facts import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
-from services.target.warm_up import warm_up
+from services.target.warm_up import warm_up, warm_up_tokens
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import (
@@ -160,7 +160,8 @@ class TargetProcess:
         if self._embedded is not None:
             self._embedded.attach(self._tokenizer_sha256)
         with start_phase("warm-up"):
-            await warm_up(self._engine)
+            chunk_tokens = self._settings.chunked_prefill_size
+            await warm_up(self._engine, warm_up_tokens(self._engine, chunk_tokens))
         await self._lifecycle.activate()
 
     async def run_until(self, stop: asyncio.Event) -> None:

@@ -1,0 +1,65 @@
+"""The first generation computes what the first client would wait for, and leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.target.engine import Engine
+from services.target.step_report import StepReport
+from services.target.warm_up import warm_up, warm_up_tokens
+from shared.errors import EngineFailed
+from shared.models.decoder import Decoder
+from tests.helpers.engines import build_engine, tiny_decoder
+
+CONTEXT = 100
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture
+def reports() -> list[StepReport]:
+    return []
+
+
+@pytest.fixture
+def engine(decoder: Decoder, reports: list[StepReport]) -> Iterator[Engine]:
+    engine = build_engine(decoder, max_context_tokens=CONTEXT, on_step=reports.append)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+async def test_a_whole_chunk_is_computed_and_forgotten(
+    engine: Engine, reports: list[StepReport]
+) -> None:
+    await warm_up(engine, 60)
+    gauges = engine.gauges().result(timeout=60)
+    assert (gauges.num_running, gauges.num_cached_pages) == (0, 0)
+    assert sum(report.num_rows for report in reports) >= 61
+    assert sum(report.num_committed for report in reports) == 2
+
+
+def test_on_a_gpu_a_prompt_is_as_long_as_a_step_can_take(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert warm_up_tokens(engine, 64) == 1
+    monkeypatch.setattr(Engine, "device", torch.device("cuda"))
+    assert warm_up_tokens(engine, 64) == 64
+    assert warm_up_tokens(engine, 2048) == CONTEXT - 2
+
+
+async def test_an_engine_that_cannot_serve_says_so(engine: Engine) -> None:
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 1.00 KiB.")
+
+    engine._inbox.post(run_out)
+    assert engine._thread is not None
+    engine._thread.join()
+    with pytest.raises(EngineFailed):
+        await warm_up(engine, 1)
