@@ -6,6 +6,7 @@
     $T token-map --target MODEL --data data/own.npz --size 32000 --out data/token_map.json
     $T train     --target MODEL --algorithm EAGLE3 --token-map data/token_map.json \\
                  --data data/own.npz=3 --data data/chats.npz=1 --out heads/eagle3
+    $T average   --head heads/first=1 heads/eagle3=3 --out heads/both
     $T evaluate  --target MODEL --head heads/eagle3 --prompts question.jsonl
 
 Several GPUs: `torchrun --nproc-per-node 8 -m services.draft.training train …`.
@@ -18,6 +19,7 @@ import sys
 
 from services.draft.training.arguments import parser
 from services.draft.training.commands import (
+    average,
     draw,
     evaluate,
     generate,
@@ -35,6 +37,7 @@ def main() -> None:
         "generate": generate,
         "token-map": make_token_map,
         "train": train,
+        "average": average,
         "evaluate": evaluate,
         "curves": draw,
     }

@@ -24,6 +24,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     _generate(_command(commands, "generate", "let the target answer prompts"))
     _token_map(_command(commands, "token-map", "list the most frequent tokens"))
     _train(_command(commands, "train", "train a head"))
+    _average(_command(commands, "average", "mix the weights of heads of one shape"))
     _evaluate(_command(commands, "evaluate", "measure the accepted length"))
     _curves(_command(commands, "curves", "draw a training log"))
     return root
@@ -60,7 +61,7 @@ def _command(
     command = commands.add_parser(
         name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    if name != "curves":
+    if name not in ("average", "curves"):
         command.add_argument("--target", type=Path, required=True, help="folder of the target")
     return command
 
@@ -144,6 +145,13 @@ def _run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-every", type=count, default=20, help="steps")
     group.add_argument("--save-every", type=count, default=1000, help="steps")
     group.add_argument("--seed", type=int, default=0)
+
+
+def _average(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--head", type=data_source, nargs="+", required=True, metavar="FOLDER[=SHARE]"
+    )
+    command.add_argument("--out", type=Path, required=True, help="folder of the mean")
 
 
 def _evaluate(command: argparse.ArgumentParser) -> None:

@@ -12,13 +12,20 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from services.draft.training.acceptance import Acceptance, measure_acceptance
+from services.draft.training.averaging import averaged
 from services.draft.training.block_head import BlockHead
 from services.draft.training.curves import draw_curves
 from services.draft.training.documents import Documents, Source, Windows
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.generation import end_token_ids, own_documents, write_answers
 from services.draft.training.head_shape import Algorithm
-from services.draft.training.heads import Head, begin_from_target, build_head, load_head
+from services.draft.training.heads import (
+    Head,
+    begin_from_target,
+    build_head,
+    load_head,
+    save_head,
+)
 from services.draft.training.objectives import (
     BlockObjective,
     LossTerms,
@@ -98,6 +105,12 @@ def train(arguments: argparse.Namespace) -> None:
         trainer.run()
         if ranks.is_first:
             _report(arguments.algorithm, plan, ranks)
+
+
+def average(arguments: argparse.Namespace) -> None:
+    """Writes the mean of heads."""
+    folders, shares = zip(*arguments.head, strict=True)
+    save_head(averaged([load_head(folder) for folder in folders], shares), arguments.out)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
