@@ -38,10 +38,13 @@ def make_attachment(name: str = "a", max_sequences: int = 8, wait_s: float = 1.0
     return Attachment(identity, _SilentPort(), Patience(wait_s))
 
 
-def make_sequence(sequence_id: int = 1, *, disabled: bool = False) -> Sequence:
+def make_sequence(
+    sequence_id: int = 1, *, disabled: bool = False, num_tokens: int = 50
+) -> Sequence:
     """A sequence of two prompt tokens, in round 0."""
+    stop = StopParams(num_tokens)
     request = GenerationRequest(
-        "r", (1, 2), SamplingParams(seed=3), StopParams(50), 0.0, speculation_disabled=disabled
+        "r", (1, 2), SamplingParams(seed=3), stop, 0.0, speculation_disabled=disabled
     )
     return Sequence.of(sequence_id, request, _LIMITS)
 

@@ -197,6 +197,11 @@ class Assignment:
         self.stale_in_round = False
         return verdict, foreseen
 
+    def is_left_alone(self, now_s: float) -> bool:
+        """Whether its draft does not answer, and nothing is awaited of it."""
+        is_waiting = self.candidate is not None or now_s < self.deadline_s
+        return not is_waiting and self.attachment.is_silent(now_s)
+
     @property
     def is_late(self) -> bool:
         """Whether the draft is at work on the current round's tree."""

@@ -65,8 +65,24 @@ class Assignments:
             for each in self._drafts.live
             if each.takes(sequence) and self._controller.admits(sequence, each)
         ]
+        heard = [each for each in willing if not each.is_avoided(now_s)]
         if willing:
-            self._place(sequence, self._controller.best_draft(sequence, willing), now_s)
+            self._place(sequence, self._controller.best_draft(sequence, heard or willing), now_s)
+
+    def leave_silent(self, now_s: float) -> None:
+        """Takes sequences from drafts that do not answer to others that do and have room."""
+        for assignment in [each for each in self if each.is_left_alone(now_s)]:
+            sequence = assignment.sequence
+            others = [
+                each
+                for each in self._drafts.live
+                if not each.patience.is_cold
+                and each.takes(sequence)
+                and self._controller.admits(sequence, each)
+            ]
+            if others:
+                self._close(assignment)
+                self._place(sequence, self._controller.best_draft(sequence, others), now_s)
 
     def follow(self, running: Iterable[Sequence], now_s: float) -> None:
         """Hands out the sequences that have no draft while speculation runs, and takes back those

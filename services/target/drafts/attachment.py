@@ -203,12 +203,21 @@ class Attachment:
         return self.fan_outs.of(len(self.sequence_ids))
 
     @property
-    def load(self) -> tuple[bool, float, int]:
-        """Orders drafts by how long they would keep one sequence more waiting; a silent draft
-        comes last."""
+    def load(self) -> tuple[float, int]:
+        """Orders drafts by how long they would keep one sequence more waiting."""
         size = len(self.sequence_ids) + 1
         turnaround_s = self.turnarounds(self.base_shape.num_steps, size)
-        return self.patience.is_cold, size * turnaround_s, size
+        return size * turnaround_s, size
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether it does not answer, and is not tried again yet."""
+        is_left = self.patience.has_no_chance(now_s) or self.pause.lasts(now_s)
+        return self.patience.is_cold and is_left and not self.pause.is_trying
+
+    def is_avoided(self, now_s: float) -> bool:
+        """Whether other drafts come first for a sequence: it is silent, or one that it has already
+        is to show whether it answers again."""
+        return self.patience.is_cold and (bool(self.sequence_ids) or self.is_silent(now_s))
 
     @property
     def has_room(self) -> bool:

@@ -46,6 +46,10 @@ class Patience:
         """Whether the draft has gone silent."""
         return self._num_misses >= MISSES_UNTIL_COLD
 
+    def has_no_chance(self, now_s: float) -> bool:
+        """Whether the draft has gone silent, and is not given another chance yet."""
+        return self.is_cold and now_s < self._probe_s
+
     @property
     def response_s(self) -> float | None:
         """How long the draft usually takes to answer a verdict; None before the first answer."""

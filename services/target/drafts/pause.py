@@ -61,6 +61,10 @@ class Pause:
         self._until_s = -math.inf
         self._length_s = 0.0
 
+    def lasts(self, now_s: float) -> bool:
+        """Whether the draft is left alone and its time is not over."""
+        return self._is_on and now_s < self._until_s
+
     def goes_on(self, now_s: float) -> bool:
         """Whether the draft is left alone. Where a pause has just ended, the try begins."""
         if self._is_on and now_s >= self._until_s:

@@ -31,13 +31,16 @@ class Readiness:
         self._judged_s = -math.inf
 
     def judge(self, running: SequenceOf[Sequence], now_s: float) -> None:
-        """A turn of the loop begins: decides whether speculation runs.
+        """A turn of the loop begins: decides whether speculation runs, and has sequences leave
+        drafts that do not answer.
 
         Args:
             running: sequences that drafts may have.
         """
         self._controller.wake(now_s)
         drafts = self._drafts.live
+        if len(drafts) > 1 and any(each.patience.is_cold for each in drafts):
+            self._assignments.leave_silent(now_s)
         if drafts and self._controller.is_adaptive:
             decoding = _decoding(running)
             courses = [each.course for each in self._held(decoding)]
