@@ -5,6 +5,7 @@ Page 0 is poisoned in every test: no kernel may read it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -210,8 +211,33 @@ def test_any_heads(heads: Heads, fewest_whole: int, monkeypatch: pytest.MonkeyPa
     check(BATCHES["everything"](random.Random(5)), heads, torch.float16, page_size=16)
 
 
+@pytest.mark.parametrize("fewest_whole", [0, NEVER])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"),
+    [
+        pytest.param(*case, marks=pytest.mark.interpreter if case == (64, 5) else ())
+        for case in itertools.product([64, 96, 128, 256], [1, 5, 64])
+    ],
+)
+@pytest.mark.parametrize("window", [33, 64])
+def test_any_window(
+    window: int, head_dim: int, page_size: int, fewest_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that begin within, before and behind what is seen: of tokens, trees and chunks."""
+    monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", fewest_whole)
+    rng = random.Random(window)
+    sequences = [
+        *(chunk(start, 1) for start in (0, window - 2, window - 1, window, window + 1, 900)),
+        tree(rng, start=3, num_nodes=9),
+        tree(rng, start=window + 7, num_nodes=20, num_cached=6),
+        chunk(0, window + 20),
+        chunk(window - 5, 18),
+    ]
+    check(sequences, Heads(4, 2, head_dim), torch.float16, page_size=page_size, window=window)
+
+
 @pytest.mark.parametrize("fewest_whole", [0, 160])
-@pytest.mark.parametrize("length", [2048, 8191, 32_768, 131_000])
+@pytest.mark.parametrize("length", [2048, 8191, 32_768, 131_071])
 def test_long_contexts(length: int, fewest_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", fewest_whole)
     sequences = [
