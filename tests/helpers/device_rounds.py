@@ -31,6 +31,7 @@ from shared.runtime.runner import ModelRunner
 from shared.speculation.tree_rows import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.poisoned import POISON, poison_padding
 
 NUM_PAGES = 120
 MAX_CONTEXT = 128
@@ -70,7 +71,8 @@ class RecordedVerification(RoundVerification):
 
 
 class DeviceRounds:
-    """Places sequences in pages in random order and grows them as rounds need it.
+    """Places sequences in pages in random order and grows them as rounds need it. The padding page
+    is poisoned.
 
     Attributes:
         trees: those of every round so far, if they are recorded, which takes the plain parts.
@@ -90,6 +92,9 @@ class DeviceRounds:
         head_pool = KvPool(pair.head.kv_layout(page_size), NUM_PAGES, device)
         spec = pair.head.feature_spec
         self._rows = torch.zeros((NUM_PAGES * page_size, spec.width), device=device)
+        for pool in (self._pool, head_pool):
+            poison_padding(pool)
+        self._rows[:page_size] = POISON
         self._free = [
             random.Random(seed).sample(range(1, NUM_PAGES), NUM_PAGES - 1) for seed in (3, 4)
         ]

@@ -51,6 +51,7 @@ from shared.tokens import (
     TokenTree,
 )
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.poisoned import POISON
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -90,7 +91,7 @@ class PoisonedPages(PagePool):
         for page in freed:
             slots = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
             for cache in (*self._kv.keys, *self._kv.values):
-                cache[slots].fill_(1e3)
+                cache[slots].fill_(POISON)
 
 
 def build_engine(

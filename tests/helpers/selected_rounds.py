@@ -18,6 +18,7 @@ from shared.runtime.selection_runner import SelectionRunner
 from shared.runtime.selection_shapes import covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
 from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE, build_engine, request, run
+from tests.helpers.poisoned import poison_padding
 
 NUM_PAGES = 160
 SAMPLINGS = (
@@ -53,7 +54,8 @@ class SelectedRounds:
         self.answers = answers
         self.committed: dict[int, int] = {}
         self._decoder = decoder
-        self._pool = KvPool(decoder.kv_layout(PAGE_SIZE), NUM_PAGES, decoder.device)
+        layout = decoder.kv_layout(PAGE_SIZE)
+        self._pool = poison_padding(KvPool(layout, NUM_PAGES, decoder.device))
         self._free = random.Random(3).sample(range(1, NUM_PAGES), NUM_PAGES - 1)
         self._pages: dict[int, list[int]] = {}
         self.runner = SelectionRunner(

@@ -33,6 +33,7 @@ from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.draft_heads import HEADS, write_head
 from tests.helpers.drafting import GREEDY, VOCAB_SIZE, committed, propose
 from tests.helpers.head_oracle import path_values
+from tests.helpers.poisoned import poison_padding
 
 PAGE_SIZE = 4
 NUM_PAGES = 240
@@ -125,7 +126,8 @@ class TwinDrafters:
         is_exact: bool = False,
         num_pages: int = NUM_PAGES,
     ) -> TwinDrafters:
-        pools = [KvPool(head.kv_layout(PAGE_SIZE), num_pages, head.device) for _ in range(2)]
+        layout = head.kv_layout(PAGE_SIZE)
+        pools = [poison_padding(KvPool(layout, num_pages, head.device)) for _ in range(2)]
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
         grower = CountingGrower(HeadModel(head, pools[0]), limits)
         drafters = [
@@ -143,7 +145,7 @@ class TwinDrafters:
     @classmethod
     def of_decoder(cls, decoder: Decoder, *, has_graphs: bool = False) -> TwinDrafters:
         layout = decoder.kv_layout(PAGE_SIZE)
-        pools = [KvPool(layout, NUM_PAGES, decoder.device) for _ in range(2)]
+        pools = [poison_padding(KvPool(layout, NUM_PAGES, decoder.device)) for _ in range(2)]
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
         grower = CountingGrower(DecoderModel(decoder, pools[0]), limits)
         drafters = [

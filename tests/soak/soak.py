@@ -32,6 +32,7 @@ from tests.helpers.engines import (
     run,
     settle,
 )
+from tests.helpers.poisoned import POISON
 from tests.soak.drafts import Drafts
 from tests.soak.lent_head import LentHead
 from tests.soak.traffic import Traffic
@@ -47,8 +48,6 @@ GRAPHS = GraphLimits(
     max_rows=48, max_sequences=MAX_RUNNING, max_tail_width=24, max_context_tokens=CONTEXT_TOKENS
 )
 BATCH = 32
-# Visible in any output; finite, because plain torch multiplies hidden keys by 0.
-_POISON = 1e3
 
 
 class SoakFailed(AssertionError):
@@ -179,7 +178,7 @@ class Soak:
             self._submit()
         self._leave()
         for page in self._padding:
-            page.fill_(_POISON)
+            page.fill_(POISON)
         self._drafts.step()
         self._engine.step()
         self._leases.check()
