@@ -10,6 +10,8 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 COMPOSE ?= docker compose
 CHROMIUM ?= /usr/bin/chromium
+SANITIZER ?= compute-sanitizer
+TOOL ?= memcheck
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # `make test-gpu PY=python3` uses an interpreter that has the packages already.
@@ -23,7 +25,7 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
   $(if $(DTYPE),--dtype $(DTYPE)) $(if $(CERTS),--certs $(CERTS))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-browser screenshots soak test-kernels test-gpu serve certs demo bench \
+  check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
   bench-drafters bench-async bench-start bench-gpu bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune test-clients up down clean
 
@@ -84,6 +86,14 @@ test-kernels: $(STAMP) ## Triton's kernels on the CPU, in Triton's interpreter
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)
 
+# Without torch's cache of freed memory, in which a bad address would be a good one.
+sanitize: $(STAMP) ## a few kernel tests under NVIDIA's compute-sanitizer; SANITIZER= TOOL=memcheck
+	@command -v "$(SANITIZER)" > /dev/null || { echo "there is no $(SANITIZER): it comes with the CUDA toolkit;" \
+	  "say where it is, SANITIZER=PATH" >&2; exit 1; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $(TOOL) --target-processes all --error-exitcode 9 \
+	  $(PY) -m pytest -m gpu tests/shared/kernels/test_split_plan_gpu.py tests/shared/kernels/test_fused_gpu.py \
+	  tests/shared/kernels/test_attention_gpu.py -k "split_plan or rotation or norm or any_page_size" $(ARGS)
+
 soak: $(STAMP) ## an engine under random traffic and bad drafts; ARGS="--minutes 5 --device cuda"
 	$(PY) -m tests.soak $(ARGS)
 
@@ -96,7 +106,7 @@ certs: $(STAMP) ## a trial authority with server and client certificates in .cer
 demo: $(STAMP) ## a streamed chat against a running `make serve`
 	@$(PY) -m gateway.demo $(ARGS)
 
-bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; on a GPU at the size of 8B
+bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; on a GPU an 8B's, beside its floors
 	@$(PY) -m tests.bench.choose $(ARGS)
 
 bench-drafters: $(STAMP) ## every drafter of the demo on the same prompts; ARGS="--prompts FILE"
