@@ -43,6 +43,9 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         self._reception = DraftReception(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
         self._drains: dict[str, asyncio.Queue[pb.SpeculateResponse]] = {}
+        windows = [each for each in engine.decoder.config.sliding_windows if each is not None]
+        # No window may cut a node off from those before it in its tree.
+        self._max_depth = min(windows) - 1 if windows else terms.max_nodes
 
     async def Speculate(
         self, request_iterator: AsyncIterator[pb.SpeculateRequest], context: Context
@@ -167,6 +170,11 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         if len(tree) > self._terms.max_nodes:
             raise InvalidArgument.malformed_tree(
                 f"{len(tree)} nodes; the target accepts {self._terms.max_nodes}"
+            )
+        if len(tree) > self._max_depth and (depth := max(tree.depths)) > self._max_depth:
+            raise InvalidArgument.malformed_tree(
+                f"a node at depth {depth}; the model's sliding window leaves room for "
+                f"{self._max_depth}"
             )
         vocab_size = self._engine.limits.vocab_size
         for token_id in tree.token_ids:

@@ -441,6 +441,24 @@ async def test_malformed_tree_ends_the_stream_and_not_the_target(
         assert len(await _tokens(channel, _generate([1]))) == 8
 
 
+async def test_tree_deeper_than_the_sliding_window_ends_the_stream(tmp_path: Path) -> None:
+    shape = TinyShape(vocab_size=VOCAB, overrides={"sliding_window": 6})
+    write_checkpoint(tmp_path, "mistral", shape, seed=3)
+    async with _serve(tmp_path) as (_, channel, _admin):
+        for num_nodes, is_refused in ((5, False), (6, True)):
+            draft = _Draft(channel)
+            await draft.attach()
+            await draft.propose(1, 0, 1, [1] * num_nodes, [-1, *range(num_nodes - 1)])
+            if is_refused:
+                error = error_from_rpc(await _failure(draft.call))
+                assert error.reason == "TREE_MALFORMED"
+                assert "depth 6; the model's sliding window leaves room for 5" in error.message
+            else:
+                await draft.call.done_writing()
+                assert await draft.call.read() is aio.EOF
+        assert len(await _tokens(channel, _generate([1]))) == 8
+
+
 @pytest.mark.parametrize(
     ("end", "cause"),
     [("half-close", "it ended its stream"), ("bad tree", "node 0 has parent 1")],

@@ -403,7 +403,8 @@ class Attached(_message.Message):
     """
     max_node_count: _builtins.int
     """A tree with more nodes is refused with INVALID_ARGUMENT (reason
-    TREE_MALFORMED).
+    TREE_MALFORMED), and so is one with a node at a depth that a sliding window
+    of the model does not reach beyond.
     """
     max_sequence_count: _builtins.int
     """Sequences the target will assign at most."""
