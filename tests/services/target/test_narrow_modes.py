@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.target.step_report import StepReport
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
-from shared.tokens import SamplingParams
+from shared.tokens import SamplingParams, StopParams, TreeShape
+from tests.helpers.ahead_draft import AheadDraft
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
     CPU,
     VOCAB_SIZE,
@@ -22,6 +25,7 @@ from tests.helpers.engines import (
     request,
     run,
 )
+from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
 
 PROMPTS = ([1, 2, 3, 4, 5], [11], [3] * 12)
 MODES = (
@@ -64,6 +68,29 @@ def test_speculation_changes_nothing(
         found = run(engine, requests)
         assert [found.token_ids(key) for key in range(len(PROMPTS))] == expected
         assert found.finished(0).stats.num_verified_rounds > 0
+
+
+@pytest.mark.parametrize("lends_head", [False, True], ids=["pushed trees", "head"])
+@pytest.mark.parametrize(("quantisation", "kv_dtype"), MODES)
+def test_rounds_on_the_device_change_nothing(
+    tmp_path: Path, quantisation: Quantisation, kv_dtype: torch.dtype | None, lends_head: bool
+) -> None:
+    """They move keys and values of accepted nodes by themselves."""
+    pair = write_pair(tmp_path / "target", tmp_path / "head", CPU)
+    decoder = _decoder(tmp_path / "target", quantisation)
+    longer = [request(prompt, SAMPLINGS[1], StopParams(60)) for prompt in PROMPTS]
+    plain = run(build_engine(decoder, kv_dtype=kv_dtype), longer)
+    reports: list[StepReport] = []
+    engine = build_engine(decoder, kv_dtype=kv_dtype, on_step=reports.append, selects=True)
+    if lends_head:
+        engine.attach(lending(Pair(decoder, pair.head), SilentDraft(), TreeShape(3, 3, 9), {}))
+    else:
+        keys = range(len(PROMPTS))
+        AheadDraft(engine, [[*PROMPTS[key], *plain.token_ids(key)] for key in keys]).attach()
+    found = run(engine, [request(prompt, SAMPLINGS[1]) for prompt in PROMPTS])
+    for key in range(len(PROMPTS)):
+        assert found.token_ids(key) == plain.token_ids(key)[:24]
+    assert sum(each.num_accepted for each in reports if each.round_shape is not None) > 0
 
 
 @pytest.mark.parametrize(("quantisation", "kv_dtype"), [MODES[1], MODES[2]])
