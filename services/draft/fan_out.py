@@ -13,8 +13,8 @@ class FanOut:
 
     The likeliest verdicts get one each: a verdict's probability is that of the path to its node
     times that of the bonus token after it, see `RankShares`. So fan-out falls off geometrically
-    along a path where each step is uncertain, and most of it goes to the end of a path that is
-    likely to be accepted whole.
+    along a path, and the end of a likely one gets more than the node before it: what is likeliest
+    to follow there is in no tree yet.
 
     Attributes:
         budget: conditional candidates a sequence and round; 0 drafts after each verdict only.
