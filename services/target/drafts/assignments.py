@@ -71,18 +71,30 @@ class Assignments:
 
     def leave_silent(self, now_s: float) -> None:
         """Takes sequences from drafts that do not answer to others that do and have room."""
-        for assignment in [each for each in self if each.is_left_alone(now_s)]:
-            sequence = assignment.sequence
-            others = [
-                each
-                for each in self._drafts.live
-                if not each.patience.is_cold
-                and each.takes(sequence)
-                and self._controller.admits(sequence, each)
-            ]
+        for assignment in self._left_alone(now_s):
+            sequence, others = assignment.sequence, self._refuges(assignment)
             if others:
                 self._close(assignment)
                 self._place(sequence, self._controller.best_draft(sequence, others), now_s)
+
+    def any_leaves(self, now_s: float) -> bool:
+        """Whether `leave_silent` would take a sequence anywhere."""
+        return any(self._refuges(each) for each in self._left_alone(now_s))
+
+    def _left_alone(self, now_s: float) -> list[Assignment]:
+        if not self._drafts.are_some_silent:
+            return []
+        return [each for each in self if each.is_left_alone(now_s)]
+
+    def _refuges(self, assignment: Assignment) -> list[Attachment]:
+        sequence = assignment.sequence
+        return [
+            each
+            for each in self._drafts.live
+            if not each.patience.is_cold
+            and each.takes(sequence)
+            and self._controller.admits(sequence, each)
+        ]
 
     def follow(self, running: Iterable[Sequence], now_s: float) -> None:
         """Hands out the sequences that have no draft while speculation runs, and takes back those

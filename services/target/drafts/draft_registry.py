@@ -26,6 +26,12 @@ class DraftRegistry:
         return tuple(self._attachments.values())
 
     @property
+    def are_some_silent(self) -> bool:
+        """Whether there are several, and some of them have not answered lately."""
+        drafts = self._attachments.values()
+        return len(drafts) > 1 and any(each.patience.is_cold for each in drafts)
+
+    @property
     def num_kinds(self) -> int:
         """Kinds of drafts that are attached: those of one kind propose alike."""
         return len({attachment.kind for attachment in self._attachments.values()})

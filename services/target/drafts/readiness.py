@@ -38,9 +38,8 @@ class Readiness:
             running: sequences that drafts may have.
         """
         self._controller.wake(now_s)
+        self._assignments.leave_silent(now_s)
         drafts = self._drafts.live
-        if len(drafts) > 1 and any(each.patience.is_cold for each in drafts):
-            self._assignments.leave_silent(now_s)
         if drafts and self._controller.is_adaptive:
             decoding = _decoding(running)
             courses = [each.course for each in self._held(decoding)]

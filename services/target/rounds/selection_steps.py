@@ -146,7 +146,14 @@ class SelectionSteps:
             and all(map(self._takes, running))
             and len(self._wanted_features) <= 1
             and all(each.is_elsewhere for each in self._attachments.drafts.live)
+            and not self._leave_silent()
         )
+
+    def _leave_silent(self) -> bool:
+        """Whether sequences leave a silent draft, which they do between steps of the general
+        path."""
+        assignments = self._attachments.assignments
+        return self._attachments.drafts.are_some_silent and assignments.any_leaves(self._clock())
 
     @property
     def _wanted_features(self) -> dict[str, FeatureSpec]:

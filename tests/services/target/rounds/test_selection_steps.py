@@ -11,7 +11,9 @@ import torch
 
 from services.draft.fan_out import FanOut
 from services.target.control.speculation_controller import SpeculationController
+from services.target.drafts.attachment import Attachment, DraftIdentity
 from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -482,6 +484,19 @@ def test_sequences_without_a_draft_go_along(decoder: Decoder) -> None:
     setup.check(run(setup.engine, setup.requests(40)), 40)
     sizes = [each.num_rounds for each in setup.reports if each.round_shape is not None]
     assert sizes.count(2) > 5
+
+
+@pytest.mark.usefixtures("choice")
+def test_sequences_of_a_silent_draft_leave_it_between_rounds(decoder: Decoder) -> None:
+    setup = Setup(decoder)
+    silent = AheadDraft(setup.engine, setup.answers, name="silent", is_held=True)
+    identity = DraftIdentity(silent.name, silent.name, "m", "SCRIPTED", 64, 0.0)
+    setup.engine.attach(Attachment(identity, silent, Patience(2.0, _probe_gap_s=1000.0)))
+    setup.check(run(setup.engine, setup.requests(60)), 60)
+    assert 0 < len(silent.verdicts) < 8, "one of the sequences was there first"
+    rounds = [each for each in setup.reports if each.round_shape is not None]
+    both = [each for each in rounds if each.num_committed == 2 * (DEPTH + 1)]
+    assert len(both) > 3, "then both were at the other draft"
 
 
 @pytest.mark.parametrize("choice", CHOICES)
