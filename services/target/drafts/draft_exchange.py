@@ -55,7 +55,13 @@ class DraftExchange:
             self._refuse(attachment, self._cache.advice(Shortage.of(error)))
             return
         self.attachments.attach(attachment, started, self._clock())
-        self._rounds.open(attachment)
+        try:
+            self._rounds.open(attachment)
+        except torch.OutOfMemoryError as error:
+            logger.warning(
+                "no memory for rounds on the device, the host leads them: %s",
+                self._cache.advice(Shortage.of(error)),
+            )
 
     def _refuse(self, attachment: Attachment, advice: str) -> None:
         message = f"the target has no memory for the features that the draft reads: {advice}"

@@ -14,6 +14,7 @@ from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
+from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
 from shared.runtime.round_graphs import RoundGraphs
@@ -351,6 +352,21 @@ def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
     collector = run(setup.engine, alone)
     assert _tokens(collector, 1) == _plain(pair, alone)
     assert setup.reports[-1].num_drafted > 0
+
+
+def test_where_the_device_has_no_memory_for_any_round_the_draft_drafts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(RoundFactory, "rounds_of", run_out)
+    requests = _requests(SAMPLINGS["greedy"])
+    setup = _setup(pair)
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    assert setup.draft.opened == len(requests)
+    assert "no memory for rounds on the device, the host leads them: 64.00 MiB" in caplog.text
 
 
 @pytest.mark.parametrize("is_chosen", [False, True], ids=["one shape", "chosen"])
