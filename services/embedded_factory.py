@@ -21,7 +21,7 @@ from services.embedded_problems import check_drafter, check_embedded
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.process import attachment_terms
-from services.target.rounds.round_source import RoundSource, capacities
+from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
 from shared.settings import load_settings, shown_settings
@@ -140,8 +140,9 @@ def _rounds(
             *(chosen.page_size, settings.page_size),
         )
         return None
-    loan = drafter.lend()
-    (tree, max_sequences), *others = _round_trees(settings, chosen).items()
+    loan, trees = drafter.lend(), _round_trees(settings, chosen)
+    _log_capacities(settings, trees)
+    (tree, max_sequences), *others = trees.items()
     return RoundSource(
         head=loan.head,
         pool=loan.pool,
@@ -160,4 +161,23 @@ def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeSh
     config = adaptive_config(settings)
     is_free = config is not None and not chosen.is_shape_pinned
     shapes = config.round_shapes(chosen.shape) if config and is_free else (chosen.shape,)
-    return capacities(shapes, min(chosen.max_running_requests, settings.cuda_graph_max_bs))
+    most = min(
+        settings.max_running_requests, chosen.max_running_requests, settings.cuda_graph_max_bs
+    )
+    return capacities(shapes, most)
+
+
+def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) -> None:
+    """Says how many sequences rounds take: with more, the host leads all of them."""
+    shown = ", ".join(
+        f"{count} with {tree.num_steps},{tree.topk},{tree.num_draft_tokens}"
+        for tree, count in trees.items()
+    )
+    log.info("rounds on the device take so many sequences with trees of steps,topk,rows: %s", shown)
+    most = max(trees.values())
+    if most < settings.max_running_requests:
+        log.warning(
+            "with more than %d sequences, of %d that may run, the host leads every round; what "
+            "limits rounds is --cuda-graph-max-bs, OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS and %d rows",
+            *(most, settings.max_running_requests, MAX_ROWS),
+        )

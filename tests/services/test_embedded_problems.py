@@ -181,3 +181,30 @@ def test_a_draft_without_room_names_the_targets_setting(
 
 def _run_out(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("Tried to allocate 1.00 MiB. GPU 0 has")
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown", "limit"),
+    [
+        ((), "8 with 3,1,4", None),
+        (("--cuda-graph-max-bs", "4"), "4 with 3,1,4", "more than 4 sequences, of 8 that may run"),
+    ],
+)
+def test_start_says_how_many_sequences_rounds_take(
+    flags: tuple[str, ...], shown: str, limit: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = [
+        *(*EMBEDDED, "--device", "cpu", "--port", "0", "--max-total-tokens", "4096"),
+        *("--speculative-algorithm", "EAGLE3", "--device-rounds", "on"),
+        *("--max-running-requests", "8", "--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", *flags),
+    ]
+    settings, draft_settings = read_settings(arguments, {})
+    assert draft_settings is not None
+    caplog.set_level("INFO")
+    engine = build_engine(settings, lambda report: None)
+    draft = build_embedded_draft(engine, settings, draft_settings)
+    draft.port.stop()
+    assert f"steps,topk,rows: {shown}" in caplog.text
+    assert ("may run" in caplog.text) == (limit is not None)
+    assert limit is None or limit in caplog.text
