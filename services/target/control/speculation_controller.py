@@ -140,9 +140,9 @@ class SpeculationController:
 
     # Before a step.
 
-    def wake(self, now_s: float) -> None:
-        """A turn of the loop begins."""
-        self._counts.waiting_s += self._turns.wake(now_s)
+    def wake(self, now_s: float, *, was_idle: bool = False) -> None:
+        """A turn of the loop begins; see `TurnAccount.wake`."""
+        self._counts.waiting_s += self._turns.wake(now_s, was_idle=was_idle)
 
     def judge(
         self, courses: SequenceOf[Course], num_decoding: int, *, is_warming: bool = False

@@ -27,17 +27,23 @@ class TurnAccount:
         self._ended_s: float | None = None
         self._woken_s = 0.0
         self._has_stepped = False
+        self._was_idle = False
         self._is_cold = False
         self._is_steady = True
 
-    def wake(self, now_s: float) -> float:
-        """Returns how long sequences have waited since the turn before; 0 if there were none."""
+    def wake(self, now_s: float, *, was_idle: bool = False) -> float:
+        """Returns how long sequences have waited since the turn before; 0 if there were none, or if
+        that turn stepped, so that the time went by on the way to the next one.
+
+        Args:
+            was_idle: the loop had nothing to do, whatever the turn before was.
+        """
         self._woken_s = now_s
         if self._ended_s is None or not self.num_decoding:
             return 0.0
-        waiting_s = max(now_s - self._ended_s, 0.0)
-        self._turn.elapsed_s += waiting_s
-        return waiting_s
+        between_s = max(now_s - self._ended_s, 0.0)
+        self._turn.elapsed_s += between_s
+        return between_s if was_idle or self._was_idle else 0.0
 
     def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
         """Has the referee decide, unless what runs is neither plain decoding nor the speculation
@@ -87,6 +93,7 @@ class TurnAccount:
         """A turn ended, with or without a step: hands over what was done, with the time that was
         waited for it."""
         self._ended_s = now_s
+        self._was_idle = not self._has_stepped
         self._turn.elapsed_s += now_s - self._woken_s
         if self.num_decoding and not self._has_stepped:
             return

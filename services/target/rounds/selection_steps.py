@@ -192,7 +192,7 @@ class SelectionSteps:
             return Turn.ELSEWHERE
         if is_idle:
             # Else the time since the last turn was that of a round, which nobody waited for.
-            self._attachments.controller.wake(now_s)
+            self._attachments.controller.wake(now_s, was_idle=True)
         shape = self._prepare(rounds, trees)
         if shape is None:
             self.settle()

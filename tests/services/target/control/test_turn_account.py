@@ -74,3 +74,19 @@ def test_a_step_of_a_known_width_counts_as_what_it_is() -> None:
     assert loop.referee.window.num_rounds == 1
     assert loop.referee.window.elapsed_s == pytest.approx(0.5)
     assert loop.referee.budget.credit_s == credit_s, "windows are paid for at their end"
+
+
+def test_only_what_follows_a_turn_without_a_step_is_waiting() -> None:
+    loop = _Loop()
+    loop.turn(_report(1), STEP_S)
+    assert loop.turns.wake(loop.now_s + 0.001) == 0.0, "the loop was on its way"
+    loop.turns.end(loop.now_s + 0.001)  # nothing could step
+    assert loop.turns.wake(loop.now_s + 0.004) == pytest.approx(0.003)
+    loop.turns.end(loop.now_s + 0.004)
+    assert loop.turns.wake(loop.now_s + 0.006) == pytest.approx(0.002)
+
+
+def test_a_loop_that_knows_that_it_waited_says_so() -> None:
+    loop = _Loop()
+    loop.turn(_report(1), STEP_S)
+    assert loop.turns.wake(loop.now_s + 0.001, was_idle=True) == pytest.approx(0.001)
