@@ -31,7 +31,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.device import launch_on
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage
+from shared.runtime.shortage import Shortage, is_shortage
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 T = TypeVar("T")
@@ -227,7 +227,7 @@ class Engine:
             self._inbox.run_all()
             self._loop.fail_all(Unavailable.draining())
         except Exception as error:  # whatever broke, every caller must hear of it
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, RuntimeError) and is_shortage(error):
                 advice = self.cache.advice(Shortage.of(error))
                 logger.critical("no memory for a step: %s; or --chunked-prefill-size", advice)
             logger.exception("the engine failed")

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from shared.runtime.shortage import Shortage
+from shared.runtime.shortage import Shortage, is_shortage
 
 logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
@@ -54,13 +54,15 @@ class GraphStore(Generic[Key, Graph]):
         """Returns a graph; None where there is no memory for it.
 
         Raises:
-            torch.OutOfMemoryError: there is none, and others share the graph: going on without it
+            RuntimeError: there is none, and others share the graph: going on without it
                 would leave them waiting for ever.
         """
         if key not in self._graphs and not self.is_full:
             try:
                 self._graphs[key] = self._capture(key)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
                 advice = self._advise(Shortage.of(error))
                 if self._is_shared:
                     logger.critical(

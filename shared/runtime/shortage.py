@@ -16,6 +16,9 @@ from shared.errors import SettingsError
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _WANTED = re.compile(f"allocate {_SIZE}")
 _FREE = re.compile(f"of which {_SIZE} is free")
+# Torch's allocator has an error of its own; the driver, which loads kernels and makes graphs, and
+# cuBLAS say it in words.
+_OTHER_WORDS = ("out of memory", "ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -32,7 +35,7 @@ class Shortage:
     free_bytes: int | None = None
 
     @classmethod
-    def of(cls, error: torch.OutOfMemoryError) -> Shortage:
+    def of(cls, error: RuntimeError) -> Shortage:
         """Reads the error's text."""
         return cls(_bytes_at(_WANTED, str(error)), _bytes_at(_FREE, str(error)))
 
@@ -94,6 +97,13 @@ class CacheSize:
         )
 
 
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether an error says that a device has no memory left, after which all else goes on."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in _OTHER_WORDS
+    )
+
+
 @contextmanager
 def refusing_shortage(words: Callable[[Shortage], str]) -> Iterator[None]:
     """Makes of a lack of memory in its body a `SettingsError` with these words.
@@ -103,7 +113,9 @@ def refusing_shortage(words: Callable[[Shortage], str]) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
         raise SettingsError((words(Shortage.of(error)),)) from error
 
 

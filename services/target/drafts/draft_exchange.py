@@ -6,8 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
@@ -16,7 +14,7 @@ from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
 from shared.errors import FailedPrecondition
-from shared.runtime.shortage import CacheSize, Shortage
+from shared.runtime.shortage import CacheSize, Shortage, is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +49,17 @@ class DraftExchange:
         try:
             if attachment.feature_spec is not None:
                 self._features.open(attachment.feature_spec)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
             self._refuse(attachment, self._cache.advice(Shortage.of(error)))
             return
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
             logger.warning(
                 "no memory for rounds on the device, the host leads them: %s",
                 self._cache.advice(Shortage.of(error)),

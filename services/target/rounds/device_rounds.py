@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from services.target.control.round_times import RoundSize
 from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.guest import Guest
@@ -26,7 +24,7 @@ from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage
+from shared.runtime.shortage import Shortage, is_shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -149,7 +147,9 @@ class DeviceRounds:
         try:
             self._place(sequences)
             self._runner.launch()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
             # What the head has to catch up with, or graphs of this size, do not fit beside weights
             # and cache; fewer sequences may.
             self._give_up(Shortage.of(error))

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 
-import torch
-
 from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.device_rounds import MIN_SPARSE
 from services.target.rounds.round_source import MAX_ROWS
@@ -21,7 +19,7 @@ from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
 from shared.runtime.selection_shapes import covering_shape
-from shared.runtime.shortage import Shortage
+from shared.runtime.shortage import Shortage, is_shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -107,7 +105,9 @@ class SelectedRounds:
         try:
             by_id = {sequence.sequence_id: trees for sequence, trees in prepared.items()}
             self._runner.prepare(by_id, shape)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
             self._max_sequences = len(self._sequences) - 1
             logger.warning(
                 "no memory for rounds on the device of %d sequences that drafts push trees for; "

@@ -16,14 +16,15 @@ def _advise(shortage: Shortage) -> str:
 class _Device:
     """Has memory for a few graphs, which are numbers here."""
 
-    def __init__(self, num_fitting: int) -> None:
+    def __init__(self, num_fitting: int, error: RuntimeError | None = None) -> None:
         self.num_fitting = num_fitting
+        self.error = error or torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
         self.asked: list[int] = []
 
     def capture(self, key: int) -> int:
         self.asked.append(key)
         if len(self.asked) > self.num_fitting:
-            raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
+            raise self.error
         return 10 * key
 
 
@@ -37,8 +38,18 @@ def test_a_graph_is_captured_once() -> None:
     assert 3 not in store
 
 
-def test_graphs_go_on_without_those_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    device = _Device(num_fitting=2)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 64.00 MiB"),
+        RuntimeError("CUDA error: out of memory, allocate 64.00 MiB"),
+    ],
+    ids=["allocator", "driver"],
+)
+def test_graphs_go_on_without_those_that_do_not_fit(
+    error: RuntimeError, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = _Device(num_fitting=2, error=error)
     store = GraphStore(device.capture, is_shared=False, advise=_advise)
     assert [store.of(key) for key in (1, 2, 3, 4, 1)] == [10, 20, None, None, 10]
     assert device.asked == [1, 2, 3], "it is not tried again"

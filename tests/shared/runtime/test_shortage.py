@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.errors import SettingsError
-from shared.runtime.shortage import CacheSize, Shortage, in_words, refusing_shortage
+from shared.runtime.shortage import CacheSize, Shortage, in_words, is_shortage, refusing_shortage
 
 GIB = 2**30
 TEXT = (
@@ -67,6 +67,28 @@ def test_a_shortage_is_refused_in_the_words_of_who_knows() -> None:
     ):
         raise torch.OutOfMemoryError(TEXT)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_driver_and_libraries_run_out_in_words_of_their_own(
+    error: RuntimeError, expected: bool
+) -> None:
+    assert is_shortage(error) is expected
+    with (
+        pytest.raises(SettingsError if expected else RuntimeError) as raised,
+        refusing_shortage(str),
+    ):
+        raise error
+    assert expected or raised.value is error
 
 
 def test_sizes_in_words() -> None:
