@@ -4,7 +4,8 @@ The loop runs ahead: it launches a step before it has read the one before, whose
 device and are the inputs of the next. So the host's work hides behind the device's, and checks for
 the end lag one step: a sequence that turns out to have ended has a row in flight, which is thrown
 away. Where the next step depends on what the host makes of the last one (drafts, grammars), the
-loop reads each step before it launches the next.
+loop reads each step before it launches the next. Drafts are told of the last one at once, since the
+next may wait for them; its tokens go out behind the launch, while the device computes.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class StepLoop:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
+        self._subscriptions.deliver()  # what the turn before left until the device computes
         launched = self._in_flight
         # Launching one step and committing the one before takes as long as either if they are
         # alike: on a CPU launching is computing, so that the time is the launched step's.
@@ -163,7 +165,9 @@ class StepLoop:
             self._commit(last)
         if not self._runs_ahead():
             self._settle()
-        self._tell()
+        self.drafts.tell()
+        if self._in_flight is not None or not self._runner.computes_aside:
+            self._subscriptions.deliver()
         self._end_step(now_s, is_timed=is_timed)
         was_busy = bool(plan.scheduled or plan.preempted or last is not None)
         if not was_busy:

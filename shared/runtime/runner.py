@@ -68,6 +68,11 @@ class ModelRunner:
         return self.pool.device
 
     @property
+    def computes_aside(self) -> bool:
+        """Whether the host is free once a step is launched; on a CPU launching is computing."""
+        return self.device.type != "cpu"
+
+    @property
     def page_size(self) -> int:
         return self.pool.page_size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from services.target.control.adaptive_config import AdaptiveConfig, Candidates, shape_of
 from services.target.control.choices import (
@@ -214,7 +215,8 @@ class Wishes:
 
 
 def _by_draft(courses: SequenceOf[Course]) -> tuple[list[list[Course]], int]:
-    """Returns the sequences of each draft, and how many have fixed wishes, which are set."""
+    """Returns the sequences of each draft, and how many have fixed wishes, which are set; whether
+    their drafts are left alone for a while is not decided here."""
     by_draft: dict[str, list[Course]] = {}
     num_fixed = 0
     for course in courses:
@@ -222,7 +224,7 @@ def _by_draft(courses: SequenceOf[Course]) -> tuple[list[list[Course]], int]:
         if fixed is None:
             by_draft.setdefault(course.attachment.identity.attachment_id, []).append(course)
         else:
-            course.wish = fixed
+            course.wish = replace(fixed, is_paused=course.wish.is_paused)
             num_fixed += 1
     return list(by_draft.values()), num_fixed
 

@@ -30,8 +30,6 @@ class Verdicts:
         self._assignments = assignments
         self._controller = controller
         self._ladder = ladder
-        # A controller that chooses pauses drafts itself.
-        self._may_pause = ladder.may_pause and not controller.is_adaptive
         self._outcomes = outcomes
 
     def answer(self, sequence: Sequence) -> DraftAnswer | None:
@@ -84,7 +82,7 @@ class Verdicts:
             return
         attachment, was_prepared = assignment.attachment, assignment.has_pushed
         drafted = assignment.as_drafted(accepted_node_indices) if was_verified else ()
-        pays = self._pause(assignment, now_s) if self._may_pause else None
+        pays = self._pause(assignment, now_s) if self._may_pause(assignment) else None
         wish = self._learn(assignment, drafted, len(committed_token_ids), was_verified=was_verified)
         verdict, foreseen = assignment.decide(
             committed_token_ids, drafted, wish, was_verified=was_verified
@@ -94,6 +92,11 @@ class Verdicts:
             position = len(accepted_node_indices)
             self._outcomes.count(attachment.outcomes, position, foreseen, was_prepared=was_prepared)
         self._begin_wait(assignment, wish, now_s, pays=pays)
+
+    def _may_pause(self, assignment: Assignment) -> bool:
+        """Whether it is decided here; a controller that chooses what is wanted pauses, too."""
+        is_chosen = self._controller.is_adaptive and assignment.course.fixed_wish is None
+        return self._ladder.may_pause and not is_chosen
 
     def _pause(self, assignment: Assignment, now_s: float) -> bool | None:
         """Decides whether a tree is wanted of a draft that may be of no use.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 
 from services.target.control.speculation_controller import SpeculationController
+from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
 from services.target.host_gap import HostGap
-from services.target.requests.request import Event, Failed, Finished, GenerationRequest
+from services.target.requests.request import Delta, Event, Failed, Finished, GenerationRequest
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.kv.batch import ForwardBatch
@@ -392,3 +394,53 @@ def test_a_step_whose_forward_ran_in_another_turn_is_not_timed(decoder: Decoder)
     assert controller.step_times.measured() == {}
     run(engine, [request([1, 2, 3], GREEDY, StopParams(9))])
     assert controller.step_times.measured() == {1: 10.0}
+
+
+class _AsideRunner(ModelRunner):
+    """Notes its launches, as a device does that computes while the host goes on."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool, journal: list[str]) -> None:
+        super().__init__(decoder, pool)
+        self._journal = journal
+
+    @property
+    def computes_aside(self) -> bool:
+        return True
+
+    def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
+        self._journal.append("launch")
+        return super().run(batch, capture_layers=capture_layers)
+
+
+@dataclass(eq=False)
+class _NotingCollector(Collector):
+    journal: list[str] = field(default_factory=list)
+
+    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+        super().deliver(events)
+        self.journal += ["tokens"] if any(isinstance(each, Delta) for _, each in events) else []
+
+
+@dataclass(eq=False)
+class _NotingDraft(ScriptedDraft):
+    journal: list[str] = field(default_factory=list)
+
+    def send(self, message: DraftMessage) -> bool:
+        self.journal += ["verdict"] if message.verdicts else []
+        return super().send(message)
+
+
+def test_tokens_go_out_while_the_device_computes_what_follows(decoder: Decoder) -> None:
+    journal: list[str] = []
+    collector = _NotingCollector(journal=journal)
+    make_runner = partial(_AsideRunner, journal=journal)
+    engine = build_engine(decoder, make_runner=make_runner)
+    _NotingDraft(engine, random_trees(1), journal=journal).attach()
+    engine.submit(request([1, 2, 3], GREEDY, StopParams(12)), collector, 0)
+    settle(engine)
+    launches = [i for i, each in enumerate(journal) if each == "launch"]
+    assert len(launches) > 2
+    for begin, end in itertools.pairwise(launches[1:]):
+        assert journal[begin:end] == ["launch", "tokens", "verdict"]
+    assert journal[-1] == "tokens"
+    assert collector.finished(0).num_output_tokens == 12

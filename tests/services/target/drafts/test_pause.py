@@ -137,18 +137,26 @@ def test_pause_is_short_again_once_the_draft_was_of_use_for_as_long(
 class _Rounds:
     """A sequence at one draft in an engine that waits only while that pays, round by round."""
 
-    def __init__(self, *, waits_always: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        waits_always: bool = False,
+        controller: SpeculationController | None = None,
+        pinned_shape: TreeShape | None = None,
+    ) -> None:
         ladder = MissLadder(waits_always=waits_always)
         ladder.stepped(0.05)
-        self.attachments = Attachments(ladder, SpeculationController(None))
+        self.attachments = Attachments(ladder, controller or SpeculationController(None))
         self.draft, self.sequence = make_attachment(wait_s=0.1), make_sequence()
+        self.draft.report = DraftReport(pinned_shape=pinned_shape)
         self.attachments.attach(self.draft, [self.sequence], 0.0)
         self.now_s = 0.0
 
     def step(self, *, answers: bool = False, duration_s: float = 0.05) -> Verdict:
         """Ends a round, with or without a tree; returns the verdict on it."""
         if answers:
-            offer(self.attachments, [make_candidate(self.sequence)], self.now_s)
+            candidates = [make_candidate(self.sequence)]
+            offer(self.attachments, candidates, self.now_s, self.draft.report)
         self.now_s = max(self.now_s + duration_s, 0.0 if answers else self.waits_until_s)
         tokens, accepted = ((5, 6, 9), (0, 1)) if answers else ((9,), ())
         commit(
@@ -177,8 +185,7 @@ class _Rounds:
 
 
 def test_silent_draft_is_told_of_its_pause_and_the_loop_runs_ahead() -> None:
-    rounds = _Rounds()
-    rounds.draft.report = DraftReport(pinned_shape=PINNED)
+    rounds = _Rounds(pinned_shape=PINNED)
     rounds.fall_silent()
     assert not rounds.needs_every_step
     began_s = rounds.now_s
@@ -219,6 +226,16 @@ def test_draft_that_is_always_waited_for_is_never_left_alone() -> None:
     rounds = _Rounds(waits_always=True)
     for _ in range(3 * MISSES_WHEN_SLOW):
         assert not rounds.step().wish.is_paused
+
+
+def test_pinned_draft_of_an_adaptive_target_is_left_alone_as_any() -> None:
+    rounds = _Rounds(controller=SpeculationController(), pinned_shape=PINNED)
+    rounds.fall_silent()
+    rounds.attachments.readiness.prepare([rounds.sequence], rounds.now_s)  # wishes are revised
+    assert rounds.step().wish.is_paused
+    assert not rounds.needs_every_step
+    while rounds.step().wish.is_paused:
+        rounds.attachments.readiness.prepare([rounds.sequence], rounds.now_s)
 
 
 def test_adaptive_controller_pauses_by_itself_alone() -> None:
