@@ -40,7 +40,8 @@ class FeatureRingWriter:
         return len(self._rows)
 
     def free(self, end: int) -> None:
-        """Takes the draft's word that it needs no row before `end` any more.
+        """Takes the draft's word that it needs no row before `end` any more; the first one says
+        that it has opened the memory.
 
         Raises:
             ValueError: `end` goes back, or lies beyond what was written.
@@ -49,6 +50,8 @@ class FeatureRingWriter:
             raise ValueError(
                 f"rows up to {end} were freed; {self._freed or 0} to {self._end} can be"
             )
+        if self._freed is None:
+            self.memory.hide()
         self._freed = end
 
     def write(self, rows: Tensor) -> int | None:

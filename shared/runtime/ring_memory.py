@@ -48,6 +48,12 @@ class RingMemory:
     address: RingAddress
     elements: Tensor
 
+    def hide(self) -> None:
+        """Nobody else can open a file from now on, and nothing is left of it if its owner is
+        killed. Those who opened it keep what they mapped."""
+        if self.address.shared_file:
+            _path(self.address.shared_file).unlink(missing_ok=True)
+
 
 def host_id() -> str:
     """Returns what tells this host, since its last boot, from others; empty where nothing does."""

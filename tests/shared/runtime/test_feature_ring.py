@@ -110,6 +110,20 @@ def test_the_file_goes_with_the_ring() -> None:
     assert not path.exists()
 
 
+def test_the_file_has_no_name_any_more_once_the_draft_has_opened_it() -> None:
+    """So that nothing is left of it if the target is killed."""
+    ring = _ring()
+    path = Path("/dev/shm") / f"outrider-{ring.address.shared_file}"
+    reader = _reader(ring)
+    assert path.exists()
+    ring.free(0)
+    assert not path.exists()
+    assert ring.write(ring_rows(0, 5)) == 0
+    assert torch.equal(reader.read(0, 5), ring_rows(0, 5))
+    with pytest.raises(RingUnavailable):
+        _reader(ring)
+
+
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "0" * 32])
 def test_only_memory_of_a_target_is_opened(name: str) -> None:
     with pytest.raises(RingUnavailable):
