@@ -16,9 +16,9 @@ from shared.errors import SettingsError
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _WANTED = re.compile(f"allocate {_SIZE}")
 _FREE = re.compile(f"of which {_SIZE} is free")
-# Torch's allocator has an error of its own; the driver, which loads kernels and makes graphs, and
-# cuBLAS say it in words.
-_OTHER_WORDS = ("out of memory", "ALLOC_FAILED")
+# Torch's allocator of GPU memory has an error of its own; that of the host, cuBLAS, and the driver,
+# which loads kernels and makes graphs, say it in words.
+_OTHER_WORDS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 

@@ -20,6 +20,10 @@ SHORTAGE = Shortage(5 * GIB // 2, GIB // 2)
 def test_torch_says_what_was_missing() -> None:
     assert Shortage.of(torch.OutOfMemoryError(TEXT)) == SHORTAGE
     assert Shortage.of(torch.OutOfMemoryError("no room")) == Shortage()
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(2**47, dtype=torch.uint8)  # more than a process can address
+    assert Shortage.of(raised.value) == Shortage(2**47)
+    assert is_shortage(raised.value)
     assert SHORTAGE.missing_bytes == 2 * GIB
     assert str(SHORTAGE) == "2.50 GiB more wanted, 512.00 MiB free"
     assert str(Shortage()) == "no memory is left"
@@ -76,6 +80,7 @@ def test_a_shortage_is_refused_in_the_words_of_who_knows() -> None:
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
     ],
 )
