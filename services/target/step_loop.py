@@ -106,10 +106,10 @@ class StepLoop:
             forget=self._forget,
             release=scheduler.release,
         )
-        # Whoever cuts trees, or has some of its own, decides on them between two steps.
-        is_decided = speculation.is_adaptive or self._ladder.has_fallback
+        # A target with trees of its own decides between two steps which to verify.
+        has_trees = self._ladder.has_fallback
         self._selections = SelectionSteps(
-            rounds=None if selection is None or is_decided else factory.selected_rounds(selection),
+            rounds=None if selection is None or has_trees else factory.selected_rounds(selection),
             scheduler=scheduler,
             attachments=self.attachments,
             features=self._features,
@@ -137,7 +137,8 @@ class StepLoop:
         turn = self._selections.step(self._settle)
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
-            self._end_step(now_s, is_timed=False)
+            began_s = self._selections.began_s if turn is Turn.DONE else None
+            self._end_step(now_s if began_s is None else began_s, is_timed=began_s is not None)
         return self._step(now_s) if turn is Turn.ELSEWHERE else turn is Turn.DONE
 
     def _step(self, now_s: float) -> bool:

@@ -74,7 +74,6 @@ def test_what_would_not_be_exact_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speculative-adaptive",), "--draft remote needs --speculative-adaptive=false"),
         (("--speculative-fallback", "ngram"), "needs --speculative-fallback none; it is ngram"),
         (("--tp-size", "2"), "the model on one device; --tp-size is 2"),
         ((*EMBEDDED, "--tp-size", "2"), "the model on one device; --tp-size is 2"),

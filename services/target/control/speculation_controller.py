@@ -75,6 +75,17 @@ class SpeculationController:
         """What sequences do that may have drafts."""
         return Stance.ON if self._config is None else self.referee.stance
 
+    @property
+    def verifies_whole_trees(self) -> bool:
+        """Whether trees are verified as drafts send them: nothing is chosen, or speculation is
+        known to pay, or not to be switched off, and cutting is seldom worth it."""
+        if self._config is None:
+            return True
+        regime = self.referee.regime
+        pays = regime is not None and regime.pays and not self.referee.is_settling
+        is_on = self.stance is Stance.ON and (pays or self.referee.is_bound)
+        return is_on and self._cuts.are_rare
+
     def take_counts(self) -> SpeculationCounts:
         """Returns the counts since the last call."""
         counts, self._counts = self._counts, SpeculationCounts()
@@ -144,6 +155,10 @@ class SpeculationController:
         """A turn of the loop begins; see `TurnAccount.wake`."""
         self._counts.waiting_s += self._turns.wake(now_s, was_idle=was_idle)
 
+    def go_on(self) -> None:
+        """A turn ends that began with the end of the last one: nobody waited."""
+        self._turns.go_on()
+
     def judge(
         self, courses: SequenceOf[Course], num_decoding: int, *, is_warming: bool = False
     ) -> None:
@@ -186,6 +201,7 @@ class SpeculationController:
         num_plain: int,
         num_stepping: int,
         num_late: int,
+        is_whole: bool = False,
     ) -> list[Kept | None]:
         """Revises what is wanted, and cuts the trees that are here.
 
@@ -195,6 +211,7 @@ class SpeculationController:
             num_plain: sequences that decode and have none.
             num_stepping: sequences of both that step now.
             num_late: sequences whose trees drafts are working on.
+            is_whole: trees are verified whole, whatever pays.
 
         Returns:
             For each of `ready` what to verify; None is the whole tree.
@@ -217,7 +234,11 @@ class SpeculationController:
         freedom = self.referee.freedom
         if freedom is Freedom.NONE:
             return [None] * len(ready)
-        cuts = self._cuts.of(ready, num_stepping, may_probe=freedom is Freedom.ANY)
+        may_probe = freedom is Freedom.ANY and not is_whole
+        cuts = self._cuts.of(ready, num_stepping, may_probe=may_probe)
+        self._cuts.count(cuts)
+        if is_whole:
+            return [None] * len(ready)
         for each, kept in zip(ready, cuts, strict=True):
             if kept is not None:
                 self._counts.num_cut_nodes += len(each.tree) - len(kept.nodes)

@@ -14,6 +14,11 @@ from shared.tokens import TokenTree
 NOT_WORTH_CUTTING = 1.01
 """Trees are verified whole where their rows make a step at most this much longer."""
 
+MOST_CUT = 0.25
+"""Share of the steps with trees in which some are worth cutting, from which on that is no
+rarity."""
+
+SHARE_SMOOTHING = 0.1
 LARGEST_AGE = 256
 """Steps after which the time of a plain one is measured again."""
 
@@ -38,6 +43,18 @@ class TreeCuts:
     def __init__(self, costs: DecodeCosts, budget: ProbeBudget) -> None:
         self._costs = costs
         self._budget = budget
+        self._share = 0.0
+
+    @property
+    def are_rare(self) -> bool:
+        """Whether trees could as well be verified whole."""
+        return self._share < MOST_CUT
+
+    def count(self, cuts: SequenceOf[Kept | None]) -> None:
+        """Takes in what was worth keeping of the trees of a step."""
+        if cuts:
+            is_any = any(kept is not None for kept in cuts)
+            self._share += SHARE_SMOOTHING * (is_any - self._share)
 
     def of(self, ready: SequenceOf[Ready], num_rows: int, *, may_probe: bool) -> list[Kept | None]:
         """Returns for each tree what to verify; None is the whole tree, as for fixed shapes.

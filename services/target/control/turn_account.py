@@ -45,6 +45,11 @@ class TurnAccount:
         self._turn.elapsed_s += between_s
         return between_s if was_idle or self._was_idle else 0.0
 
+    def go_on(self) -> None:
+        """This turn began when the last one ended."""
+        if self._ended_s is not None:
+            self._woken_s = self._ended_s
+
     def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
         """Has the referee decide, unless what runs is neither plain decoding nor the speculation
         that it decides on: where trees are fixed, few sequences want any, or a fan-out is tried.

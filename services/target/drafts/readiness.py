@@ -39,14 +39,14 @@ class Readiness:
         """
         self._controller.wake(now_s)
         self._assignments.leave_silent(now_s)
-        drafts = self._drafts.live
-        if drafts and self._controller.is_adaptive:
-            decoding = _decoding(running)
-            courses = [each.course for each in self._held(decoding)]
-            is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
-            self._judged_s = now_s
-            self._controller.judge(courses, len(decoding), is_warming=is_warming)
+        if self._weigh(running, now_s):
             self._assignments.follow(running, now_s)
+
+    def weigh(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """A round on the device has ended, and the next one may be under way: decides as `judge`
+        does, with every sequence where it is."""
+        self._controller.go_on()
+        self._weigh(running, now_s)
 
     def prepare(self, running: SequenceOf[Sequence], now_s: float) -> None:
         """A step is about to be planned: revises what is wanted, and cuts the trees that came."""
@@ -56,8 +56,16 @@ class Readiness:
         if now_s < self._hold_until_s:
             return
         self._cut(decoding, held, now_s)
-        if self._drafts.num_kinds > 1:
-            self._assignments.move_one(held, now_s)
+        self._move(held, now_s)
+
+    def prepare_round(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """As `prepare`, for a round on the device: that verifies whole trees, and leaves out the
+        sequences that wait for one."""
+        decoding = _decoding(running)
+        held = self._held(decoding)
+        self._hold_until_s = -math.inf
+        self._cut(decoding, held, now_s, is_whole=True)
+        self._move(held, now_s)
 
     def is_ready(self, sequence: Sequence, now_s: float) -> bool:
         """Whether a sequence can step: it has its candidate and none is gathered with it, or none
@@ -79,13 +87,34 @@ class Readiness:
             if assignment is not None:
                 assignment.is_stepping = True
 
+    def _weigh(self, running: SequenceOf[Sequence], now_s: float) -> bool:
+        """Has the controller decide whether speculation runs; whether there was anything to."""
+        drafts = self._drafts.live
+        if not (drafts and self._controller.is_adaptive):
+            return False
+        decoding = _decoding(running)
+        courses = [each.course for each in self._held(decoding)]
+        is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
+        self._judged_s = now_s
+        self._controller.judge(courses, len(decoding), is_warming=is_warming)
+        return True
+
+    def _move(self, held: SequenceOf[Assignment], now_s: float) -> None:
+        if self._drafts.num_kinds > 1:
+            self._assignments.move_one(held, now_s)
+
     def _held(self, decoding: SequenceOf[Sequence]) -> list[Assignment]:
         """Returns the places of those that are at drafts."""
         found = [self._assignments.get(sequence.sequence_id) for sequence in decoding]
         return [assignment for assignment in found if assignment is not None]
 
     def _cut(
-        self, decoding: SequenceOf[Sequence], held: SequenceOf[Assignment], now_s: float
+        self,
+        decoding: SequenceOf[Sequence],
+        held: SequenceOf[Assignment],
+        now_s: float,
+        *,
+        is_whole: bool = False,
     ) -> None:
         """Has the controller revise what drafts are asked for, and cut the trees that are here."""
         ready = [
@@ -102,6 +131,7 @@ class Readiness:
             num_plain=len(decoding) - len(held),
             num_late=sum(each.is_late for each in held),
             num_stepping=sum(self.is_ready(sequence, now_s) for sequence in decoding),
+            is_whole=is_whole,
         )
         for (assignment, _), kept in zip(ready, cuts, strict=True):
             assignment.kept = kept

@@ -89,6 +89,9 @@ class TreeForecast:
     def _join(self, sequence: Sequence, trees: NextTrees, now_s: float) -> None:
         """A sequence that sits out takes part in the next round if it waits for nothing."""
         if self._readiness.is_ready(sequence, now_s):
+            assignment = self._assignment(sequence)
+            if assignment is not None:
+                assignment.kept = None  # rounds verify trees whole
             tree = self._assignments.candidate_tree(sequence)
             trees.add(sequence, tree, num_tokens=len(sequence.token_ids))
 

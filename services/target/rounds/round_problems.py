@@ -33,15 +33,9 @@ def round_problems(settings: TargetSettings) -> list[str]:
 
 def _remote_problems(settings: TargetSettings) -> list[str]:
     """The device selects among whole trees that drafts have pushed."""
-    problems = []
-    if settings.speculative_adaptive:
-        problems.append(
-            f"{_FLAG} with --draft remote needs --speculative-adaptive=false: trees are cut on the "
-            f"host"
-        )
-    if settings.speculative_fallback is not Fallback.NONE:
-        problems.append(
-            f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
-            f"{settings.speculative_fallback.value}, whose trees are made on the host"
-        )
-    return problems
+    if settings.speculative_fallback is Fallback.NONE:
+        return []
+    return [
+        f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
+        f"{settings.speculative_fallback.value}, whose trees are made on the host"
+    ]

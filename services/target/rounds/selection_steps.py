@@ -44,6 +44,9 @@ class Turn(enum.Enum):
 class SelectionSteps:
     """Takes the loop's step where it can be such a round. Owned by the engine thread.
 
+    Attributes:
+        began_s: when the round began that the last step has committed; None where that was none.
+
     Args:
         rounds: None leaves every step to the general path.
         host_gap: that of the loop.
@@ -76,6 +79,7 @@ class SelectionSteps:
         self._forecast = TreeForecast(scheduler, attachments, clock)
         self._early = EarlyLaunch()
         self._launched: deque[SelectedRound] = deque()
+        self.began_s: float | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -97,7 +101,7 @@ class SelectionSteps:
             WAITING where there is nothing to do but to wait for the device or for drafts, and
             ELSEWHERE where the step is the general path's.
         """
-        rounds = self._rounds
+        rounds, self.began_s = self._rounds, None
         if rounds is None:
             return Turn.ELSEWHERE
         if not self._suits(rounds):
@@ -146,6 +150,7 @@ class SelectionSteps:
             and all(map(self._takes, running))
             and len(self._wanted_features) <= 1
             and all(each.is_elsewhere for each in self._attachments.drafts.live)
+            and self._verifies_whole_trees
             and not self._leave_silent()
         )
 
@@ -154,6 +159,13 @@ class SelectionSteps:
         path."""
         assignments = self._attachments.assignments
         return self._attachments.drafts.are_some_silent and assignments.any_leaves(self._clock())
+
+    @property
+    def _verifies_whole_trees(self) -> bool:
+        """Whether a controller that chooses leaves all trees as they are, and drafts for all."""
+        controller = self._attachments.controller
+        is_for_all = not (controller.is_adaptive and self._attachments.assignments.num_paused)
+        return is_for_all and controller.verifies_whole_trees
 
     @property
     def _wanted_features(self) -> dict[str, FeatureSpec]:
@@ -209,6 +221,7 @@ class SelectionSteps:
         elif not rounds.is_done:
             return Turn.WAITING
         self._commit(rounds)
+        self._attachments.readiness.weigh(self._scheduler.running, self._clock())
         if not self._launched and self._suits(rounds):
             self._launch_ready(rounds, is_idle=False)
         return Turn.DONE
@@ -231,7 +244,7 @@ class SelectionSteps:
         shape = rounds.prepare(trees.prepared)
         if shape is not None:
             readiness = self._attachments.readiness
-            readiness.prepare(self._scheduler.running, self._clock())
+            readiness.prepare_round(self._scheduler.running, self._clock())
             readiness.begin_rounds(trees.sure)
         return shape
 
@@ -249,4 +262,6 @@ class SelectionSteps:
         if next_round is None:
             self._host_gap.read(now_s)
         self._take_offers()
-        self._early.timed(self._commits.commit(round_, results, next_round, now_s))
+        duration_s = self._commits.commit(round_, results, next_round, now_s)
+        self._early.timed(duration_s)
+        self.began_s = now_s - duration_s
