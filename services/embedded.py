@@ -42,7 +42,7 @@ from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.rounds.round_source import RoundSource
 from services.target.verifier import VerificationMode
-from shared.errors import EngineFailed, FailedPrecondition, QueueFull
+from shared.errors import EngineFailed, FailedPrecondition, QueueFull, Unavailable
 from shared.tokens import Verdict
 
 logger = logging.getLogger(__name__)
@@ -119,11 +119,15 @@ class EmbeddedDraft:
         self._draft.stop()
 
     def _deliver(self, output: Output) -> None:
-        """Takes what the draft engine has to say; called on its thread."""
-        if isinstance(output, CandidatesReady):
-            self._target.offer(ATTACHMENT_ID, output.candidates, output.report)
-        elif isinstance(output, SequencesReleased):
-            self._target.release(ATTACHMENT_ID, output.sequence_ids)
+        """Takes what the draft engine has to say; called on its thread. A target that stops, or is
+        that far behind, goes on without: it never breaks its draft."""
+        try:
+            if isinstance(output, CandidatesReady):
+                self._target.offer(ATTACHMENT_ID, output.candidates, output.report)
+            elif isinstance(output, SequencesReleased):
+                self._target.release(ATTACHMENT_ID, output.sequence_ids)
+        except (QueueFull, EngineFailed, Unavailable) as error:
+            logger.debug("the target did not hear the embedded draft: %s", error.message)
 
     def _link_terms(self, max_sequences: int) -> LinkTerms:
         return LinkTerms(

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
 import torch
 
@@ -34,7 +33,6 @@ from shared.runtime.runner import ModelRunner
 from shared.runtime.shortage import Shortage, is_shortage
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -104,8 +102,9 @@ class Engine:
         Raises:
             InvalidArgument: the request can never be served.
             QueueFull: the engine is behind. A full admission queue arrives as a `Failed` event.
+            EngineFailed: the engine thread died.
+            Unavailable: the engine is stopping.
         """
-        self._check_alive()
         self.limits.check(request)
         self._inbox.post(lambda: self._loop.new_sequences.queue(request, sink, key))
 
@@ -138,8 +137,11 @@ class Engine:
         return spec.width(hidden_size)
 
     def attach(self, attachment: Attachment) -> None:
-        """Adds a draft; running sequences without one are handed to it."""
-        self._check_alive()
+        """Adds a draft; running sequences without one are handed to it.
+
+        Raises:
+            QueueFull, EngineFailed, Unavailable: as by `submit`.
+        """
         self._inbox.post(lambda: self._loop.attach(attachment))
 
     def detach(self, attachment_id: str) -> None:
@@ -153,12 +155,20 @@ class Engine:
         report: DraftReport = NO_REPORT,
     ) -> None:
         """Takes candidates that a draft pushed, with what it says of itself; a step in progress
-        still sees them."""
+        still sees them.
+
+        Raises:
+            QueueFull, EngineFailed, Unavailable: as by `submit`.
+        """
         self._loop.drafts.offers.append(Offer(attachment_id, candidates, report, self._clock()))
         self._inbox.post(self._loop.drafts.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
-        """A draft hands sequences back."""
+        """A draft hands sequences back.
+
+        Raises:
+            QueueFull, EngineFailed, Unavailable: as by `submit`.
+        """
         self._inbox.post(lambda: self._loop.drafts.release(attachment_id, sequence_ids))
 
     # From any thread: operators.
@@ -175,15 +185,15 @@ class Engine:
 
     def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:
         """Returns the live drafts, oldest first, with what is wanted of them."""
-        return self._call(self._loop.statuses)
+        return self._inbox.call(self._loop.statuses)
 
     def gauges(self) -> Future[EngineGauges]:
         """Returns the live figures."""
-        return self._call(self._loop.gauges)
+        return self._inbox.call(self._loop.gauges)
 
     def flush_prefix_cache(self) -> Future[int]:
         """Frees every cached page no sequence reads; returns how many."""
-        return self._call(self._flush)
+        return self._inbox.call(self._flush)
 
     def start(self) -> None:
         """Starts the engine thread."""
@@ -193,6 +203,7 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the engine thread after the step it is in; requests still running fail."""
+        self._inbox.close(Unavailable.draining)
         self._stop.set()
         if self._thread is not None:
             self._inbox.post_end(lambda: None)  # wakes it
@@ -232,6 +243,7 @@ class Engine:
                 logger.critical("no memory for a step: %s; or --chunked-prefill-size", advice)
             logger.exception("the engine failed")
             self._failed.set()
+            self._inbox.close(EngineFailed.of)
             self._inbox.run_all()
             self._loop.fail_all(EngineFailed.of())
 
@@ -240,13 +252,3 @@ class Engine:
         patience_s = self._loop.patience_s()
         is_idle = patience_s is None
         self._inbox.run_all(wait_s=0.0 if is_idle and self._loop.prepare_next() else patience_s)
-
-    def _call(self, function: Callable[[], T]) -> Future[T]:
-        self._check_alive()
-        return self._inbox.call(function)
-
-    def _check_alive(self) -> None:
-        if self._failed.is_set():
-            raise EngineFailed.of()
-        if self._stop.is_set():
-            raise Unavailable.draining()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from shared.errors import QueueFull
+from shared.errors import OutriderError, QueueFull
 
 T = TypeVar("T")
 Command = Callable[[], None]
@@ -16,32 +17,53 @@ Command = Callable[[], None]
 class Inbox:
     """Commands for the engine thread, run in order at the start of a step.
 
-    Posting never blocks and drops nothing. What asks for work is refused when the inbox is full;
-    what ends work never is, or the engine would go on with what nobody waits for.
+    Posting never waits for the engine and drops nothing. What asks for work is refused when the
+    inbox is full or closed; what ends work never is, or the engine would go on with what nobody
+    waits for.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._refusal: Callable[[], OutriderError] | None = None
+        self._closing = threading.Lock()
 
     def post(self, command: Command) -> None:
         """Queues a command.
 
         Raises:
             QueueFull: the engine is that far behind.
+            OutriderError: the inbox is closed; see `close`.
         """
-        num_waiting = self._commands.qsize()
-        if num_waiting >= self._capacity:
-            raise QueueFull.of(num_waiting, self._capacity)
-        self._commands.put(command)
+        with self._closing:
+            if self._refusal is not None:
+                raise self._refusal()
+            num_waiting = self._commands.qsize()
+            if num_waiting >= self._capacity:
+                raise QueueFull.of(num_waiting, self._capacity)
+            self._commands.put(command)
 
     def post_end(self, command: Command) -> None:
         """Queues a command that ends what an earlier one began; no more of them come than of
         those, so they need no bound."""
         self._commands.put(command)
 
+    def close(self, refusal: Callable[[], OutriderError]) -> None:
+        """Refuses work from now on. Whatever was taken before is in the queue once this returns, so
+        that a last `run_all` leaves nobody without an answer.
+
+        Args:
+            refusal: what to tell those who come later; that of the first `close` counts.
+        """
+        with self._closing:
+            self._refusal = self._refusal or refusal
+
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Queues a function and returns the future of its result."""
+        """Queues a function and returns the future of its result.
+
+        Raises:
+            OutriderError: see `post`.
+        """
         future: Future[T] = Future()
 
         def run() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.draft.events import CandidatesReady, SequencesReleased
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
@@ -129,6 +130,17 @@ async def test_other_tokenizer_is_refused_at_start(folder: Path, tmp_path: Path)
     with pytest.raises(FailedPrecondition, match="tokenizer"):
         await process.start()
     await process.stop(grace_s=0.0)
+
+
+def test_target_that_has_stopped_does_not_break_its_draft(folder: Path) -> None:
+    settings, draft_settings = read_settings(_arguments(folder), {})
+    assert draft_settings is not None
+    engine = build_engine(settings, lambda report: None)
+    draft = build_embedded_draft(engine, settings, draft_settings)
+    engine.stop()
+    for output in (CandidatesReady(1, ()), SequencesReleased(1, (1,))):
+        draft.port._deliver(output)
+    draft.port.stop()
 
 
 def test_flag_that_neither_knows_is_refused(folder: Path) -> None:

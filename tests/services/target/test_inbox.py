@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from services.target.engine import Engine
 from services.target.inbox import Inbox
-from shared.errors import QueueFull
+from services.target.requests.request import Failed, ModelLimits
+from shared.errors import EngineFailed, OutriderError, QueueFull, Unavailable
 from shared.models.decoder import Decoder
 from tests.helpers.engines import Collector, build_engine, request, settle, tiny_decoder
 
@@ -57,6 +60,52 @@ def test_a_waiting_engine_is_woken_by_a_command() -> None:
         inbox.post(lambda: ran.append(1))
         waiting.result()
     assert ran == [1]
+
+
+def test_closed_inbox_refuses_work_and_still_runs_what_came_before() -> None:
+    inbox, ran = Inbox(2), []
+    inbox.post(lambda: ran.append(1))
+    inbox.close(Unavailable.draining)
+    inbox.close(EngineFailed.of)
+    for ask in (inbox.post, inbox.call):
+        with pytest.raises(Unavailable):
+            ask(lambda: ran.append(9))
+    inbox.post_end(lambda: ran.append(2))
+    inbox.run_all()
+    assert ran == [1, 2]
+
+
+def _stop(engine: Engine) -> None:
+    engine.stop()
+    engine._run()
+
+
+def _break(engine: Engine) -> None:
+    def fail() -> None:
+        raise RuntimeError("broken on purpose")
+
+    engine._inbox.post(fail)
+    engine._run()
+
+
+@pytest.mark.parametrize(("end", "error"), [(_stop, Unavailable), (_break, EngineFailed)])
+def test_nobody_waits_for_an_engine_that_ended_meanwhile(
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[Engine], None],
+    error: type[OutriderError],
+) -> None:
+    """A request is either refused or told how it ended, wherever between it finds the end."""
+    engine, sink = build_engine(decoder), Collector()
+    engine.submit(request([1, 2, 3]), sink, 0)
+    monkeypatch.setattr(ModelLimits, "check", lambda self, asked: end(engine))
+    with pytest.raises(error):
+        engine.submit(request([1, 2, 3]), sink, 1)
+    with pytest.raises(error):
+        engine.gauges()
+    [told] = sink.events[0]
+    assert isinstance(told, Failed)
+    assert isinstance(told.error, error)
 
 
 def test_cancel_reaches_an_engine_whose_inbox_is_full(decoder: Decoder) -> None:
