@@ -9,6 +9,7 @@ from pathlib import Path
 from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys_from_texts
 from gateway.limits import RequestLimits
 from gateway.output.families import ReasoningParser, ToolCallParser
+from shared.addresses import address_problems
 from shared.errors import SettingsError
 from shared.service_settings import DialingSettings, tls_problems
 from shared.settings import setting
@@ -36,10 +37,10 @@ class GatewaySettings(DialingSettings):
     )
 
     target: tuple[str, ...] = setting(
-        ("127.0.0.1:50051",), "host:port of a target; repeat the flag for several"
+        ("127.0.0.1:50051",), "HOST:PORT of a target, or unix:PATH; repeat the flag for several"
     )
     target_maintenance: tuple[str, ...] = setting(
-        (), "host:port of a target's maintenance port, for /flush_cache; repeat for several"
+        (), "HOST:PORT of a target's maintenance port, for /flush_cache; repeat for several"
     )
     tokenizer: Path = setting(
         DEMO_MODEL, "folder with tokenizer.json, chat template and generation_config.json"
@@ -106,6 +107,8 @@ class GatewaySettings(DialingSettings):
 
     def __post_init__(self) -> None:
         problems = tls_problems(self, lambda: self.http_tls)
+        problems += address_problems("--target", self.target)
+        problems += address_problems("--target-maintenance", self.target_maintenance)
         try:
             check_keys(self.api_keys)
         except SettingsError as error:

@@ -42,7 +42,7 @@ class DraftSettings(DialingSettings):
     """Everything that can be set; the flag's help says what each is."""
 
     target: tuple[str, ...] = setting(
-        ("127.0.0.1:50051",), "address of a target to dial; repeat for several"
+        ("127.0.0.1:50051",), "HOST:PORT of a target to dial, or unix:PATH; repeat for several"
     )
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(50061, "port of DraftService", minimum=0, maximum=65535)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.draft.algorithm import Algorithm
+from shared.addresses import address_problems
 from shared.model_options import device_problems
 from shared.service_settings import tls_problems
 from shared.settings_field import declared_fields
@@ -162,6 +163,7 @@ def _window_problems(settings: DraftSettings) -> tuple[str, ...]:
 
 
 def _target_problems(settings: DraftSettings) -> tuple[str, ...]:
-    if settings.target and len(set(settings.target)) == len(settings.target):
-        return ()
-    return ("--target: give at least one address, and none twice",)
+    problems = address_problems("--target", settings.target)
+    if not settings.target or len(set(settings.target)) < len(settings.target):
+        problems += ("--target: give at least one address, and none twice",)
+    return problems

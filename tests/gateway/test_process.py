@@ -126,6 +126,12 @@ def test_targets_repeat_and_the_maintenance_port_follows_the_port() -> None:
     assert load().target == ("127.0.0.1:50051",)
 
 
+@pytest.mark.parametrize("flag", ["--target", "--target-maintenance"])
+def test_a_target_without_a_port_is_refused(flag: str) -> None:
+    with pytest.raises(SettingsError, match=f"{flag} is 'target'; it must be HOST:PORT"):
+        load(flag, "target")
+
+
 def test_the_key_is_not_shown() -> None:
     assert "sesame" not in str(shown_settings(load("--api-key", "sesame")))
 

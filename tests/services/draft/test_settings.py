@@ -102,6 +102,7 @@ def test_the_demo_draft_is_the_default_model() -> None:
         ((*NGRAM, "--speculative-draft-model-path", "/m"), "NGRAM has no model"),
         ((*NGRAM, "--speculative-ngram-min-bfs-breadth", "11"), "must not exceed"),
         (("--target", "a:1", "--target", "a:1"), "none twice"),
+        (("--target", "a"), "--target is 'a'; it must be HOST:PORT"),
         (("--log-level", "loud"), "--log-level is 'loud'; it must be one of"),
         (("--device", "tpu"), "'tpu' is not auto, cpu"),
         (("--speculative-draft-model-quantization", "int4"), "one of unquant, int8, fp8"),
