@@ -33,6 +33,7 @@ from tests.bench.pair import Pair, PairFailed, PairSettings, running_pair
 from tests.bench.passes import Load, answer_all, measure, set_mode
 from tests.bench.recording import record
 from tests.bench.round_svg import picture
+from tests.bench.scenario_file import write_scenarios
 from tests.bench.session import RequestFailed
 from tests.bench.widening import CannotWiden
 from tests.bench.wire_process import WireProcess, running_wire
@@ -76,10 +77,16 @@ class AheadBench:
         await self._hurt(first)
 
     async def _check_simulator(self, first: Compared) -> None:
-        if self.flags.check_simulator:
-            hop_ms = 1e3 * await self.pair.round_trip_s()
-            points = simulator_check.points(first, hop_ms)
-            self._say(f"round trip {hop_ms:.2f} ms", simulator_check.report(points))
+        if not self.flags.check_simulator:
+            return
+        hop_ms = 1e3 * await self.pair.round_trip_s()
+        points = simulator_check.points(first, hop_ms)
+        self._say(f"round trip {hop_ms:.2f} ms", simulator_check.report(points))
+        path: Path | None = self.flags.scenario
+        if path is not None:
+            used = simulator_check.measured(points, first.case)
+            await asyncio.to_thread(write_scenarios, path, used)
+            self._say(f"{path}: what the simulator was told, for tests.bench.simulate --check")
 
     async def _draw(self, first: Compared) -> None:
         path: Path | None = self.flags.timeline

@@ -38,6 +38,8 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {lowest}; it must be at least 1")
     if flags.delay_ms is not None and not 0.0 < flags.delay_ms <= 1000.0:
         parser.error(f"--delay-ms is {flags.delay_ms:g}; it must be in (0, 1000]")
+    if flags.scenario is not None and not flags.check_simulator:
+        parser.error("--scenario keeps what --check-simulator takes: give both")
     return flags
 
 
@@ -90,6 +92,12 @@ def _add_sections(parser: argparse.ArgumentParser) -> None:
         "--check-simulator",
         action="store_true",
         help="what `tests.bench.simulate` makes of the times of this run",
+    )
+    sections.add_argument(
+        "--scenario",
+        type=Path,
+        metavar="JSON",
+        help="file for these times, as `python -m tests.bench.simulate --check JSON` reads them",
     )
 
 

@@ -12,14 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.simulated_split import (
-    BadScenario,
-    Measured,
-    Prediction,
-    ScenarioFile,
-    predict,
-    read_scenarios,
-)
+from tests.bench.scenario_file import BadScenario, Measured, ScenarioFile, read_scenarios
+from tests.bench.simulated_split import Prediction, predict
 from tests.load.figures import table
 
 SCENARIOS = Path(__file__).with_name("scenarios.json")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.bench.ahead_report import Compared, hit_shares
-from tests.bench.passes import Mode, Pass
+from tests.bench.passes import Case, Mode, Pass
+from tests.bench.scenario_file import Measured
 from tests.bench.simulated_split import Curve, Scenario, predict
 from tests.load.figures import table
 
@@ -56,6 +57,14 @@ def report(found: list[Point]) -> str:
         for point in found
     ]
     return table(header, rows)
+
+
+def measured(found: list[Point], case: Case) -> list[Measured]:
+    """Returns the points as scenarios of a file, with which to predict them again."""
+    return [
+        Measured(f"{point.mode.name}; {case.name}", point.scenario, point.measured)
+        for point in found
+    ]
 
 
 def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:

@@ -37,6 +37,7 @@ def test_every_shape_is_tried_with_every_budget() -> None:
         (["--concurrency", "4", "0"], "--concurrency is 0; it must be at least 1"),
         (["--repeats", "0"], "--repeats is 0"),
         (["--delay-ms", "0"], r"--delay-ms is 0; it must be in \(0, 1000\]"),
+        (["--scenario", "x.json"], "--scenario keeps what --check-simulator takes: give both"),
         (["--widen", "8b", "--model", "x"], "leave --model out"),
     ],
 )

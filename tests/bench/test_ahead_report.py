@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from shared.tokens import TreeShape
-from tests.bench import ahead_report, delays, simulator_check
+from tests.bench import ahead_report, delays, simulate, simulator_check
 from tests.bench.ahead_report import Compared
 from tests.bench.passes import PLAIN, Case, Load, Mode, Pass
+from tests.bench.scenario_file import read_scenarios, write_scenarios
 from tests.bench.scrape import Foresight, add_counters
 from tests.bench.session import Answer
 from tests.helpers.series import every_series
@@ -156,6 +157,20 @@ def test_the_simulator_adds_up_times_of_the_synchronous_pass() -> None:
     assert simulator_check.report([plain]).splitlines()[1].split() == [
         *("plain", "80.0", "200.0", "+150.0", "%", "5.00", "0.00")
     ]
+
+
+def test_what_the_simulator_was_told_can_be_checked_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = simulator_check.points(_compared(), hop_ms=0.5)
+    file = tmp_path / "run.json"
+    write_scenarios(file, simulator_check.measured(points, Case(0.0, 1)))
+    again = read_scenarios(file).measured
+    assert [each.scenario for each in again] == [point.scenario for point in points]
+    assert [each.tokens_per_s for each in again] == [point.measured for point in points]
+    assert again[0].name == "plain; temperature 0, 1 at a time"
+    assert simulate.main(["--check", str(file)]) == 1
+    assert "+150.0 %" in capsys.readouterr().out
 
 
 def test_a_pass_has_as_many_prompts_as_are_asked_at_a_time() -> None:

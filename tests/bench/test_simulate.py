@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.scenario_file import BadScenario, read_scenarios, scenario_of
 from tests.bench.simulate import main
-from tests.bench.simulated_split import (
-    BadScenario,
-    Curve,
-    Scenario,
-    predict,
-    read_scenarios,
-    scenario_of,
-)
+from tests.bench.simulated_split import Curve, Scenario, predict
 
 # A step takes 10 ms whatever its rows, a draft forward 1 ms, the second level is accepted half as
 # often as the first: 1 + 0.8 + 0.8 × 0.5 = 2.2 tokens a round of two steps.
@@ -93,7 +87,11 @@ def test_curves_are_flat_outside_what_is_known() -> None:
         ({"acceptance": [2]}, r"acceptance is \[2\]"),
         ({"verify_ms": {}}, "verify_ms is {}"),
         ({"verify_ms": {"a": 1}}, "keys must be whole numbers"),
-        ({"verify_ms": {"1": -1}}, "negative"),
+        ({"verify_ms": {"1": "x"}}, "its keys must be whole numbers, its times numbers"),
+        ({"verify_ms": {"1": -1}}, "verify_ms holds -1; times must be above 0"),
+        ({"verify_ms": {"1": 0}}, "verify_ms holds 0; times must be above 0"),
+        ({"verify_ms": {"1": float("nan")}}, "verify_ms holds nan"),
+        ({"draft_step_ms": {"1": -1}}, "draft_step_ms holds -1; times must be at least 0"),
         ({"speed": 1}, "speed is unknown"),
         ({"is_asynchronous": "no"}, "is_asynchronous is 'no'; it must be true or false"),
     ],
