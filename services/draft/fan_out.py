@@ -18,25 +18,16 @@ class FanOut:
 
     Attributes:
         budget: conditional candidates a sequence and round; 0 drafts after each verdict only.
-        position_log_weights: added to a verdict's log probability, by the number of accepted
-            nodes; the last one holds for all beyond. For a controller that has measured where
-            fan-out pays.
         most: candidates for all sequences together, at least one each: a draft's rows are not
             free beyond a few hundred.
     """
 
     budget: int = 0
-    position_log_weights: tuple[float, ...] = ()
     most: int = 256
 
     def shared_by(self, num_sequences: int) -> FanOut:
         """Returns what each of that many sequences gets."""
         return replace(self, budget=min(self.budget, max(self.most // num_sequences, 1)))
-
-    def log_weight(self, position: int) -> float:
-        """Returns the correction of verdicts that accept `position` nodes."""
-        weights = self.position_log_weights
-        return weights[min(position, len(weights) - 1)] if weights else 0.0
 
 
 SYNCHRONOUS = FanOut()

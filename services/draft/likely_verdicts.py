@@ -53,7 +53,7 @@ def likely_verdicts(
             there are none, no verdict is foreseen.
     """
     # Bare tuples are compared several times as fast.
-    best = heapq.nsmallest(fan_out.budget, _verdicts(tree, continuations, shares, fan_out))
+    best = heapq.nsmallest(fan_out.budget, _verdicts(tree, continuations, shares))
     return [LikelyVerdict(*each) for each in best]
 
 
@@ -61,7 +61,6 @@ def _verdicts(
     tree: TokenTree,
     continuations: Sequence[Sequence[Continuation]],
     shares: RankShares,
-    fan_out: FanOut,
 ) -> Iterator[tuple[float, int, int, int]]:
     """Yields the fields of each verdict."""
     costs = [0.0]
@@ -70,8 +69,7 @@ def _verdicts(
         above = 0 if parent is None else parent + 1
         held[above].add(token)
         costs.append(costs[above] + _cost(continuations[above], token, shares))
-    for place, (depth, own) in enumerate(zip((0, *tree.depths), continuations, strict=True)):
-        before = costs[place] - fan_out.log_weight(depth)
+    for place, (before, own) in enumerate(zip(costs, continuations, strict=True)):
         for rank, (token, log_prob) in enumerate(own):
             if token not in held[place] and log_prob > -math.inf:
                 cost = before - shares.log_prob(rank, log_prob)

@@ -163,7 +163,7 @@ class OutcomeGrowth:
         for node in (self.tail.root, *self._index):
             if not node.is_computed or node.depth >= self._max_depth:
                 continue
-            before = self._log_prob(node) + self._fan_out.log_weight(node.depth)
+            before = self._log_prob(node)
             for rank, (token, log_prob) in enumerate(node.continuations):
                 child = node.children.get(token)
                 if log_prob > -math.inf and (child is None or child not in self._index):

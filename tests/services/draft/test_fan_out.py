@@ -14,12 +14,6 @@ def test_budget_is_shared_by_a_large_batch(num_sequences: int, expected: int) ->
     assert SYNCHRONOUS.shared_by(num_sequences).budget == 0
 
 
-def test_last_position_weight_holds_for_all_beyond() -> None:
-    fan_out = FanOut(8, position_log_weights=(-1.0, 0.5))
-    assert [fan_out.log_weight(position) for position in range(4)] == [-1.0, 0.5, 0.5, 0.5]
-    assert FanOut(8).log_weight(3) == 0.0
-
-
 def test_shares_begin_geometric_and_follow_what_is_observed() -> None:
     shares = RankShares()
     assert shares.share(0) > 1.9 * shares.share(1) > 3.6 * shares.share(2) > 0

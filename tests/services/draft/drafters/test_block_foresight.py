@@ -29,6 +29,8 @@ from tests.helpers.drafting import (
 from tests.helpers.head_oracle import Values, path_values
 
 SHORT = TreeShape(2, 2, 6)
+# More than there are verdicts to choose among.
+ALL = FanOut(10_000)
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.5)
 
 
@@ -113,8 +115,7 @@ def test_a_whole_block_is_foreseen_where_the_token_behind_it_was_scored(
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, shape, sequence)
-    fan_out = FanOut(5, position_log_weights=(*[0.0] * num_steps, 100.0))
-    drafter.foresight.begin(sequence, tree, shape, fan_out)
+    drafter.foresight.begin(sequence, tree, shape, ALL)
     block = drafter.foresight.advance()
     depths = {len(foreseen_tokens(tree, each)) - 1 for each in block}
     assert (num_steps in depths) == (num_steps < BLOCK_SIZE - 1)

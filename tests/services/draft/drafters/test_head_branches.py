@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from services.draft.drafters import likely_branches
 from services.draft.drafters.branch_passes import BranchPass
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import CONTEXT_MARGIN
+from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import LikelyVerdict, likely_verdicts
 from services.draft.sequence import DraftSequence
 from shared.models.heads.head import DraftHead
 from shared.tokens import Condition, TokenTree, TreeShape
@@ -316,16 +319,26 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
     assert _held_pages(twins) == 0
 
 
-def test_a_verdict_that_fills_the_context_gets_no_branch(twins: TwinDrafters) -> None:
+def test_a_verdict_that_fills_the_context_gets_no_branch(
+    twins: TwinDrafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is computed behind the leaves of a tree of one level, but its root is."""
     sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
     [tree] = propose(twins.whole, TreeShape(CONTEXT_MARGIN - 1, 1, CONTEXT_MARGIN), sequence)
     foresight = twins.whole.foresight
-    at_the_end = replace(FAN_OUT, position_log_weights=(*[0.0] * len(tree), 1000.0))
-    foresight.begin(sequence, tree, TreeShape(1, 1, 2), at_the_end)
+    chosen: list[LikelyVerdict] = []
+
+    def at_the_end(*arguments: Any) -> list[LikelyVerdict]:
+        verdicts = likely_verdicts(*arguments[:-1], FanOut(10_000))
+        chosen[:] = [each for each in verdicts if each.place == len(tree)]
+        return chosen
+
+    monkeypatch.setattr(likely_branches, "likely_verdicts", at_the_end)
+    foresight.begin(sequence, tree, TreeShape(1, 1, 2), FAN_OUT)
     proposals: list[Proposal] = []
     while foresight.has_work:
         proposals += foresight.advance()
+    assert chosen
     assert proposals == []
     twins.close(sequence)
     assert _held_pages(twins) == 0

@@ -168,20 +168,6 @@ def test_likeliest_verdicts_are_prepared_for_and_none_that_the_tree_holds(
         assert (condition.node_index, condition.bonus_token_id) not in children
 
 
-def test_position_weights_move_the_fan_out(decoder: Decoder) -> None:
-    found = []
-    for weights in ((0.0, -1e9), (-1e9, 0.0)):
-        bench = Bench(decoder, TreeShape(3, 1, 4))
-        bench.fan_out = FanOut(BUDGET, weights)
-        sequence = bench.open(1, _text(1, 12), SAMPLINGS[0])
-        [tree] = bench.propose(sequence)
-        bench.begin(sequence, tree)
-        nodes = {each.condition.node_index for each in bench.advance_all() if each.condition}
-        found.append(nodes)
-    assert found[0] == {None}
-    assert None not in found[1]
-
-
 @pytest.mark.parametrize(
     ("num_forwards", "in_passes"),
     [*((count, False) for count in range(5)), *((count, True) for count in range(6))],
