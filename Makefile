@@ -106,7 +106,7 @@ certs: $(STAMP) ## a trial authority with server and client certificates in .cer
 demo: $(STAMP) ## a streamed chat against a running `make serve`
 	@$(PY) -m gateway.demo $(ARGS)
 
-bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; on a GPU an 8B's, beside its floors
+bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; on a GPU an 8B's, and one table of all aims
 	@$(PY) -m tests.bench.choose $(ARGS)
 
 bench-drafters: $(STAMP) ## every drafter of the demo on the same prompts; ARGS="--prompts FILE"

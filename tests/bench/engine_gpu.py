@@ -29,8 +29,10 @@ from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams
+from tests.bench.decode_row import HEADER, DecodeRow
 from tests.bench.device_clock import copy_bandwidth, device_ms
 from tests.bench.engine_times import Answers, StepTimes
+from tests.bench.figure import add_figures_flag
 from tests.bench.gpu import (
     CUDA,
     LLAMA_8B,
@@ -123,9 +125,9 @@ def forward_ms(runner: ModelRunner, num_sequences: int) -> float:
     return device_ms(lambda: runner.run(batch).logits.argmax(-1))
 
 
-def lines(
+def decode_rows(
     runner: ModelRunner, num_sequences: int, bandwidth: float, sampling: SamplingParams
-) -> list[str]:
+) -> list[DecodeRow]:
     """Returns the rows of the table for one batch size."""
     floor_ms = product_floor_ms(runner.decoder, num_sequences)
     floor_ms += kv_bytes([chunk(MEAN_CONTEXT, 1)] * num_sequences) / bandwidth
@@ -137,16 +139,19 @@ def lines(
     same = sum(
         found[True].token_ids[key] == found[False].token_ids[key] for key in range(num_sequences)
     )
-    rows = []
-    for overlaps, each in found.items():
-        rows.append(
-            f"| {num_sequences} | {'on' if overlaps else 'off'} "
-            f"| {1e3 * num_sequences / each.step_ms:,.0f} | {each.step_ms:.3f} | {device:.3f} "
-            f"| {1e3 * (each.step_ms - device):.0f} | {each.gap_us:.0f} "
-            f"| {floor_ms:.3f} | {floor_ms / each.step_ms:.1%} | {each.whole_tokens_per_s:,.0f} "
-            f"| {same}/{num_sequences} |"
+    return [
+        DecodeRow(
+            batch=num_sequences,
+            overlaps=overlaps,
+            step_ms=each.step_ms,
+            device_ms=device,
+            gap_us=each.gap_us,
+            floor_ms=floor_ms,
+            whole_tokens_per_s=each.whole_tokens_per_s,
+            num_same=same,
         )
-    return rows
+        for overlaps, each in found.items()
+    ]
 
 
 def trace(runner: ModelRunner, num_sequences: int) -> str:
@@ -177,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--temperature", type=float, default=0.0)
+    add_figures_flag(parser)
     parser.add_argument("--trace", action="store_true", help="print what the device did")
     options = parser.parse_args()
     torch.cuda.init()
@@ -185,13 +191,12 @@ def main() -> None:
     sampling = SamplingParams(temperature=options.temperature, seed=1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"copy {bandwidth / 1e9:.2f} TB/s; plain decode by the engine, {sampling}")
-    print(
-        "| batch | overlap | tokens/s | step ms | device ms | beyond it, us | host gap, us "
-        "| floor ms | of floor | tokens/s with prefill | same tokens |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(HEADER)
     for num_sequences in options.batches:
-        print("\n".join(lines(runner, num_sequences, bandwidth, sampling)), flush=True)
+        for row in decode_rows(runner, num_sequences, bandwidth, sampling):
+            print(row, flush=True)
+            if not options.temperature:
+                options.figures.add(row.figures())
     if options.trace:
         for num_sequences in options.batches:
             print(trace(runner, num_sequences))

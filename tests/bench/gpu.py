@@ -6,11 +6,12 @@ ones cost. Times are device times, medians of repeats, unless the column says ot
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,16 @@ from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
 from tests.bench.device_clock import copy_bandwidth, device_ms
-from tests.bench.gpu_round import round_table
+from tests.bench.figure import add_figures_flag
+from tests.bench.forward_line import (
+    Company,
+    Line,
+    prefill_figure,
+    same_bits_figures,
+    verification_figure,
+)
+from tests.bench.gpu_round import round_lines
+from tests.bench.round_line import HEADER
 from tests.helpers.attention_batches import chunk, tree, with_pages
 
 CUDA = torch.device("cuda")
@@ -56,20 +66,6 @@ LLAMA_8B = ModelConfig(
     eos_token_ids=frozenset(),
     dtype=torch.bfloat16,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One row of the table."""
-
-    name: str
-    time_ms: float
-    floor_ms: float
-    note: str = ""
-
-    def __str__(self) -> str:
-        share = f"{self.floor_ms / self.time_ms:.0%}"
-        return f"| {self.name} | {self.time_ms:.2f} | {self.floor_ms:.2f} | {share} | {self.note} |"
 
 
 def random_decoder(config: ModelConfig) -> Decoder:
@@ -181,7 +177,7 @@ def prefill_line(runner: ModelRunner, rate: float) -> Line:
     return Line("prefill 8 × 2,048", time_ms, operations / rate, note)
 
 
-def same_bits(runner: ModelRunner) -> list[str]:
+def same_bits(runner: ModelRunner) -> list[Company]:
     """Says whether a row's logits depend on its company and on being the root of a tree."""
     rng = random.Random(2)
     alone = with_tokens([chunk(CONTEXT, 1)])[0]
@@ -191,13 +187,13 @@ def same_bits(runner: ModelRunner) -> list[str]:
         others = with_tokens([chunk(CONTEXT + 50, 1)] * count)
         moved = [replace(rows, pages=[page + 40 for page in rows.pages]) for rows in others]
         same = torch.equal(_first_logits(runner, [alone, *moved[1:]]), expected)
-        found.append(f"batch {count}: {'same' if same else 'other'} bits")
+        found.append(Company(f"batch {count}", same))
     for nodes in (8, 32, 48, 64):
         rows = with_tokens([tree(rng, start=CONTEXT, num_nodes=nodes)])[0]
         root = replace(rows, token_ids=[alone.token_ids[0], *rows.token_ids[1:]],
                        pages=[*alone.pages, *range(900, 910)])  # fmt: skip
         same = torch.equal(_first_logits(runner, [root]), expected)
-        found.append(f"root of {nodes} nodes: {'same' if same else 'other'} bits")
+        found.append(Company(f"root of {nodes} nodes", same))
     return found
 
 
@@ -220,11 +216,14 @@ def steady_lines(runner: ModelRunner, bandwidth: float) -> list[Line]:
             for each in (runner, steady)
         )
         note = f"{line.time_ms / free.time_ms - 1:+.0%} to the library's {free.time_ms:.2f} ms"
-        lines.append(replace(line, note=note))
+        lines.append(replace(line, note=note, free_ms=free.time_ms))
     return lines
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
+    add_figures_flag(parser)
+    figures = parser.parse_args().figures
     torch.cuda.init()
     bandwidth, rate = copy_bandwidth(), product_rate()
     decoder = random_decoder(LLAMA_8B)
@@ -236,20 +235,33 @@ def main() -> None:
     print(f"copy {bandwidth / 1e9:.2f} TB/s, product {rate / 1e9:.0f} TFLOP/s")
     print("| forward | ms | floor ms | of floor | |\n|---|---|---|---|---|")
     rng = random.Random(0)
+    lines: dict[tuple[int, int], Line] = {}
     for count in (1, 8, 64):
         sequences = [chunk(CONTEXT, 1)] * count
-        print(step_line(runner, f"plain decode, batch {count}", sequences, bandwidth), flush=True)
+        line = step_line(runner, f"plain decode, batch {count}", sequences, bandwidth)
+        lines[count, 1] = line
+        print(line, flush=True)
     for count in (1, 8):
         for nodes in (8, 32, 64):
             sequences = [tree(rng, start=CONTEXT, num_nodes=nodes) for _ in range(count)]
             name = f"verify {nodes} rows, batch {count}"
-            print(step_line(runner, name, sequences, bandwidth), flush=True)
-    print(prefill_line(runner, rate), flush=True)
-    print("\n".join(map(str, steady_lines(runner, bandwidth))), flush=True)
+            lines[count, nodes] = line = step_line(runner, name, sequences, bandwidth)
+            print(line, flush=True)
+    figures.add([verification_figure(lines[1, 1], lines[1, 32])])
+    prefill = prefill_line(runner, rate)
+    print(prefill, flush=True)
+    figures.add([prefill_figure(prefill)])
+    steady = steady_lines(runner, bandwidth)
+    print("\n".join(map(str, steady)), flush=True)
     for count in (1, 64):
         print(f"host gap, batch {count}: {host_gap_ms(runner, count) * 1e3:.0f} us")
-    print("; ".join(same_bits(runner)))
-    print("\n".join(round_table(decoder, pool)), flush=True)
+    found = same_bits(runner)
+    print("; ".join(map(str, found)))
+    figures.add(same_bits_figures(found, steady))
+    print(HEADER)
+    for each in round_lines(decoder, pool):
+        print(each, flush=True)
+        figures.add(each.figures())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ from shared.runtime.round_verification_fused import FusedRoundVerification
 from shared.speculation.tree_rows import TreeRows
 from shared.tokens import SamplingParams, TreeShape
 from tests.bench.force_jit import force_path
+from tests.bench.round_line import RoundLine
 
 CUDA = torch.device("cuda")
 PAGE_SIZE = 16
@@ -168,7 +169,7 @@ class RoundBench:
         runner.capture(batch, RoundSampling.of([sampling]))
         return runner
 
-    def line(self, name: str, tree: TreeShape, batch: int, sampling: SamplingParams) -> str:
+    def line(self, tree: TreeShape, batch: int, sampling: SamplingParams) -> RoundLine:
         """Measures one kind of round and returns its row of the table."""
         runner = self.runner(tree, batch, sampling)
         captured = runner.captured(batch, RoundSampling.of([sampling]))
@@ -179,11 +180,18 @@ class RoundBench:
         verification_ms = _replay_ms(captured.verification.replay)
         place_all(runner, batch, sampling)
         gap_us = 1e3 * (round_ms - _replayed_rounds_ms(captured))
-        floors = self._floors_ms(runner, batch)
-        return (
-            f"| {name} | {round_ms:.2f} | {draft_ms:.2f} | {floors[0]:.2f} | "
-            f"{verification_ms:.2f} | {floors[1]:.2f} | {gap_us:.0f} | "
-            f"{1e3 * tokens / round_ms:,.0f} |"
+        draft_floor_ms, verification_floor_ms = self._floors_ms(runner, batch)
+        return RoundLine(
+            tree=tree,
+            batch=batch,
+            temperature=sampling.temperature,
+            round_ms=round_ms,
+            draft_ms=draft_ms,
+            draft_floor_ms=draft_floor_ms,
+            verification_ms=verification_ms,
+            verification_floor_ms=verification_floor_ms,
+            gap_us=gap_us,
+            num_tokens=tokens,
         )
 
     def _floors_ms(self, runner: RoundRunner, batch: int) -> tuple[float, float]:
@@ -282,17 +290,13 @@ def _graphed(work: Callable[[], object]) -> float:
     return _replay_ms(graph.replay)
 
 
-def round_table(decoder: Decoder, pool: KvPool) -> list[str]:
-    """Returns the table of rounds."""
+def round_lines(decoder: Decoder, pool: KvPool) -> Iterator[RoundLine]:
+    """Yields the rows of the table of rounds."""
     bench = RoundBench(decoder, pool)
     greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3)
     chain, tree = TreeShape(5, 1, 6), TreeShape(5, 8, 32)
-    return [
-        "| round | ms | draft ms | its floor | verification ms | its floor | gap us | tokens/s |",
-        "|---|---|---|---|---|---|---|---|",
-        bench.line("chain of 5, batch 1", chain, 1, greedy),
-        bench.line("tree 5 × 8, 32 tokens, batch 1", tree, 1, greedy),
-        bench.line("tree 5 × 8, 32 tokens, batch 1, temperature 1", tree, 1, drawn),
-        bench.line("chain of 5, batch 8", chain, 8, greedy),
-        bench.line("tree 5 × 8, 32 tokens, batch 8", tree, 8, greedy),
-    ]
+    yield bench.line(chain, 1, greedy)
+    yield bench.line(tree, 1, greedy)
+    yield bench.line(tree, 1, drawn)
+    yield bench.line(chain, 8, greedy)
+    yield bench.line(tree, 8, greedy)

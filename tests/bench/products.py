@@ -10,30 +10,74 @@ does not.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.linear import LinearWeight, gated_linear, linear_partials
+from tests.bench.aims import figure
 from tests.bench.device_clock import copy_bandwidth, device_ms
+from tests.bench.figure import Figure, add_figures_flag
 from tests.load.figures import table
 
+VOCABULARY = "vocabulary"
 SIZES = {
     "queries, keys, values": (6144, 4096),
     "attention's output": (4096, 4096),
     "gates and values": (28672, 4096),
     "down": (4096, 14336),
-    "vocabulary": (128_256, 4096),
+    VOCABULARY: (128_256, 4096),
     "half of queries, keys, values": (3072, 4096),
     "half of attention's output": (4096, 2048),
     "half of gates and values": (14336, 4096),
     "half of down": (4096, 7168),
 }
 COUNTS = (1, 6, 32, 64)
+NUM_LAYERS = 32
 _MOST_BYTES = 2 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRow:
+    """One matrix, with microseconds for each of `COUNTS`.
+
+    Attributes:
+        bytes_us: of its bytes alone.
+    """
+
+    name: str
+    library_us: tuple[float, ...]
+    own_us: tuple[float, ...]
+    bytes_us: float
+
+    @property
+    def count_in_step(self) -> int:
+        """How often a step of one GPU multiplies with such a matrix."""
+        if self.name.startswith("half"):
+            return 0
+        return 1 if self.name == VOCABULARY else NUM_LAYERS
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row as text."""
+        pairs = zip(self.library_us, self.own_us, strict=True)
+        each = (f"{library:.1f} / {own:.1f}" for library, own in pairs)
+        return self.name, *each, f"{self.bytes_us:.1f}"
+
+
+def cost_figure(rows: Sequence[ProductRow]) -> Figure:
+    """Returns the time of a step's products over that of the library's, where it is greatest."""
+    bytes_us = sum(row.count_in_step * row.bytes_us for row in rows)
+    costs = []
+    for place, num_rows in enumerate(COUNTS):
+        library_us = sum(row.count_in_step * row.library_us[place] for row in rows)
+        own_us = sum(row.count_in_step * row.own_us[place] for row in rows)
+        costs.append((own_us / library_us, bytes_us / library_us, f"{num_rows} rows"))
+    return figure("cost of the same bits, products up to 64 rows", *max(costs))
 
 
 def microseconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
@@ -50,7 +94,7 @@ def microseconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> 
     return 1e3 * device_ms(graph.replay) / len(weights)
 
 
-def row(name: str, channels: int, depth: int, bandwidth: float) -> tuple[str, ...]:
+def measure(name: str, channels: int, depth: int, bandwidth: float) -> ProductRow:
     """Measures one matrix with several numbers of rows."""
     device = torch.device("cuda")
     size_bytes = 2 * channels * depth
@@ -61,21 +105,26 @@ def row(name: str, channels: int, depth: int, bandwidth: float) -> tuple[str, ..
     ]
     prepared = {weight: LinearWeight.prepare(weight) for weight in weights}
     ours = gated_linear if "gates" in name else linear_partials
-    cells = []
+    library_us, own_us = [], []
     for num_rows in COUNTS:
         inputs = torch.randn(num_rows, depth, device=device).to(torch.bfloat16)
-        library = microseconds(lambda weight, rows=inputs: F.linear(rows, weight), weights)
-        own = microseconds(lambda weight, rows=inputs: ours(rows, prepared[weight]), weights)
-        cells.append(f"{library:.1f} / {own:.1f}")
-    return name, *cells, f"{1e3 * size_bytes / bandwidth:.1f}"
+        library_us.append(microseconds(lambda weight, rows=inputs: F.linear(rows, weight), weights))
+        own_us.append(
+            microseconds(lambda weight, rows=inputs: ours(rows, prepared[weight]), weights)
+        )
+    return ProductRow(name, tuple(library_us), tuple(own_us), 1e3 * size_bytes / bandwidth)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench-products", description=__doc__)
+    add_figures_flag(parser)
+    flags = parser.parse_args()
     bandwidth = copy_bandwidth()
-    rows = [row(name, *size, bandwidth) for name, size in SIZES.items()]
+    rows = [measure(name, *size, bandwidth) for name, size in SIZES.items()]
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.2f} TB/s; microseconds")
     heads = (f"{count} rows: library / parts" for count in COUNTS)
-    print(table(("product", *heads, "bytes alone"), rows))
+    print(table(("product", *heads, "bytes alone"), [row.cells() for row in rows]))
+    flags.figures.add([cost_figure(rows)])
     return 0
 
 

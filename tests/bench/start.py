@@ -35,7 +35,8 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
-from tests.bench.start_parts import Part, Start, report, told
+from tests.bench.figure import add_figures_flag
+from tests.bench.start_parts import FIRST_TOKEN, Part, Start, first_token_figure, report, told
 from tests.bench.wide_folders import widened, widened_with_head
 
 DEMO_HEADS = DEMO_MODEL.parent / "heads"
@@ -87,7 +88,7 @@ async def _start(plan: Plan, log: Path) -> Start:
             second = await _first_token_s(port)
         seen["first token of request 1"] = Part(first)
         seen["first token of request 2"] = Part(second)
-        seen["start to first token"] = Part(seen["start to SERVING"].seconds + first)
+        seen[FIRST_TOKEN] = Part(seen["start to SERVING"].seconds + first)
     return {**told(_text(log)), **seen}
 
 
@@ -207,26 +208,30 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cold-kernels", action="store_true", help="compile at every start")
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--target-flags", default="", help="further flags of the target")
+    add_figures_flag(parser)
     return parser.parse_args(arguments)
 
 
-async def run(flags: argparse.Namespace) -> str:
-    """Returns the table of the starts that the flags ask for.
+async def run(flags: argparse.Namespace) -> list[Start]:
+    """Returns the parts of the starts that the flags ask for.
 
     Raises:
         StartFailed: a start came to no token.
     """
     plan = Plan(target_arguments(flags), flags.repeats, flags.cold_kernels, flags.timeout_s)
     with tempfile.TemporaryDirectory(prefix="outrider-bench-start-") as name:
-        return report(await measure(plan, Path(name)))
+        return await measure(plan, Path(name))
 
 
 def main() -> int:
+    flags = parse(sys.argv[1:])
     try:
-        print(asyncio.run(run(parse(sys.argv[1:]))))
+        starts = asyncio.run(run(flags))
     except (StartFailed, subprocess.CalledProcessError) as error:
         print(f"bench-start: {error}", file=sys.stderr)
         return 1
+    print(report(starts))
+    flags.figures.add([first_token_figure(starts)])
     return 0
 
 

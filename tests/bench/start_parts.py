@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.telemetry.start_up import MESSAGE, SERVING
+from tests.bench.aims import figure
+from tests.bench.figure import Figure
 from tests.load.figures import table
+
+FIRST_TOKEN = "start to first token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,13 @@ def told(log: str) -> dict[str, Part]:
         parts["between them"] = Part(total.seconds - others)
         parts[SERVING] = total
     return parts
+
+
+def first_token_figure(starts: Sequence[Start]) -> Figure:
+    """Returns the median of the starts behind the first one, or what there is."""
+    seconds = [start[FIRST_TOKEN].seconds for start in starts]
+    note = f"first start {seconds[0]:.1f} s"
+    return figure("start to the first token", statistics.median(seconds[1:] or seconds), note=note)
 
 
 def report(starts: Sequence[Start]) -> str:

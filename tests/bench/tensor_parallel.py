@@ -26,7 +26,10 @@ from shared.layers.memory import linears
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner
-from tests.bench.wide import CHAIN, HEADER, Plan, WideBench
+from tests.bench.aims import figure
+from tests.bench.figure import Figure, add_figures_flag
+from tests.bench.mode_row import HEADER, ModeRow
+from tests.bench.wide import CHAIN, Plan, WideBench
 from tests.bench.wide_engine import Run, serve, warm_up
 from tests.load.figures import table
 
@@ -56,7 +59,7 @@ class ParallelBench:
         target = self._wide.pair.target
         target.write(self._folder, dtype=plan.dtype, shard_size_bytes=2 * 10**9)
 
-    def rows(self, sizes: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    def rows(self, sizes: tuple[int, ...]) -> Iterator[ModeRow]:
         """Yields the rows of the table; answers are compared with plain ones of the same size."""
         head = self._wide.pair.eagle3(self._folder.parent, self.plan.dtype)
         drafting = self._wide.eagle3(head, CHAIN)
@@ -72,29 +75,33 @@ class ParallelBench:
                 for batch in self.plan.batches:
                     prompts = self._wide.prompts[:batch]
                     plain = serve(runner, prompts, self.plan.output_tokens)
-                    yield self._row(f"{size} × plain", batch, plain, plain, runner.decoder)
+                    yield self._row(plain_mode(size), plain, plain, runner.decoder)
                     warm_up(runner, prompts, drafting)
                     drafted = serve(runner, prompts, self.plan.output_tokens, drafting)
-                    yield self._row(f"{size} × EAGLE3", batch, drafted, plain, runner.decoder)
+                    yield self._row(f"{size} × EAGLE3", drafted, plain, runner.decoder)
                 del runner
             finally:
                 if followers is not None:
                     followers.stop()
 
-    def _row(
-        self, name: str, batch: int, run: Run, plain: Run, decoder: Decoder
-    ) -> tuple[str, ...]:
-        first = self._plain.setdefault(batch, plain)
-        same = sum(left == right for left, right in zip(run.answers, plain.answers, strict=True))
+    def _row(self, mode: str, run: Run, plain: Run, decoder: Decoder) -> ModeRow:
+        first = self._plain.setdefault(len(run.answers), plain)
         weight_bytes = sum(layer.dense().nbytes for layer in linears(decoder))
         bandwidth = self._wide.bandwidth
         floor_ms = weight_bytes / bandwidth if bandwidth else 0.0
-        return (
-            name, str(batch), f"{run.tokens_per_s:,.0f}",
-            f"{run.tokens_per_s / first.tokens_per_s:.2f}", f"{run.tokens_a_round:.2f}",
-            f"{run.round_ms:.2f}", f"{floor_ms:.2f}", f"{floor_ms / run.round_ms:.0%}",
-            f"{same}/{batch}",
-        )  # fmt: skip
+        return ModeRow.of(mode, None, run, floor_ms, base=first, plain=plain)
+
+
+def plain_mode(size: int) -> str:
+    """Returns what rows call plain decoding by so many processes."""
+    return f"{size} × plain"
+
+
+def speed_up(row: ModeRow, sizes: tuple[int, ...]) -> Iterator[Figure]:
+    """Yields how much faster two GPUs decode than one, from the row that says so."""
+    if sizes[0] == 1 and row.mode == plain_mode(2) and row.batch == 1:
+        note = f"{row.round_ms:.2f} ms"
+        yield figure("TP 2 over one GPU, batch 1", row.over_plain, row.over_plain_at_floor, note)
 
 
 def announcement(group: TensorGroup, runner: ModelRunner) -> str:
@@ -118,6 +125,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--scratch", type=Path, help="folder for 17 GB; a temporary one when unset")
+    add_figures_flag(parser)
     flags = parser.parse_args()
     if sum(size > 1 for size in flags.sizes) > 1:
         # See `open_peer_slots`.
@@ -128,8 +136,9 @@ def main() -> int:
         bench = ParallelBench(plan, Path(scratch))
         rows = []
         for row in bench.rows(tuple(flags.sizes)):
-            print(" | ".join(row), flush=True)
-            rows.append(row)
+            print(" | ".join(row.cells()), flush=True)
+            rows.append(row.cells())
+            flags.figures.add(speed_up(row, tuple(flags.sizes)))
     print(table(("GPUs × mode", *HEADER[1:]), rows))
     return 0
 

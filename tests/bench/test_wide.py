@@ -12,8 +12,9 @@ from shared.model_options import Dtype
 from shared.tokens import TreeShape
 from tests.bench.draft_parallel import DraftBench, DraftPlan
 from tests.bench.head_ahead import LEVELS, PASSES, HeadBench, HeadPlan
+from tests.bench.mode_row import CHOSEN, ON_DEVICE
 from tests.bench.tensor_parallel import ParallelBench
-from tests.bench.wide import Plan, WideBench, check_equality
+from tests.bench.wide import CHAIN, Plan, WideBench, check_equality
 from tests.bench.wide_head import WideHeadShape
 from tests.bench.wide_model import SPARE_TOKEN, WideModel, WideShape
 from tests.bench.wide_pair import DRAFT, PairShapes, chat_prompts
@@ -52,20 +53,26 @@ def test_the_wide_target_writes_what_the_small_one_does(bench: WideBench) -> Non
 
 def test_every_draft_leaves_the_answers_as_they_are(bench: WideBench) -> None:
     rows = list(bench.rows())
-    modes = {row[0] for row in rows}
+    modes = {row.cells()[0] for row in rows}
     assert len(modes) == 11
-    exact = [row for row in rows if "fp8" not in row[0]]
-    assert all(row[-1] == f"{row[1]}/{row[1]}" for row in exact)
+    exact = [row for row in rows if "fp8" not in row.mode]
+    assert all(row.num_same == row.batch for row in exact)
     # What is chosen depends on the machine.
-    drafted = [float(row[4]) for row in exact if row[0] != "plain" and "chosen" not in row[0]]
+    drafted = [row.tokens_a_round for row in exact if row.shape and row.mode != CHOSEN]
     assert min(drafted) > 1.0, "wide drafts hit as the small ones do"
+    figures = {figure.name: figure for row in rows for figure in row.figures()}
+    # Of batch 2 nothing is aimed at.
+    assert len(figures) == 5
+    chain = next(row for row in rows if row.mode == ON_DEVICE and row.shape == CHAIN)
+    served = figures["EAGLE-3 round served, chain of 5, batch 1"]
+    assert (served.measured, served.floor) == (chain.round_ms, None)
 
 
 def test_two_processes_leave_the_answers_as_they_are(tmp_path: Path) -> None:
     rows = list(ParallelBench(replace(PLAN, batches=(2,)), tmp_path).rows((1, 2)))
-    assert [row[0] for row in rows] == ["1 × plain", "1 × EAGLE3", "2 × plain", "2 × EAGLE3"]
-    assert all(row[-1] == "2/2" for row in rows)
-    assert float(rows[3][4]) == float(rows[1][4]) > 1.0
+    assert [row.mode for row in rows] == ["1 × plain", "1 × EAGLE3", "2 × plain", "2 × EAGLE3"]
+    assert all(row.num_same == row.batch == 2 for row in rows)
+    assert rows[3].tokens_a_round == rows[1].tokens_a_round > 1.0
 
 
 def test_two_processes_grow_the_same_trees(tmp_path: Path) -> None:

@@ -41,7 +41,10 @@ from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
+from tests.bench.aims import figure
 from tests.bench.device_clock import copy_bandwidth, device_ms
+from tests.bench.figure import add_figures_flag
+from tests.bench.mode_row import CHOSEN, HEADER, ON_DEVICE, ModeRow
 from tests.bench.wide_engine import MAX_SEQUENCES, Drafting, Run, serve, warm_up
 from tests.bench.wide_pair import PAIR_8B, TARGET, PairShapes, WidePair, chat_prompts
 from tests.load.figures import table
@@ -125,7 +128,7 @@ def _graph_ms(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
 
 
 class WideBench:
-    """Runs every mode over one wide pair and writes the rows of the table."""
+    """Runs every mode over one wide pair and yields the rows of the table."""
 
     def __init__(self, plan: Plan, scratch: Path) -> None:
         self.plan = plan
@@ -137,27 +140,27 @@ class WideBench:
         self._passes = PassLimits(MAX_SEQUENCES, MAX_CONTEXT, has_graphs=is_cuda)
         self._plain: dict[int, Run] = {}
 
-    def rows(self) -> Iterator[tuple[str, ...]]:
+    def rows(self) -> Iterator[ModeRow]:
         """Yields the rows, in the order in which they are measured."""
         plan = self.plan
         runner = runner_over(self.pair.target.decoder(dtype=plan.dtype), plan)
         for batch in plan.batches:
             run = serve(runner, self.prompts[:batch], plan.output_tokens)
             self._plain[batch] = run
-            yield self._row("plain", batch, run, self._floor_ms(runner, batch, None))
+            yield self._row("plain", None, run, self._floor_ms(runner, batch, None))
         head = self.pair.eagle3(self._scratch, plan.dtype)
         for shape in (CHAIN, TREE):
             drafting = replace(self.eagle3(head, shape), is_on_device=True)
-            yield from self._drafted(runner, "EAGLE3, rounds on the device", drafting)
+            yield from self._drafted(runner, ON_DEVICE, drafting)
         drafting = replace(self.eagle3(head, TREE), is_on_device=True, is_chosen=True)
-        yield from self._drafted(runner, "EAGLE3, rounds or plain steps as chosen", drafting)
+        yield from self._drafted(runner, CHOSEN, drafting)
         if plan.has_host_rounds:
             yield from self._host_rounds(runner, head)
         del runner, drafting
         gc.collect()
         yield from self._narrow()
 
-    def _host_rounds(self, runner: ModelRunner, head: DraftHead) -> Iterator[tuple[str, ...]]:
+    def _host_rounds(self, runner: ModelRunner, head: DraftHead) -> Iterator[ModeRow]:
         """Rounds that the host leads: with whole trees of the draft, and level by level."""
         for shape in (CHAIN, TREE):
             drafting = self.eagle3(head, shape)
@@ -169,24 +172,22 @@ class WideBench:
         drafting = self._standalone(small, grows_whole=False)
         yield from self._drafted(runner, "STANDALONE 1B, levels on the host", drafting)
 
-    def _drafted(
-        self, runner: ModelRunner, name: str, drafting: Drafting
-    ) -> Iterator[tuple[str, ...]]:
+    def _drafted(self, runner: ModelRunner, mode: str, drafting: Drafting) -> Iterator[ModeRow]:
         for batch in self.plan.batches:
             warm_up(runner, self.prompts[:batch], drafting)
             run = serve(runner, self.prompts[:batch], self.plan.output_tokens, drafting)
             shape = drafting.shape
             floor_ms = self._floor_ms(runner, batch, shape) + drafting.floor_ms(batch)
-            yield self._row(f"{name} {_shown(shape)}", batch, run, floor_ms)
+            yield self._row(mode, shape, run, floor_ms)
 
-    def _narrow(self) -> Iterator[tuple[str, ...]]:
+    def _narrow(self) -> Iterator[ModeRow]:
         """Plain decoding in 8 bits; its answers are compared with the full target's."""
         decoder = self.pair.target.decoder(dtype=self.plan.dtype, options=NARROW)
         for kv_dtype, name in ((None, "fp8"), (torch.float8_e4m3fn, "fp8 and fp8 KV")):
             runner = runner_over(decoder, self.plan, kv_dtype)
             for batch in self.plan.batches:
                 run = serve(runner, self.prompts[:batch], self.plan.output_tokens)
-                yield self._row(f"plain, {name}", batch, run, self._floor_ms(runner, batch, None))
+                yield self._row(f"plain, {name}", None, run, self._floor_ms(runner, batch, None))
 
     def _standalone(self, runner: ModelRunner, *, grows_whole: bool = True) -> Drafting:
         """Returns how the smaller model drafts; see `eagle3`."""
@@ -250,29 +251,9 @@ class WideBench:
         one = products_ms(model, batch * shape.topk, self.plan, self.bandwidth)
         return shape.num_steps * one
 
-    def _row(self, name: str, batch: int, run: Run, floor_ms: float) -> tuple[str, ...]:
-        plain = self._plain[batch]
-        same = sum(left == right for left, right in zip(run.answers, plain.answers, strict=True))
-        return (
-            name,
-            str(batch),
-            f"{run.tokens_per_s:,.0f}",
-            f"{run.tokens_per_s / plain.tokens_per_s:.2f}",
-            f"{run.tokens_a_round:.2f}",
-            f"{run.round_ms:.2f}",
-            f"{floor_ms:.2f}",
-            f"{floor_ms / run.round_ms:.0%}",
-            f"{same}/{batch}",
-        )
-
-
-def _shown(shape: TreeShape) -> str:
-    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
-
-
-HEADER = (
-    "mode", "batch", "tok/s", "vs plain", "tokens a round", "ms", "floor ms", "of floor", "same",
-)  # fmt: skip
+    def _row(self, mode: str, shape: TreeShape | None, run: Run, floor_ms: float) -> ModeRow:
+        plain = self._plain[len(run.answers)]
+        return ModeRow.of(mode, shape, run, floor_ms, base=plain, plain=plain)
 
 
 def main() -> int:
@@ -281,6 +262,7 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=Plan().output_tokens)
     parser.add_argument("--skip-check", action="store_true", help="trust the widening")
     parser.add_argument("--host-rounds", action="store_true", help="those led by the host, too")
+    add_figures_flag(parser)
     flags = parser.parse_args()
     plan = Plan(
         batches=tuple(flags.batches),
@@ -295,11 +277,15 @@ def main() -> int:
             prompts = chat_prompts(20, plan.prompt_tokens)
             same = check_equality(bench.pair, plan, prompts)
             print(f"wide in float32 against small: {same}/{len(prompts)} answers are the same")
+            share = 100 * same / len(prompts)
+            note = f"{len(prompts)} prompts"
+            flags.figures.add([figure("same answers, widened and small model", share, note=note)])
             gc.collect()
         rows = []
         for row in bench.rows():
-            print(" | ".join(row), flush=True)
-            rows.append(row)
+            print(" | ".join(row.cells()), flush=True)
+            rows.append(row.cells())
+            flags.figures.add(row.figures())
     print(table(HEADER, rows))
     return 0
 
