@@ -125,6 +125,7 @@ class StepLoop:
             self.attachments, self._features, self._rounds, self._selections, clock, runner.cache
         )
         self._in_flight: LaunchedStep | None = None
+        self._ended_s = 0.0
 
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
@@ -139,6 +140,7 @@ class StepLoop:
             self._tell()
             began_s = self._selections.began_s if turn is Turn.DONE else None
             self._end_step(now_s if began_s is None else began_s, is_timed=began_s is not None)
+            now_s = self._clock()  # a step of the general path begins behind that
         return self._step(now_s) if turn is Turn.ELSEWHERE else turn is Turn.DONE
 
     def _step(self, now_s: float) -> bool:
@@ -272,8 +274,12 @@ class StepLoop:
     def _end_step(self, start_s: float, *, is_timed: bool) -> None:
         """Accounts for what was committed since `start_s`; the time says how long it took only if
         `is_timed`."""
-        reports = self._commits.take_reports()
-        self.attachments.end_step(reports, start_s, self._clock(), is_timed=is_timed)
+        reports, now_s = self._commits.take_reports(), self._clock()
+        # While everyone is told of a round, the device may compute the next one already.
+        start_s = max(start_s, self._ended_s)
+        self.attachments.end_step(reports, start_s, now_s, is_timed=is_timed)
+        if reports:
+            self._ended_s = now_s
         self._report(reports)
 
     def _report(self, reports: Iterable[StepReport]) -> None:

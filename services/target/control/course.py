@@ -59,6 +59,8 @@ class Course:
         num_decided: tokens that the last round committed, if its time tells what drafting ahead is
             worth; None where it does not.
         told_s: end of the step whose verdict asked; None before the first.
+        is_untold: the last verdict has yet to go out, so that `told_s` is that of one before.
+        is_heard: how long the current round's tree was waited for has been taken in.
         num_told: tokens that all sequences had committed by then.
         opened_at: number of the step in which it came to this kind of draft.
         num_probe_rounds: rounds left in which it is drafted for to find out whether it pays.
@@ -77,6 +79,8 @@ class Course:
     num_decided: int | None = None
     decided: TreeWish = ANY_TREE
     told_s: float | None = None
+    is_untold: bool = False
+    is_heard: bool = False
     num_told: int = 0
     opened_at: int = 0
     num_probe_rounds: int = 0

@@ -81,20 +81,22 @@ class DecodeCosts:
         return report.num_drafted > 0 and not self.step_times.is_sure(report.num_rows)
 
     def observe_wait(self, course: Course, heard_s: float, *, is_foreseen: bool = False) -> None:
-        """Takes in the arrival of a tree that was asked for.
+        """Takes in the arrival of a tree that was asked for; one that is here before the verdict
+        goes out was not waited for.
 
         Args:
             is_foreseen: it was drafted ahead of the verdict.
         """
         if course.told_s is None or course.expects_nothing:
             return
-        if course.was_warming(course.told_s, heard_s):
+        told_s = heard_s if course.is_untold else course.told_s
+        if course.was_warming(told_s, heard_s):
             return
         attachment = course.attachment
         attachment.turnarounds.observe(
             course.shape.num_steps,
             self._size(attachment),
-            max(heard_s - course.told_s, 0.0),
+            max(heard_s - told_s, 0.0),
             attachment.report.draft_s,
             is_foreseen=is_foreseen,
             is_ahead=course.asked.num_outcomes != 0,

@@ -152,12 +152,9 @@ class SpeculationController:
     # Before a step.
 
     def wake(self, now_s: float, *, was_idle: bool = False) -> None:
-        """A turn of the loop begins; see `TurnAccount.wake`."""
+        """A turn of the loop begins, other than with the end of the last one; see
+        `TurnAccount.wake`."""
         self._counts.waiting_s += self._turns.wake(now_s, was_idle=was_idle)
-
-    def go_on(self) -> None:
-        """A turn ends that began with the end of the last one: nobody waited."""
-        self._turns.go_on()
 
     def judge(
         self, courses: SequenceOf[Course], num_decoding: int, *, is_warming: bool = False
@@ -217,11 +214,7 @@ class SpeculationController:
             For each of `ready` what to verify; None is the whole tree.
         """
         self._turns.num_decoding, self._is_quiet = len(courses) + num_plain, num_late == 0
-        # Trees that came together say the same, so one of each draft is enough.
-        for each in {
-            each.course.attachment.identity.attachment_id: each for each in ready
-        }.values():
-            self._costs.observe_wait(each.course, each.heard_s, is_foreseen=each.is_foreseen)
+        self._hear(ready)
         if self._config is None or not courses:
             return [None] * len(ready)
         if self.stance is Stance.PAUSED:
@@ -243,6 +236,16 @@ class SpeculationController:
             if kept is not None:
                 self._counts.num_cut_nodes += len(each.tree) - len(kept.nodes)
         return cuts
+
+    def _hear(self, ready: SequenceOf[Ready]) -> None:
+        """Learns how long trees were waited for, once each: a round on the device is prepared while
+        the one before is under way, whose trees are those that are here."""
+        new = {each.course: each for each in ready if not each.course.is_heard}
+        for course in new:
+            course.is_heard = True
+        # Trees that came together say the same, so one of each draft is enough.
+        for each in {course.attachment: each for course, each in new.items()}.values():
+            self._costs.observe_wait(each.course, each.heard_s, is_foreseen=each.is_foreseen)
 
     # After a round and after a step.
 

@@ -24,6 +24,7 @@ class ToldRounds:
         course.num_decided = None if course.expects_nothing else num_committed
         course.decided, course.asked = course.asked, self._with_fan_out(course)
         course.num_asked = 0 if course.wish.is_paused else course.num_asked + 1
+        course.is_untold, course.is_heard = True, False
         self._told.append(course)
         return course.asked
 
@@ -36,7 +37,7 @@ class ToldRounds:
         for course in self._told:
             if self._is_free(course):
                 _observe_fan_out(course, now_s)
-            course.told_s, course.num_told = now_s, num_committed
+            course.told_s, course.is_untold, course.num_told = now_s, False, num_committed
         self._told.clear()
 
     def _with_fan_out(self, course: Course) -> TreeWish:

@@ -25,7 +25,7 @@ class TurnAccount:
         self._costs = costs
         self._turn = SpeedWindow()
         self._ended_s: float | None = None
-        self._woken_s = 0.0
+        self._began_s = 0.0
         self._has_stepped = False
         self._was_idle = False
         self._is_cold = False
@@ -38,17 +38,12 @@ class TurnAccount:
         Args:
             was_idle: the loop had nothing to do, whatever the turn before was.
         """
-        self._woken_s = now_s
-        if self._ended_s is None or not self.num_decoding:
+        ended_s, self._began_s = self._ended_s, now_s
+        if ended_s is None or not self.num_decoding:
             return 0.0
-        between_s = max(now_s - self._ended_s, 0.0)
+        between_s = now_s - ended_s
         self._turn.elapsed_s += between_s
         return between_s if was_idle or self._was_idle else 0.0
-
-    def go_on(self) -> None:
-        """This turn began when the last one ended."""
-        if self._ended_s is not None:
-            self._woken_s = self._ended_s
 
     def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
         """Has the referee decide, unless what runs is neither plain decoding nor the speculation
@@ -96,10 +91,10 @@ class TurnAccount:
 
     def end(self, now_s: float) -> None:
         """A turn ended, with or without a step: hands over what was done, with the time that was
-        waited for it."""
-        self._ended_s = now_s
+        waited for it. The next one begins with it, unless `wake` says otherwise."""
         self._was_idle = not self._has_stepped
-        self._turn.elapsed_s += now_s - self._woken_s
+        self._turn.elapsed_s += now_s - self._began_s
+        self._began_s = self._ended_s = now_s
         if self.num_decoding and not self._has_stepped:
             return
         if self.num_decoding and self._is_cold:

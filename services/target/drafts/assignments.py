@@ -58,16 +58,14 @@ class Assignments:
     def assign(self, sequence: Sequence, now_s: float) -> None:
         """Hands a sequence to a draft with room, if it wants one: of the kind that promises most
         for it, and there more to faster ones."""
-        if sequence.request.speculation_disabled or sequence.sequence_id in self._by_sequence_id:
-            return
-        willing = [
-            each
-            for each in self._drafts.live
-            if each.takes(sequence) and self._controller.admits(sequence, each)
-        ]
+        willing = self._willing(sequence)
         heard = [each for each in willing if not each.is_avoided(now_s)]
         if willing:
             self._place(sequence, self._controller.best_draft(sequence, heard or willing), now_s)
+
+    def any_is_left(self, running: Iterable[Sequence]) -> bool:
+        """Whether `follow` would hand out a sequence: none was willing to take it before."""
+        return any(self._willing(sequence) for sequence in running)
 
     def leave_silent(self, now_s: float) -> None:
         """Takes sequences from drafts that do not answer to others that do and have room."""
@@ -87,13 +85,20 @@ class Assignments:
         return [each for each in self if each.is_left_alone(now_s)]
 
     def _refuges(self, assignment: Assignment) -> list[Attachment]:
-        sequence = assignment.sequence
+        takers = self._takers(assignment.sequence)
+        return [each for each in takers if not each.patience.is_cold]
+
+    def _willing(self, sequence: Sequence) -> list[Attachment]:
+        """Returns the drafts that a sequence without one may go to."""
+        if sequence.request.speculation_disabled or sequence.sequence_id in self._by_sequence_id:
+            return []
+        return self._takers(sequence)
+
+    def _takers(self, sequence: Sequence) -> list[Attachment]:
         return [
             each
             for each in self._drafts.live
-            if not each.patience.is_cold
-            and each.takes(sequence)
-            and self._controller.admits(sequence, each)
+            if each.takes(sequence) and self._controller.admits(sequence, each)
         ]
 
     def follow(self, running: Iterable[Sequence], now_s: float) -> None:

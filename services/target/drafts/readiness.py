@@ -45,7 +45,6 @@ class Readiness:
     def weigh(self, running: SequenceOf[Sequence], now_s: float) -> None:
         """A round on the device has ended, and the next one may be under way: decides as `judge`
         does, with every sequence where it is."""
-        self._controller.go_on()
         self._weigh(running, now_s)
 
     def prepare(self, running: SequenceOf[Sequence], now_s: float) -> None:

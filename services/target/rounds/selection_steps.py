@@ -107,6 +107,7 @@ class SelectionSteps:
         if not self._suits(rounds):
             self.settle()
             return Turn.ELSEWHERE
+        is_idle = not self._launched
         self._turn_to_store(rounds)
         if rounds.is_sparse:
             self.settle()
@@ -118,7 +119,7 @@ class SelectionSteps:
             settle()
             if not self._suits(rounds):  # who was in flight has ended
                 return Turn.ELSEWHERE
-        return self._launch_ready(rounds, is_idle=True)
+        return self._launch_ready(rounds, is_idle=is_idle)
 
     def settle(self) -> None:
         """Reads and commits the rounds under way, and leaves the sequences to the general path."""
@@ -151,13 +152,17 @@ class SelectionSteps:
             and len(self._wanted_features) <= 1
             and all(each.is_elsewhere for each in self._attachments.drafts.live)
             and self._verifies_whole_trees
-            and not self._leave_silent()
+            and not self._any_moves()
         )
 
-    def _leave_silent(self) -> bool:
-        """Whether sequences leave a silent draft, which they do between steps of the general
-        path."""
+    def _any_moves(self) -> bool:
+        """Whether a sequence is to leave a silent draft, or to come to one that has become ready
+        for it, which they do between steps of the general path."""
         assignments = self._attachments.assignments
+        if self._attachments.controller.is_adaptive and assignments.any_is_left(
+            self._scheduler.running
+        ):
+            return True
         return self._attachments.drafts.are_some_silent and assignments.any_leaves(self._clock())
 
     @property

@@ -90,3 +90,13 @@ def test_a_loop_that_knows_that_it_waited_says_so() -> None:
     loop = _Loop()
     loop.turn(_report(1), STEP_S)
     assert loop.turns.wake(loop.now_s + 0.001, was_idle=True) == pytest.approx(0.001)
+
+
+def test_a_turn_that_nobody_woke_for_began_with_the_end_of_the_last_one() -> None:
+    loop = _Loop()
+    loop.turn(_report(1), STEP_S)
+    for _ in range(2):
+        loop.now_s += STEP_S
+        loop.turns.count(_report(1), STEP_S, is_timed=True)
+        loop.turns.end(loop.now_s)
+    assert loop.referee.window.elapsed_s == pytest.approx(3 * STEP_S)

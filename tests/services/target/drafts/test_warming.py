@@ -160,7 +160,7 @@ def test_its_waits_are_left_out_of_what_a_tree_usually_takes() -> None:
     course = rounds.attachments.controller.course(rounds.draft, rounds.sequence)
     costs = rounds.attachments.controller._costs
     for each in range(6):
-        course.told_s, course.num_asked = float(each), 2
+        course.told_s, course.is_untold, course.num_asked = float(each), False, 2
         costs.observe_wait(course, each + 0.1)
     rounds.draft.warming.told(7.0, is_warming=True)
     rounds.draft.warming.told(7.9, is_warming=False)

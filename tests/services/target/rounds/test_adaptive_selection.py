@@ -11,12 +11,14 @@ from services.draft.fan_out import FanOut
 from services.target.control.adaptive_config import AdaptiveConfig, Candidates
 from services.target.control.course import Kept
 from services.target.control.speculation_controller import SpeculationController
+from services.target.control.speed_window import SpeedWindow
 from services.target.control.tree_cuts import Ready, TreeCuts
+from services.target.control.turnarounds import Turnarounds
 from services.target.engine import Engine
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
-from tests.helpers.engines import build_engine, run, tiny_decoder
+from tests.helpers.engines import Clock, build_engine, run, tiny_decoder
 from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
@@ -32,7 +34,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _engine(
-    decoder: Decoder, speculation: SpeculationController, reports: list[StepReport]
+    decoder: Decoder,
+    speculation: SpeculationController,
+    reports: list[StepReport],
+    *,
+    overlaps: bool = True,
+    clock: Clock | None = None,
 ) -> Engine:
     return build_engine(
         decoder,
@@ -40,6 +47,15 @@ def _engine(
         poisons_free_pages=True,
         selects=True,
         speculation=speculation,
+        overlaps=overlaps,
+        clock=clock,
+    )
+
+
+@pytest.fixture
+def _no_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        TreeCuts, "of", lambda cuts, ready, num_rows, may_probe: [None] * len(ready)
     )
 
 
@@ -75,13 +91,21 @@ class _Fickle(SpeculationController):
         return self._is_whole
 
 
+class _Sum(SpeedWindow):
+    """Adds up the time of all turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total_s = 0.0
+
+    def clear(self) -> None:
+        self.total_s += self.elapsed_s
+        super().clear()
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-def test_rounds_are_selected_where_no_tree_is_cut(
-    decoder: Decoder, sampling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        TreeCuts, "of", lambda cuts, ready, num_rows, may_probe: [None] * len(ready)
-    )
+@pytest.mark.usefixtures("_no_cuts")
+def test_rounds_are_selected_where_no_tree_is_cut(decoder: Decoder, sampling: str) -> None:
     asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
     engine = _engine(decoder, SpeculationController(ALWAYS_ON), reports)
     WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
@@ -125,3 +149,70 @@ def test_going_from_one_to_the_other_changes_nothing(
     drafter.check()
     assert _num_selected(reports) > 0
     assert sum(each.speculation.num_cut_nodes for each in reports) > 0
+
+
+@pytest.mark.usefixtures("_no_cuts")
+def test_sequences_come_to_a_draft_once_it_has_shown_that_it_is_warm(decoder: Decoder) -> None:
+    """A new draft has one of them first, which rounds could go on with for ever."""
+    asked, reports, counts = requests(SAMPLINGS["greedy"], 80), list[StepReport](), list[int]()
+    engine = _engine(decoder, SpeculationController(ALWAYS_ON), reports)
+    WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
+    run(engine, asked, each_step=lambda step: counts.append(engine.gauges_now().num_drafted_for))
+    assert counts[2] == 1
+    assert max(counts) == len(asked)
+    assert counts.index(len(asked)) < 20
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_time_counts_once(
+    decoder: Decoder, seed: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rounds, of other steps, and of going from one to the other."""
+    monkeypatch.setattr(TreeCuts, "of", _all_but_the_last)
+    durations_s, clock, controller = list[float](), Clock(), _Fickle(seed)
+    end_step = controller.end_step
+
+    def end(report: StepReport, duration_s: float, *, is_timed: bool) -> None:
+        durations_s.append(duration_s)
+        end_step(report, duration_s, is_timed=is_timed)
+
+    monkeypatch.setattr(controller, "end_step", end)
+    controller._turns._turn = turns = _Sum()
+    reports: list[StepReport] = []
+    engine = _engine(decoder, controller, reports, overlaps=overlaps, clock=clock)
+    WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
+    run(engine, requests(SAMPLINGS["greedy"], 80))
+    assert _num_selected(reports) > 0
+    assert 0.8 * clock.now_s < turns.total_s <= clock.now_s
+    assert sum(durations_s) <= clock.now_s
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.usefixtures("_no_cuts")
+def test_a_tree_that_is_here_before_its_verdict_goes_out_was_not_waited_for(
+    decoder: Decoder, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the round that verifies it is launched before that, too."""
+    waits_s: list[float] = []
+
+    def observe(
+        turnarounds: Turnarounds,
+        num_steps: int,
+        num_sequences: int,
+        turnaround_s: float,
+        *args: object,
+        is_foreseen: bool,
+        is_ahead: bool,
+    ) -> None:
+        waits_s.extend([turnaround_s] if is_foreseen else [])
+
+    monkeypatch.setattr(Turnarounds, "observe", observe)
+    monkeypatch.setattr(Turnarounds, "is_known", True)
+    reports: list[StepReport] = []
+    engine = _engine(decoder, SpeculationController(ALWAYS_ON), reports, overlaps=overlaps)
+    WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
+    run(engine, requests(SAMPLINGS["greedy"], 80))
+    assert len(waits_s) > 10
+    assert set(waits_s) == {0.0}
+    assert len(waits_s) < len(reports), "each counts once"
