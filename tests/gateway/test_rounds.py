@@ -206,27 +206,21 @@ async def test_number_of_verdicts_to_prepare_for_travels_with_the_request(
         assert found == wanted
 
 
-@pytest.mark.parametrize("budget", [-1, 65])
-async def test_impossible_number_of_verdicts_is_refused_with_its_limits(
-    client: httpx.AsyncClient, budget: int
+@pytest.mark.parametrize(
+    ("field", "value", "limits"),
+    [
+        *(("num_steps", value, "[1, 32]") for value in (0, 33, -1)),
+        *(("outcome_budget", value, "[0, 64]") for value in (-1, 65)),
+    ],
+)
+async def test_impossible_wish_of_a_draft_is_refused_with_its_limits(
+    client: httpx.AsyncClient, field: str, value: int, limits: str
 ) -> None:
-    body = {**CHAT, "speculation": {"outcome_budget": budget}}
+    body = {**CHAT, "speculation": {field: value}}
     response = await client.post("/v1/chat/completions", json=body)
     status, param, _, message = await error_of(response)
-    assert (status, param) == (400, "speculation.outcome_budget")
-    assert f"is {budget}; it must be in [0, 64]" in message
-
-
-@pytest.mark.parametrize("num_steps", [0, 33, -1])
-async def test_impossible_depth_is_refused_with_its_limits(
-    client: httpx.AsyncClient, num_steps: int
-) -> None:
-    body = {**CHAT, "speculation": {"num_steps": num_steps}}
-    response = await client.post("/v1/chat/completions", json=body)
-    status, param, _, message = await error_of(response)
-    assert (status, param) == (400, "speculation.num_steps")
-    assert f"{num_steps}" in message
-    assert "[1, 32]" in message
+    assert (status, param) == (400, f"speculation.{field}")
+    assert f"is {value}; it must be in {limits}" in message
 
 
 async def test_server_info_names_model_and_drafts_of_a_target(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from services.draft.drafters.drafter import Drafter
+from services.draft.fan_out import FanOut
 from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.engines import Collector, request
+from tests.helpers.lossy_draft import LossyDraft
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3, 3, 3, 3, 3, 3])
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
@@ -38,3 +42,16 @@ def total_outcomes(reports: Iterable[StepReport]) -> OutcomeTally:
     for report in reports:
         total.add(report.outcomes)
     return total
+
+
+def num_device_rounds(reports: Iterable[StepReport]) -> int:
+    """Returns how many draws were of rounds on the device."""
+    return sum(each.num_rounds for each in reports if each.round_shape is not None)
+
+
+def lossy_draft(engine: Engine, drafter: Drafter, fan_out: FanOut, seed: int) -> LossyDraft:
+    """Attaches one whose delay grows with the seed; every other seed has trees, and losses."""
+    shape, loss = ((CHAIN, 0.0), (TREE, 0.2))[seed % 2]
+    draft = LossyDraft(engine, drafter, shape, fan_out, seed=seed, delay=2 + seed, loss=loss)
+    draft.attach()
+    return draft

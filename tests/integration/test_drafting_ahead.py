@@ -22,6 +22,7 @@ from tests.helpers.ahead_cases import (
     PROMPTS,
     SAMPLINGS,
     TREE,
+    lossy_draft,
     outputs,
     requests,
     total_outcomes,
@@ -31,7 +32,6 @@ from tests.helpers.engines import (
     run,
     tiny_decoder,
 )
-from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -90,12 +90,8 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
-    shape = (CHAIN, TREE)[seed % 2]
     drafter = standalone((decoder, other_decoder)[seed // 2 % 2])
-    draft = LossyDraft(
-        engine, drafter, shape, BUDGET, seed=seed, delay=2 + seed, loss=(0.0, 0.2)[seed % 2]
-    )
-    draft.attach()
+    draft = lossy_draft(engine, drafter, BUDGET, seed)
     assert outputs(run(engine, requests(sampling), each_step=draft.each_step)) == expected
     drafter.check()
     tally = total_outcomes(reports)

@@ -30,7 +30,15 @@ from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
-from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
+from tests.helpers.ahead_cases import (
+    CHAIN,
+    SAMPLINGS,
+    TREE,
+    lossy_draft,
+    outputs,
+    requests,
+    total_outcomes,
+)
 from tests.helpers.checkpoints import TinyShape
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.engines import (
@@ -40,7 +48,6 @@ from tests.helpers.engines import (
     build_engine,
     run,
 )
-from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 from tests.helpers.wired_draft import WiredDraft
 
@@ -145,11 +152,8 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     sampling = list(SAMPLINGS.values())[seed]
     expected = outputs(run(build_engine(decoder), requests(sampling)))
     engine = build_engine(decoder, selects=selects)
-    drafter, shape = build(200), (CHAIN, TREE)[seed % 2]
-    draft = LossyDraft(
-        engine, drafter, shape, BUDGET, seed=seed, delay=2 + seed, loss=(0.0, 0.2)[seed % 2]
-    )
-    draft.attach()
+    drafter = build(200)
+    draft = lossy_draft(engine, drafter, BUDGET, seed)
     assert outputs(run(engine, requests(sampling), each_step=draft.each_step)) == expected
     drafter.check()
 

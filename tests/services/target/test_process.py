@@ -571,25 +571,22 @@ async def test_flush_frees_cached_pages(folder: Path) -> None:
         assert gauges["free_page_count"] == gauges["page_count"]
 
 
-@pytest.mark.parametrize("step_count", [0, 33])
-async def test_impossible_depth_of_trees_is_refused(folder: Path, step_count: int) -> None:
+@pytest.mark.parametrize(
+    ("wish", "field", "limits"),
+    [
+        *((pb.SpeculationParams(step_count=n), "num_steps", "[1, 32]") for n in (0, 33)),
+        *((pb.SpeculationParams(outcome_budget=n), "outcome_budget", "[0, 64]") for n in (-1, 65)),
+    ],
+    ids=str,
+)
+async def test_impossible_wish_of_a_draft_is_refused(
+    folder: Path, wish: pb.SpeculationParams, field: str, limits: str
+) -> None:
     async with _serve(folder) as (_, channel, _admin):
         request = _generate([1, 2, 3], 4)
-        request.speculation_params.step_count = step_count
+        request.speculation_params.CopyFrom(wish)
         with pytest.raises(aio.AioRpcError) as caught:
             await _tokens(channel, request)
         error = error_from_rpc(caught.value)
-        assert error.violations[0].field == "speculation.num_steps"
-        assert "[1, 32]" in error.message
-
-
-@pytest.mark.parametrize("budget", [-1, 65])
-async def test_impossible_number_of_verdicts_is_refused(folder: Path, budget: int) -> None:
-    async with _serve(folder) as (_, channel, _admin):
-        request = _generate([1, 2, 3], 4)
-        request.speculation_params.outcome_budget = budget
-        with pytest.raises(aio.AioRpcError) as caught:
-            await _tokens(channel, request)
-        error = error_from_rpc(caught.value)
-        assert error.violations[0].field == "speculation.outcome_budget"
-        assert "[0, 64]" in error.message
+        assert error.violations[0].field == f"speculation.{field}"
+        assert limits in error.message

@@ -17,9 +17,16 @@ from services.target.control.turnarounds import Turnarounds
 from services.target.engine import Engine
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
-from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
+from tests.helpers.ahead_cases import (
+    CHAIN,
+    SAMPLINGS,
+    lossy_draft,
+    num_device_rounds,
+    outputs,
+    requests,
+    total_outcomes,
+)
 from tests.helpers.engines import Clock, build_engine, run, tiny_decoder
-from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -57,10 +64,6 @@ def _no_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TreeCuts, "of", lambda cuts, ready, num_rows, may_probe: [None] * len(ready)
     )
-
-
-def _num_selected(reports: Sequence[StepReport]) -> int:
-    return sum(each.num_rounds for each in reports if each.round_shape is not None)
 
 
 def _all_but_the_last(
@@ -110,7 +113,7 @@ def test_rounds_are_selected_where_no_tree_is_cut(decoder: Decoder, sampling: st
     engine = _engine(decoder, SpeculationController(ALWAYS_ON), reports)
     WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
     assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
-    assert _num_selected(reports) > 0.5 * sum(each.num_rounds for each in reports)
+    assert num_device_rounds(reports) > 0.5 * sum(each.num_rounds for each in reports)
     assert total_outcomes(reports).num_hits > 0
 
 
@@ -134,20 +137,11 @@ def test_going_from_one_to_the_other_changes_nothing(
     asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
     engine = _engine(decoder, _Fickle(seed), reports)
     drafter = standalone(decoder)
-    draft = LossyDraft(
-        engine,
-        drafter,
-        (CHAIN, TREE)[seed % 2],
-        BUDGET,
-        seed=seed,
-        delay=2 + seed,
-        loss=(0.0, 0.2)[seed % 2],
-    )
-    draft.attach()
+    draft = lossy_draft(engine, drafter, BUDGET, seed)
     found = outputs(run(engine, asked, each_step=draft.each_step))
     assert found == outputs(run(build_engine(decoder), asked))
     drafter.check()
-    assert _num_selected(reports) > 0
+    assert num_device_rounds(reports) > 0
     assert sum(each.speculation.num_cut_nodes for each in reports) > 0
 
 
@@ -183,7 +177,7 @@ def test_all_time_counts_once(
     engine = _engine(decoder, controller, reports, overlaps=overlaps, clock=clock)
     WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
     run(engine, requests(SAMPLINGS["greedy"], 80))
-    assert _num_selected(reports) > 0
+    assert num_device_rounds(reports) > 0
     assert 0.8 * clock.now_s < turns.total_s <= clock.now_s
     assert sum(durations_s) <= clock.now_s
 

@@ -35,10 +35,18 @@ from shared.tokens import (
     TokenTree,
     TreeShape,
 )
-from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
+from tests.helpers.ahead_cases import (
+    CHAIN,
+    SAMPLINGS,
+    TREE,
+    lossy_draft,
+    num_device_rounds,
+    outputs,
+    requests,
+    total_outcomes,
+)
 from tests.helpers.ahead_draft import DEPTH, AheadDraft
 from tests.helpers.engines import Collector, build_engine, request, run, settle, tiny_decoder
-from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -79,11 +87,6 @@ def _answers(decoder: Decoder, sampling: SamplingParams, num_tokens: int = 80) -
     asked = [request(prompt, sampling, StopParams(num_tokens)) for prompt in PROMPTS]
     found = _plain(decoder, asked)
     return [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, found, strict=True)]
-
-
-def _num_rounds(reports: Iterable[StepReport]) -> int:
-    """Returns how many draws were of rounds on the device."""
-    return sum(each.num_rounds for each in reports if each.round_shape is not None)
 
 
 @dataclass
@@ -180,7 +183,7 @@ def test_output_is_that_of_plain_decoding(
     assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
     tally = total_outcomes(reports)
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
-    assert _num_rounds(reports) > 0.8 * sum(each.num_rounds for each in reports)
+    assert num_device_rounds(reports) > 0.8 * sum(each.num_rounds for each in reports)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -197,22 +200,13 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
     engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
     drafter = standalone((decoder, other_decoder)[seed // 2 % 2])
-    draft = LossyDraft(
-        engine,
-        drafter,
-        (CHAIN, TREE)[seed % 2],
-        BUDGET,
-        seed=seed,
-        delay=2 + seed,
-        loss=(0.0, 0.2)[seed % 2],
-    )
-    draft.attach()
+    draft = lossy_draft(engine, drafter, BUDGET, seed)
     found = outputs(run(engine, asked, each_step=draft.each_step))
     assert found == outputs(run(build_engine(decoder), asked))
     drafter.check()
     tally = total_outcomes(reports)
     assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
-    assert _num_rounds(reports) > 0
+    assert num_device_rounds(reports) > 0
 
 
 @pytest.mark.usefixtures("choice")
@@ -284,7 +278,7 @@ def test_an_ending_that_cannot_be_is_no_hit(decoder: Decoder) -> None:
         setup.engine.step()
     found = collector.token_ids(0)
     assert found == setup.answers[0][len(PROMPTS[0]) :][: len(found)]
-    assert _num_rounds(setup.reports) > 0
+    assert num_device_rounds(setup.reports) > 0
     setup.engine.cancel(collector, 0)
     settle(setup.engine)
 
@@ -326,7 +320,7 @@ def test_late_blocks_are_verified_all_the_same(decoder: Decoder) -> None:
     setup.check(run(setup.engine, setup.requests(40, 1), each_step=each_step), 40, 1)
     tally = total_outcomes(setup.reports)
     assert tally.num_late_hits > 1
-    assert _num_rounds(setup.reports) > 5
+    assert num_device_rounds(setup.reports) > 5
 
 
 @pytest.mark.usefixtures("choice")
@@ -370,7 +364,7 @@ def test_stops_are_where_they_were(decoder: Decoder) -> None:
         assert collector.token_ids(key) == expected.token_ids(key)
         assert collector.finished(key).reason == expected.finished(key).reason
         assert collector.finished(key).stop_token_id == expected.finished(key).stop_token_id
-    assert _num_rounds(setup.reports) > 2
+    assert num_device_rounds(setup.reports) > 2
 
 
 @pytest.mark.usefixtures("choice")
@@ -421,7 +415,7 @@ def test_where_pages_run_out_the_general_path_goes_on(decoder: Decoder, num_page
     )
     WiredDraft(engine, standalone(decoder), TREE, BUDGET).attach()
     assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
-    assert _num_rounds(reports) > 0
+    assert num_device_rounds(reports) > 0
 
 
 def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
@@ -515,7 +509,7 @@ def test_a_draft_gets_the_features_of_the_general_path(
         draft.recovers = True
         draft.attach()
         setup.check(run(setup.engine, setup.requests(40)), 40)
-        assert (_num_rounds(setup.reports) > 0) == selects
+        assert (num_device_rounds(setup.reports) > 0) == selects
         found.append(
             {key: torch.cat([e.rows for e in rows]) for key, rows in draft.features.items()}
         )
