@@ -77,24 +77,23 @@ class CacheSize:
             flag = "mem-fraction-static" if self.max_total_tokens is None else "max-total-tokens"
             return f"lower --{flag}, of which the KV cache has {in_words(self.size_bytes)}"
         share = 1 - missing_bytes / self.size_bytes
-        most_hundredths = math.floor((self.fraction or 1.0) * share * 100)
-        if most_hundredths < 1:
+        if self.max_total_tokens is None:
+            most = math.floor((self.fraction or 1.0) * share * 100) / 100
+        else:
+            most = math.floor(self.max_total_tokens * share)
+        if most <= 0:
             return (
                 f"the whole KV cache takes {in_words(self.size_bytes)}: it wants a device with "
                 f"more memory"
             )
         if self.max_total_tokens is not None:
-            most = math.floor(self.max_total_tokens * share)
             return f"lower --max-total-tokens from {self.max_total_tokens:,} to {most:,} or less"
         if self.fraction is None:
             return (
                 f"the KV cache of {in_words(self.size_bytes)} has to take "
                 f"{in_words(missing_bytes)} less: lower --mem-fraction-static"
             )
-        return (
-            f"lower --mem-fraction-static from {self.fraction:g} to {most_hundredths / 100:g} or "
-            f"less"
-        )
+        return f"lower --mem-fraction-static from {self.fraction:g} to {most:g} or less"
 
 
 def is_shortage(error: RuntimeError) -> bool:

@@ -44,6 +44,14 @@ def test_memory_in_pieces_is_missing_as_a_whole() -> None:
             "lower --max-total-tokens from 1,000,000 to 980,000 or less",
         ),
         (
+            CacheSize(100 * GIB, 0.01, 1_000_000),
+            "lower --max-total-tokens from 1,000,000 to 980,000 or less",
+        ),
+        (
+            CacheSize(2 * GIB, 0.85, 1_000_000),
+            "the whole KV cache takes 2.00 GiB: it wants a device with more memory",
+        ),
+        (
             CacheSize(100 * GIB),
             "the KV cache of 100.00 GiB has to take 2.00 GiB less: lower --mem-fraction-static",
         ),
