@@ -33,10 +33,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 def data_source(text: str) -> tuple[Path, float]:
     """Parses `PATH` or `PATH=SHARE`."""
     path, _, share = text.partition("=")
-    weight = float(share) if share else 1.0
-    if weight <= 0:
-        raise argparse.ArgumentTypeError(f"share {weight:g} of {path}; it must be positive")
-    return Path(path), weight
+    return Path(path), positive(share) if share else 1.0
 
 
 def count(text: str) -> int:
@@ -49,7 +46,10 @@ def count(text: str) -> int:
 
 def positive(text: str) -> float:
     """Parses a number above 0."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}; it must be positive and finite")
     return value

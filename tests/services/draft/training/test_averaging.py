@@ -56,3 +56,12 @@ def test_heads_that_differ_are_refused() -> None:
         averaged([_head(1), wider], [1.0, 1.0])
     with pytest.raises(CheckpointError, match="heads differ in d2t"):
         averaged([_head(1), _head(2, [2, 5, 8])], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("share", ["0", "-1", "nan", "inf", "half"])
+def test_a_share_that_weighs_nothing_or_everything_is_refused(
+    share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser("").parse_args(["average", "--head", "a", f"b={share}", "--out", "c"])
+    assert f"{share}; it must be positive and finite" in capsys.readouterr().err
