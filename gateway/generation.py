@@ -37,6 +37,8 @@ class Generation:
         top_logprobs: None asks for no log probabilities; 0 for those of the drawn tokens only.
         draft_algorithm: only drafts of this algorithm help; None lets any.
         num_draft_steps: depth of draft trees; None leaves it to the target.
+        num_draft_tokens: rows of a draft tree that are verified at most, the root included,
+            likewise.
         num_outcomes: verdicts that a draft prepares for at most, likewise.
         wants_rounds: every delta tells what its round did.
         grammar: what the output must match; None lets it be anything.
@@ -55,6 +57,7 @@ class Generation:
     is_speculation_disabled: bool = False
     draft_algorithm: str | None = None
     num_draft_steps: int | None = None
+    num_draft_tokens: int | None = None
     num_outcomes: int | None = None
     wants_rounds: bool = False
     grammar: Grammar | None = None

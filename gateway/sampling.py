@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 _SEED_LIMIT = 2**63
 _MAX_TREE_STEPS = 32
+_MAX_TREE_TOKENS = 257
 _MAX_OUTCOMES = 64
 _MAX_ALGORITHM_CHARACTERS = 64
 _PRIORITY_LIMIT = 2**31
@@ -109,6 +110,19 @@ def check_num_steps(speculation: Speculation) -> int | None:
         limits = f"[1, {_MAX_TREE_STEPS}]"
         raise InvalidArgument.out_of_range("speculation.num_steps", num_steps, limits)
     return num_steps
+
+
+def check_num_draft_tokens(speculation: Speculation) -> int | None:
+    """Returns how many rows of a draft tree are verified at most, the root included.
+
+    Raises:
+        InvalidArgument: no tree has so few or so many.
+    """
+    num_tokens = speculation.num_draft_tokens
+    if num_tokens is not None and not 1 <= num_tokens <= _MAX_TREE_TOKENS:
+        limits = f"[1, {_MAX_TREE_TOKENS}]"
+        raise InvalidArgument.out_of_range("speculation.num_draft_tokens", num_tokens, limits)
+    return num_tokens
 
 
 def check_outcome_budget(speculation: Speculation) -> int | None:

@@ -45,6 +45,11 @@ class Speculation(Body):
     num_steps: int | None = Field(
         default=None, description="depth of draft trees; what pays best when absent"
     )
+    num_draft_tokens: int | None = Field(
+        default=None,
+        description="rows of a draft tree that are verified at most, root included; "
+        "what pays best when absent",
+    )
     outcome_budget: int | None = Field(
         default=None,
         description="verdicts a draft prepares for ahead of them at most; 0 drafts after each",

@@ -63,6 +63,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
             algorithm=generation.draft_algorithm or "",
             step_count=generation.num_draft_steps,
             outcome_budget=generation.num_outcomes,
+            draft_token_count=generation.num_draft_tokens,
         ),
     )
     scoring = generation.prompt_scoring

@@ -9,6 +9,7 @@ from gateway.output.style import ChatOutput
 from gateway.plan import TextOptions
 from gateway.sampling import (
     check_algorithm,
+    check_num_draft_tokens,
     check_num_steps,
     check_outcome_budget,
     check_priority,
@@ -104,6 +105,7 @@ class WantedOutput:
             is_speculation_disabled=speculation.disable,
             draft_algorithm=check_algorithm(speculation),
             num_draft_steps=check_num_steps(speculation),
+            num_draft_tokens=check_num_draft_tokens(speculation),
             num_outcomes=check_outcome_budget(speculation),
             wants_rounds=speculation.trace,
             grammar=grammar,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.target.control.averages import Average
+from services.target.control.kept import narrowed
 from services.target.fallback import NgramFallback
 from services.target.sequence import Sequence
 from shared.tokens import EMPTY_TREE, TokenTree
@@ -63,10 +64,13 @@ class MissLadder:
         return not (self._waits_always or self.has_fallback)
 
     def tree(self, sequence: Sequence) -> TokenTree:
-        """Returns the target's own tree for a round that no draft has one for, perhaps empty."""
+        """Returns the target's own tree for a round that no draft has one for, as much of it as the
+        request allows, perhaps nothing."""
         if self._fallback is None or sequence.request.speculation_disabled:
             return EMPTY_TREE
-        return self._fallback.tree(sequence)
+        tree = self._fallback.tree(sequence)
+        allowed = narrowed(tree, sequence.request.num_draft_tokens)
+        return tree if allowed is None else allowed.tree
 
     def waits(self, sequence: Sequence, wait_s: float | None, answer_rate: float = 1.0) -> bool:
         """Whether to wait for the draft's tree rather than step with the target's own, or none.

@@ -206,10 +206,23 @@ async def test_number_of_verdicts_to_prepare_for_travels_with_the_request(
         assert found == wanted
 
 
+async def test_size_of_trees_travels_with_the_request(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    for speculation, wanted in (({"num_draft_tokens": 1}, 1), ({"num_steps": 5}, None)):
+        await say(target, tokenizer, TEXT)
+        body = {**CHAT, "speculation": speculation}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        params = target.submits[-1].request.speculation_params
+        found = params.draft_token_count if params.HasField("draft_token_count") else None
+        assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("field", "value", "limits"),
     [
         *(("num_steps", value, "[1, 32]") for value in (0, 33, -1)),
+        *(("num_draft_tokens", value, "[1, 257]") for value in (0, 258, -1)),
         *(("outcome_budget", value, "[0, 64]") for value in (-1, 65)),
     ],
 )

@@ -39,20 +39,32 @@ def make_attachment(name: str = "a", max_sequences: int = 8, wait_s: float = 1.0
 
 
 def make_sequence(
-    sequence_id: int = 1, *, disabled: bool = False, num_tokens: int = 50
+    sequence_id: int = 1,
+    *,
+    disabled: bool = False,
+    num_tokens: int = 50,
+    num_draft_tokens: int | None = None,
 ) -> Sequence:
     """A sequence of two prompt tokens, in round 0."""
     stop = StopParams(num_tokens)
     request = GenerationRequest(
-        "r", (1, 2), SamplingParams(seed=3), stop, 0.0, speculation_disabled=disabled
+        "r",
+        (1, 2),
+        SamplingParams(seed=3),
+        stop,
+        0.0,
+        speculation_disabled=disabled,
+        num_draft_tokens=num_draft_tokens,
     )
     return Sequence.of(sequence_id, request, _LIMITS)
 
 
-def with_one_draft(wait_s: float = 1.0) -> tuple[Attachments, Attachment, Sequence]:
+def with_one_draft(
+    wait_s: float = 1.0, *, num_draft_tokens: int | None = None
+) -> tuple[Attachments, Attachment, Sequence]:
     """A sequence at a draft `a`, which was not told yet."""
-    attachments = Attachments()
-    attachment, sequence = make_attachment(wait_s=wait_s), make_sequence()
+    attachments, attachment = Attachments(), make_attachment(wait_s=wait_s)
+    sequence = make_sequence(num_draft_tokens=num_draft_tokens)
     attachments.attach(attachment, [sequence], 0.0)
     return attachments, attachment, sequence
 

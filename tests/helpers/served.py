@@ -39,13 +39,17 @@ class Target:
         self.admin = admin_service_pb2_grpc.AdminServiceStub(admin)
 
     async def generate(
-        self, prompt: list[int], temperature: float
+        self,
+        prompt: list[int],
+        temperature: float,
+        speculation: pb.SpeculationParams | None = None,
     ) -> tuple[list[int], pb.SpeculationStats]:
         """Returns the output and how it was speculated."""
         request = pb.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=11),
             stop_params=sampling_pb2.StopParams(max_output_token_count=MAX_TOKENS, ignore_eos=True),
+            speculation_params=speculation,
         )
         responses = [response async for response in self.stub.Generate(request)]
         tokens = [token for each in responses for token in each.delta.token_ids]

@@ -49,12 +49,16 @@ def _process(folder: Path, *flags: str) -> TargetProcess:
     return process
 
 
-def _request(temperature: float, *, disabled: bool) -> pb.GenerateRequest:
+def _request(
+    temperature: float, *, disabled: bool, num_draft_tokens: int | None = None
+) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         prompt_token_ids=[1, 2, 3, 4, 5],
         sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=3),
         stop_params=sampling_pb2.StopParams(max_output_token_count=60, ignore_eos=True),
-        speculation_params=pb.SpeculationParams(disabled=disabled),
+        speculation_params=pb.SpeculationParams(
+            disabled=disabled, draft_token_count=num_draft_tokens
+        ),
     )
 
 
@@ -81,6 +85,11 @@ async def test_output_is_the_same_and_drafted(
             outputs.append([token for each in responses for token in each.delta.token_ids])
         assert outputs[0] == outputs[1]
         assert responses[-1].finished.speculation.accepted_token_count > 0
+        call = stub.Generate(_request(temperature, disabled=False, num_draft_tokens=2))
+        responses = [response async for response in call]
+        assert [token for each in responses for token in each.delta.token_ids] == outputs[0]
+        stats = responses[-1].finished.speculation
+        assert stats.drafted_token_count == stats.verified_round_count > 0
         info = await admin_service_pb2_grpc.AdminServiceStub(admin).GetServerInfo(
             admin_service_pb2.GetServerInfoRequest()
         )

@@ -18,6 +18,7 @@ from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence
+from services.target.control.kept import Kept
 from services.target.engine import Engine
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
 from services.target.requests.request import GenerationRequest
@@ -271,6 +272,34 @@ def test_laws_that_tokens_were_not_drawn_from_are_noticed(
     """Negative control of the statistics."""
     asked = _asked(SAMPLINGS["top-k"])
     service = _service(decoder, _standalone(near, Sharpened), mode)
+    found, _ = service.sample(asked, NUM_REQUESTS)
+    assert _p_value(found, law_of(asked)) < 1e-6
+
+
+@pytest.mark.parametrize("mode", RULES)
+def test_chains_of_requests_that_narrow_them_keep_the_law(
+    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+) -> None:
+    asked = replace(_asked(SAMPLINGS["top-k"]), num_draft_tokens=2)
+    service = _service(decoder, _standalone(near), mode)
+    found, num_accepted = service.sample(asked, NUM_REQUESTS)
+    assert num_accepted > NUM_REQUESTS / 4
+    _assert_follows(found, law_of(asked))
+
+
+def _without_odd_tokens(tree: TokenTree, num_draft_tokens: int | None) -> Kept | None:
+    """Verifies a chain only if its first token is even."""
+    is_kept = num_draft_tokens is None or not tree.token_ids or tree.token_ids[0] % 2 == 0
+    return None if is_kept else Kept.of(tree, ())
+
+
+def test_narrowing_by_what_was_drawn_is_noticed(
+    decoder: Decoder, near: Decoder, law_of: LawOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: tokens must have no say in which of them are verified."""
+    monkeypatch.setattr("services.target.drafts.assignment.narrowed", _without_odd_tokens)
+    asked = replace(_asked(SAMPLINGS["top-k"]), num_draft_tokens=2)
+    service = _service(decoder, _standalone(near), VerificationMode.REJECTION)
     found, _ = service.sample(asked, NUM_REQUESTS)
     assert _p_value(found, law_of(asked)) < 1e-6
 

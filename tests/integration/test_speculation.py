@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.served import MAX_TOKENS, PROMPTS, Target, serving_draft, serving_target
 
@@ -74,6 +75,26 @@ async def test_standalone_draft_speeds_up_and_changes_nothing(
         assert stats.accepted_token_count > MAX_TOKENS // 2
         await target.until_attached(0)
         assert await target.outputs(temperature) == expected
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_request_that_narrows_its_trees_changes_nothing(
+    folders: tuple[Path, Path], temperature: float, is_adaptive: bool
+) -> None:
+    async with serving_target(folders[0], speculative_adaptive=is_adaptive) as target:
+        expected, _ = await target.generate(PROMPTS[0], temperature)
+        async with serving_draft([target.address], folders[1], *_shape(*TREE)):
+            await target.until_attached(1)
+            for num_tokens in (257, 4, 2, 1):
+                speculation = pb.SpeculationParams(draft_token_count=num_tokens)
+                tokens, stats = await target.generate(PROMPTS[0], temperature, speculation)
+                assert tokens == expected
+                rounds = stats.verified_round_count
+                assert stats.drafted_token_count <= (num_tokens - 1) * rounds
+                if not is_adaptive:  # else whether anything is drafted depends on the machine
+                    assert (rounds > 0) == (num_tokens > 1)
+                    assert (stats.drafted_token_count > 10 * rounds) == (num_tokens == 257)
 
 
 async def test_draft_stopped_and_started_mid_stream_changes_nothing(

@@ -153,6 +153,11 @@ class Course:
         num_nodes = steps if base.topk == 1 else max(steps, base.max_node_count)
         return TreeWish(TreeShape(steps, base.topk, num_nodes + 1))
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether the request has only part of each tree verified."""
+        return self.sequence.request.num_draft_tokens is not None
+
     def tokens(self, shapes: SequenceOf[TreeShape]) -> list[float]:
         """Returns the tokens that a round with a tree of each shape is expected to commit."""
         deepest = max(shape.num_steps for shape in shapes)
@@ -162,7 +167,12 @@ class Course:
         # A tree holds the chain of its best nodes.
         trees = [max(pair) for pair in zip(chains, trees, strict=True)]
         of_chains, of_trees = expected_tokens(chains), expected_tokens(trees)
-        return [(of_chains if shape.topk == 1 else of_trees)[shape.num_steps] for shape in shapes]
+        num_rows = self.sequence.request.num_draft_tokens
+        most_steps = deepest if num_rows is None else num_rows - 1
+        return [
+            (of_chains if shape.topk == 1 else of_trees)[min(shape.num_steps, most_steps)]
+            for shape in shapes
+        ]
 
     def acceptance(self, tree: TokenTree, node: int) -> float:
         """Returns the probability that a node is accepted where its parent is.
@@ -176,13 +186,13 @@ class Course:
         return self.population.confidences(tree.log_probs[node]) * self.scale
 
     def observe(self, seen: SeenRound) -> None:
-        """Learns from a verified round."""
-        self.population.num_rounds += 1
-        for chains, trees in (
-            (self._chains, self._trees),
-            (self.population.chains, self.population.trees),
-        ):
+        """Learns from a verified round. Of a tree that the request has narrowed, others learn the
+        chain of its best nodes alone: it says too little of what whole levels are worth."""
+        population = self.population
+        population.num_rounds += 1
+        for chains in (self._chains, population.chains):
             chains.observe(seen.num_chain_accepted, seen.num_chain_levels)
+        for trees in (self._trees,) if self.is_narrowed else (self._trees, population.trees):
             if seen.is_tree:
                 trees.observe(seen.num_accepted, seen.num_levels)
             else:
@@ -199,14 +209,6 @@ class Course:
         self._hits = memory * self._hits + sum(is_hit for _, is_hit in seen.tried)
         scale = (self._hits + UNEXPLAINED) / (self._expected + UNEXPLAINED)
         self.scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The part of a tree that is worth verifying, and the index of each node in the whole."""
-
-    tree: TokenTree
-    nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

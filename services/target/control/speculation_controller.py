@@ -13,8 +13,9 @@ from collections.abc import Sequence as SequenceOf
 
 from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.control.choices import Freedom
-from services.target.control.course import Course, Kept, seen_round
+from services.target.control.course import Course, seen_round
 from services.target.control.decode_costs import DecodeCosts
+from services.target.control.kept import Kept
 from services.target.control.outlooks import Outlooks
 from services.target.control.probe_budget import ProbeBudget
 from services.target.control.probe_rounds import ProbeRounds

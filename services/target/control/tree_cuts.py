@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from services.target.control.course import Course, Kept
+from services.target.control.course import Course
 from services.target.control.cuts import best_cut, path_survivals
 from services.target.control.decode_costs import DecodeCosts
+from services.target.control.kept import Kept
 from services.target.control.probe_budget import ProbeBudget
 from shared.tokens import TokenTree
 
@@ -28,6 +29,7 @@ class Ready:
     """A sequence about to step, with the tree that its draft sent for the round, and when.
 
     Attributes:
+        tree: as much of it as the request allows.
         is_foreseen: the tree was drafted ahead of the round's beginning.
     """
 
@@ -87,4 +89,4 @@ class TreeCuts:
 def _kept(ready: Ready, nodes: list[int] | None) -> Kept | None:
     if nodes is None or len(nodes) == len(ready.tree) or ready.course.is_probing:
         return None
-    return Kept(ready.tree.only(nodes), tuple(nodes))
+    return Kept.of(ready.tree, nodes)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from services.target.control.course import Course, Kept
+from services.target.control.course import Course
+from services.target.control.kept import Kept, narrowed
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
@@ -46,7 +47,8 @@ class Assignment:
         candidate: for the current round.
         prefers_local: the current round does not wait, because the target has a better tree, or the
             draft has said that its own will be late.
-        kept: the part of its tree that is worth verifying; None is all of it.
+        allowed: the part of its tree that the request allows; None is all of it.
+        kept: the part of that which is worth verifying, as part of the whole; None likewise.
         course: what is known and wanted of the sequence at this draft.
         is_stepping: a step is computing the current round, so its tree is chosen.
         stale_in_round: something for another state arrived since the last verdict.
@@ -62,6 +64,7 @@ class Assignment:
     heard_s: float | None = None
     candidate: Candidate | None = None
     prefers_local: bool = False
+    allowed: Kept | None = None
     kept: Kept | None = None
     is_stepping: bool = False
     stale_in_round: bool = False
@@ -74,9 +77,12 @@ class Assignment:
     @property
     def tree(self) -> TokenTree:
         """The tree for the current round, perhaps empty."""
-        if self.candidate is None:
-            return EMPTY_TREE
-        return self.candidate.tree if self.kept is None else self.kept.tree
+        return self._part(self.kept)
+
+    @property
+    def allowed_tree(self) -> TokenTree:
+        """As much of the current round's tree as the request allows, perhaps empty."""
+        return self._part(self.allowed)
 
     @property
     def is_announced(self) -> bool:
@@ -87,10 +93,14 @@ class Assignment:
         """Returns nodes of `tree` as indices into the tree that the draft sent."""
         return tuple(nodes if self.kept is None else (self.kept.nodes[node] for node in nodes))
 
+    def cut(self, kept: Kept | None) -> None:
+        """Has only part of `allowed_tree` verified; None is all of it."""
+        self.kept = self.allowed if kept is None else kept.within(self.allowed)
+
     def receive(self, candidate: Candidate, now_s: float) -> None:
         """A candidate for the current round arrived."""
-        self.candidate, self.kept, self.heard_s = candidate, None, now_s
-        self.course.grown = candidate.shape
+        self._take(candidate)
+        self.heard_s = now_s
 
     def go_without(self, now_s: float) -> None:
         """The current round waits no longer for a tree."""
@@ -190,9 +200,9 @@ class Assignment:
         self._decided = _Decided(verdict, num_before)
         self._pushed.clear()
         self._sealed = frozenset()
-        self.candidate, self.kept = selected, None
+        self.candidate = self.allowed = self.kept = None
         if selected is not None:
-            self.course.grown = selected.shape
+            self._take(selected)
         self.is_stepping = False
         self.stale_in_round = False
         return verdict, foreseen
@@ -221,6 +231,18 @@ class Assignment:
     def has_pushed(self) -> bool:
         """Whether the draft prepared for any verdict of the current round."""
         return bool(self._pushed)
+
+    def _take(self, candidate: Candidate) -> None:
+        """Has a candidate for the current round."""
+        self.candidate = candidate
+        self.allowed = narrowed(candidate.tree, self.sequence.request.num_draft_tokens)
+        self.cut(None)
+        self.course.grown = candidate.shape
+
+    def _part(self, kept: Kept | None) -> TokenTree:
+        if self.candidate is None:
+            return EMPTY_TREE
+        return self.candidate.tree if kept is None else kept.tree
 
     def _rank(self, condition: Condition) -> int:
         same_node = [each for each in self._pushed if each.node_index == condition.node_index]

@@ -117,7 +117,7 @@ class Readiness:
     ) -> None:
         """Has the controller revise what drafts are asked for, and cut the trees that are here."""
         ready = [
-            (assignment, Ready(assignment.course, candidate.tree, heard_s, is_foreseen))
+            (assignment, Ready(assignment.course, assignment.allowed_tree, heard_s, is_foreseen))
             for assignment in held
             if (candidate := assignment.candidate) is not None
             and (heard_s := assignment.heard_s) is not None
@@ -133,7 +133,7 @@ class Readiness:
             is_whole=is_whole,
         )
         for (assignment, _), kept in zip(ready, cuts, strict=True):
-            assignment.kept = kept
+            assignment.cut(kept)
 
     def _gathering_until_s(
         self, decoding: SequenceOf[Sequence], held: SequenceOf[Assignment], now_s: float

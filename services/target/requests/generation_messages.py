@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.control.adaptive_config import MAX_STEPS
+from services.target.control.adaptive_config import MAX_DRAFT_TOKENS, MAX_STEPS
 from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.requests.request import GenerationRequest, ModelLimits, PromptScoring
 from services.target.requests.request_record import RequestRecord
@@ -33,14 +33,20 @@ def generation_request(
         ),
         arrival_s=arrival_s,
         top_logprobs=message.top_logprob_count if wants_logprobs else None,
-        speculation_disabled=message.speculation_params.disabled,
+        speculation_disabled=_is_disabled(message.speculation_params),
         draft_algorithm=message.speculation_params.algorithm or None,
         num_draft_steps=_draft_steps(message.speculation_params),
+        num_draft_tokens=_draft_tokens(message.speculation_params),
         num_outcomes=_outcome_budget(message.speculation_params),
         wants_trace=message.speculation_params.trace,
         priority=message.priority,
         prompt_scoring=_prompt_scoring(message),
     )
+
+
+def _is_disabled(params: pb.SpeculationParams) -> bool:
+    """A tree that is its root alone is not worth a draft's while."""
+    return params.disabled or _draft_tokens(params) == 1
 
 
 def _draft_steps(params: pb.SpeculationParams) -> int | None:
@@ -51,6 +57,16 @@ def _draft_steps(params: pb.SpeculationParams) -> int | None:
             "speculation.num_steps", params.step_count, f"[1, {MAX_STEPS}]"
         )
     return params.step_count
+
+
+def _draft_tokens(params: pb.SpeculationParams) -> int | None:
+    if not params.HasField("draft_token_count"):
+        return None
+    if not 1 <= params.draft_token_count <= MAX_DRAFT_TOKENS:
+        raise InvalidArgument.out_of_range(
+            "speculation.num_draft_tokens", params.draft_token_count, f"[1, {MAX_DRAFT_TOKENS}]"
+        )
+    return params.draft_token_count
 
 
 def _outcome_budget(params: pb.SpeculationParams) -> int | None:

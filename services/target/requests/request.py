@@ -39,6 +39,7 @@ class GenerationRequest:
         prompt_scoring: which prompt tokens get log probabilities; None for none.
         draft_algorithm: only drafts of this algorithm get the sequence; None lets any have it.
         num_draft_steps: depth of trees, instead of what the target finds to pay.
+        num_draft_tokens: rows of a tree that are verified at most, the root included, likewise.
         num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
         wants_trace: every delta tells what its round did.
         traceparent: what drafts name as their parent; None when nobody traces.
@@ -57,6 +58,7 @@ class GenerationRequest:
     priority: int = 0
     prompt_scoring: PromptScoring | None = None
     num_draft_steps: int | None = None
+    num_draft_tokens: int | None = None
     num_outcomes: int | None = None
     traceparent: str | None = None
 

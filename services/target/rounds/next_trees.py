@@ -91,7 +91,7 @@ class TreeForecast:
         if self._readiness.is_ready(sequence, now_s):
             assignment = self._assignment(sequence)
             if assignment is not None:
-                assignment.kept = None  # rounds verify trees whole
+                assignment.cut(None)  # rounds verify trees whole
             tree = self._assignments.candidate_tree(sequence)
             trees.add(sequence, tree, num_tokens=len(sequence.token_ids))
 

@@ -8,7 +8,8 @@ from services.target.requests.request import GenerationRequest
 def can_be_round(request: GenerationRequest, algorithm: str) -> bool:
     """Whether a head of this algorithm can draft for the request in rounds, at any depth.
 
-    They know no penalties, bias, bans and grammars, compute no log probabilities and no trace.
+    They know no penalties, bias, bans and grammars, compute no log probabilities and no trace, and
+    verify whole trees of one shape.
     """
     sampling = request.sampling
     return (
@@ -17,6 +18,7 @@ def can_be_round(request: GenerationRequest, algorithm: str) -> bool:
         and not request.wants_trace
         and request.draft_algorithm in (None, algorithm)
         and request.num_draft_steps is None
+        and request.num_draft_tokens is None
         and request.top_logprobs is None
         and request.stop.min_output_tokens == 0
         and not sampling.has_penalties

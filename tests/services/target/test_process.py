@@ -575,6 +575,10 @@ async def test_flush_frees_cached_pages(folder: Path) -> None:
     ("wish", "field", "limits"),
     [
         *((pb.SpeculationParams(step_count=n), "num_steps", "[1, 32]") for n in (0, 33)),
+        *(
+            (pb.SpeculationParams(draft_token_count=n), "num_draft_tokens", "[1, 257]")
+            for n in (0, 258)
+        ),
         *((pb.SpeculationParams(outcome_budget=n), "outcome_budget", "[0, 64]") for n in (-1, 65)),
     ],
     ids=str,

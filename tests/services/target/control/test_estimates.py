@@ -13,7 +13,8 @@ from services.target.control.course import Course, Population, seen_round
 from services.target.control.probe_budget import ProbeBudget
 from services.target.control.step_times import StepTimes, non_decreasing
 from services.target.control.turnarounds import Turnarounds
-from shared.tokens import TokenTree
+from shared.tokens import TokenTree, TreeShape
+from tests.helpers.one_draft import make_attachment, make_sequence
 
 
 def _measured(times: StepTimes, points: dict[int, float], count: int = 5) -> StepTimes:
@@ -266,9 +267,37 @@ def test_levels_beyond_the_outputs_end_do_not_count() -> None:
     assert seen_round(TREE, (0,), (), 1, is_tree=True).num_levels == 1
 
 
+def _course(population: Population | None = None, num_draft_tokens: int | None = None) -> Course:
+    sequence = make_sequence(num_draft_tokens=num_draft_tokens)
+    return Course(make_attachment(), sequence, population or Population(), 0.1)
+
+
+def test_a_narrowed_tree_promises_no_more_levels_than_it_has_nodes() -> None:
+    shapes = [TreeShape(steps, 1, steps + 1) for steps in (1, 2, 5)]
+    free = _course().tokens(shapes)
+    assert free == sorted(set(free))
+    assert _course(num_draft_tokens=3).tokens(shapes) == [free[0], free[1], free[1]]
+    assert _course(num_draft_tokens=1).tokens(shapes) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [None, 2])
+def test_a_narrowed_tree_says_nothing_of_what_whole_levels_are_worth(
+    num_draft_tokens: int | None,
+) -> None:
+    population = Population()
+    course, other = _course(population, num_draft_tokens), _course(population)
+    wide = [TreeShape(2, 4, 9)]
+    before = other.tokens(wide)
+    for _ in range(50):
+        course.observe(seen_round(TREE, (0,), (), 3, is_tree=True))
+    assert (other.tokens(wide) == before) == (num_draft_tokens is not None)
+    assert course.tokens(wide) < before
+    assert population.chains.rates(1)[0] < FIRST_RATE
+
+
 def test_without_probabilities_a_node_is_judged_by_its_depth_whatever_its_token() -> None:
     """Cutting a drawn chain by its tokens would change what rejection sampling draws."""
-    course = Course(None, None, Population(), 0.1)  # type: ignore[arg-type]
+    course = _course()
     for _ in range(40):
         course.observe(seen_round(TokenTree.chain([1, 2]), (0, 1), (0,), 2, is_tree=False))
     one, other = TokenTree.chain([1, 2]), TokenTree.chain([9, 7])

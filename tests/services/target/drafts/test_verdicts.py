@@ -64,6 +64,33 @@ def test_verdict_names_the_candidates_verified_and_selected() -> None:
     assert attachment.outcomes.hits == {(1, 1): 1}
 
 
+BRANCHES = TokenTree((5, 6, 7, 8), (None, None, 1, 1), (-2.0, -0.5, -0.9, -0.1))
+
+
+def test_of_a_narrowed_tree_draft_hears_nodes_as_it_has_sent_them() -> None:
+    attachments, _, sequence = with_one_draft(num_draft_tokens=3)
+    attachments.drafts.take_messages()
+    offer(attachments, [Candidate(1, 0, 2, BRANCHES, candidate_id=1)], 0.0)
+    assert attachments.assignments.candidate_tree(sequence) == BRANCHES.only((1, 3))
+    # Those that it had counted in the part that is verified would select another one.
+    for node, tree in ((3, BRANCHES), (1, TREE)):
+        offer(attachments, [pushed_ahead(Condition(node, 9, 1), tree, node)], 0.0)
+    commit(attachments, sequence, (6, 8, 9), accepted=(0, 1), was_verified=True)
+    [(_, message)] = attachments.drafts.take_messages()
+    [verdict] = message.verdicts
+    assert verdict.accepted_node_indices == (1, 3)
+    assert (verdict.candidate_id, verdict.next_candidate_id) == (1, 3)
+    assert attachments.assignments.candidate_tree(sequence) == BRANCHES.only((1, 3))
+
+
+def test_a_tree_that_comes_late_for_its_verdict_is_narrowed_too() -> None:
+    attachments, _, sequence = with_one_draft(num_draft_tokens=2)
+    offer(attachments, [Candidate(1, 0, 2, BRANCHES, candidate_id=1)], 0.0)
+    commit(attachments, sequence, (6, 9), accepted=(0,), was_verified=True)
+    offer(attachments, [pushed_ahead(Condition(1, 9, 1), BRANCHES, 2)], 0.0)
+    assert attachments.assignments.candidate_tree(sequence) == BRANCHES.only((1,))
+
+
 def test_condition_on_another_tree_is_not_selected() -> None:
     attachments, attachment, sequence = with_one_draft()
     offer(attachments, [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from services.draft.fan_out import FanOut
 from services.target.control.adaptive_config import AdaptiveConfig, Candidates
-from services.target.control.course import Kept
+from services.target.control.kept import Kept
 from services.target.control.speculation_controller import SpeculationController
 from services.target.control.speed_window import SpeedWindow
 from services.target.control.tree_cuts import Ready, TreeCuts

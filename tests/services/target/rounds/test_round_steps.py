@@ -143,9 +143,10 @@ def test_stops_are_where_they_were(pair: Pair) -> None:
         request([5, 4, 3], stop=StopParams(9, min_output_tokens=4)),
         request([5, 4, 3], stop=StopParams(9), speculation_disabled=True),
         replace(request([5, 4, 3], stop=StopParams(9)), num_draft_steps=2),
+        replace(request([5, 4, 3], stop=StopParams(9)), num_draft_tokens=2),
         replace(request([5, 4, 3], stop=StopParams(9)), wants_trace=True),
     ],
-    ids=["penalties", "logprobs", "minimum", "disabled", "depth", "trace"],
+    ids=["penalties", "logprobs", "minimum", "disabled", "depth", "width", "trace"],
 )
 def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
     pair: Pair, other: GenerationRequest

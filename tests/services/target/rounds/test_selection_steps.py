@@ -368,17 +368,25 @@ def test_stops_are_where_they_were(decoder: Decoder) -> None:
 
 
 @pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize(
+    "other",
+    [
+        request([5, 4, 3], GREEDY, StopParams(9), top_logprobs=2, speculation_disabled=True),
+        replace(request(PROMPTS[0], SEEDED, StopParams(9)), num_draft_tokens=2),
+    ],
+    ids=["logprobs", "width"],
+)
 def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
-    decoder: Decoder,
+    decoder: Decoder, other: GenerationRequest
 ) -> None:
     """It comes while the others are in rounds, and they return to rounds when it has ended."""
     setup, collector = Setup(decoder), Collector()
+    setup.draft.recovers = True  # it foresees no end that a narrowed tree can have
     for key, each in enumerate(setup.requests(60)):
         setup.engine.submit(each, collector, key)
     for _ in range(4):
         setup.engine.step()
     assert setup.engine.gauges_now().round_shape is not None
-    other = request([5, 4, 3], GREEDY, StopParams(9), top_logprobs=2, speculation_disabled=True)
     setup.engine.submit(other, collector, 2)
     setup.engine.step()
     assert setup.engine.gauges_now().round_shape is None

@@ -168,6 +168,7 @@ class SpeculationParams(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     OUTCOME_BUDGET_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decodes without candidates (A/B and debugging). The output is the same."""
     trace: _builtins.bool
@@ -190,6 +191,13 @@ class SpeculationParams(_message.Message):
     draft never prepares for more than its operator allows. Chosen by the target
     or left to the draft when absent.
     """
+    draft_token_count: _builtins.int
+    """Most rows of a tree that are verified, the root included, in [1, 257]; else
+    INVALID_ARGUMENT. Of a larger tree the target verifies only the nodes whose
+    paths its draft holds most probable, whatever would pay; 1 is as `disabled`.
+    Drafts are asked for nothing else because of it. Chosen by the target when
+    absent.
+    """
     def __init__(
         self,
         *,
@@ -198,15 +206,20 @@ class SpeculationParams(_message.Message):
         algorithm: _builtins.str = ...,
         step_count: _builtins.int | None = ...,
         outcome_budget: _builtins.int | None = ...,
+        draft_token_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "outcome_budget", b"outcome_budget", "step_count", b"step_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count", "_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "draft_token_count", b"draft_token_count", "outcome_budget", b"outcome_budget", "step_count", b"step_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "outcome_budget", b"outcome_budget", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count", "_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "draft_token_count", b"draft_token_count", "outcome_budget", b"outcome_budget", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__draft_token_count: _TypeAlias = _typing.Literal["draft_token_count"]  # noqa: Y015
+    _WhichOneofArgType__draft_token_count: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count"]  # noqa: Y015
     _WhichOneofReturnType__outcome_budget: _TypeAlias = _typing.Literal["outcome_budget"]  # noqa: Y015
     _WhichOneofArgType__outcome_budget: _TypeAlias = _typing.Literal["_outcome_budget", b"_outcome_budget"]  # noqa: Y015
     _WhichOneofReturnType__step_count: _TypeAlias = _typing.Literal["step_count"]  # noqa: Y015
     _WhichOneofArgType__step_count: _TypeAlias = _typing.Literal["_step_count", b"_step_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_token_count) -> _WhichOneofReturnType__draft_token_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome_budget) -> _WhichOneofReturnType__outcome_budget | None: ...
     @_typing.overload
