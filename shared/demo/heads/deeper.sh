@@ -7,11 +7,14 @@ target=shared/demo/target
 python=${PYTHON:-python3}
 trainer="$python -m services.draft.training"
 
+mkdir -p "$out"
+jobs=()
 for part in 0 1 2 3 4 5 6 7; do
   $python -m shared.demo.heads.prompts --tokens "$tokens" --tokenizer $target/tokenizer.json \
     --count $((prompts / 8)) --seed $((20 + part)) --out "$out/prompts.$part.npz" &
+  jobs+=($!)
 done
-wait
+for job in "${jobs[@]}"; do wait "$job"; done
 $trainer generate --target $target --prompts "$out"/prompts.?.npz --out "$out/own.npz" \
   --max-new-tokens 160 --batch-size 4096 --temperatures 0 1 0 0.7 --seed 20
 
