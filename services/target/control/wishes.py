@@ -215,8 +215,8 @@ class Wishes:
 
 
 def _by_draft(courses: SequenceOf[Course]) -> tuple[list[list[Course]], int]:
-    """Returns the sequences of each draft, and how many have fixed wishes, which are set; whether
-    their drafts are left alone for a while is not decided here."""
+    """Returns the sequences of each draft, and how many have fixed wishes, which are set. A draft
+    that is left alone for a while stays so; a pause of before its shape was pinned ends."""
     by_draft: dict[str, list[Course]] = {}
     num_fixed = 0
     for course in courses:
@@ -224,7 +224,8 @@ def _by_draft(courses: SequenceOf[Course]) -> tuple[list[list[Course]], int]:
         if fixed is None:
             by_draft.setdefault(course.attachment.identity.attachment_id, []).append(course)
         else:
-            course.wish = replace(fixed, is_paused=course.wish.is_paused)
+            is_paused = course.wish.is_paused and course.attachment.pause.is_on
+            course.wish = replace(fixed, is_paused=is_paused)
             num_fixed += 1
     return list(by_draft.values()), num_fixed
 

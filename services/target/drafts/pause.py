@@ -35,6 +35,11 @@ class Pause:
     _waited_s: float = 0.0
 
     @property
+    def is_on(self) -> bool:
+        """Whether the draft is left alone, until it is tried again."""
+        return self._is_on
+
+    @property
     def is_trying(self) -> bool:
         """Whether a pause is over, and not known yet whether the draft is of use again."""
         return self._is_trying

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.target.control.regime import Stance
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.pause import (
@@ -177,6 +178,12 @@ class _Rounds:
     def needs_every_step(self) -> bool:
         return self.attachments.assignments.needs_every_step
 
+    def revise(self) -> None:
+        """Has the controller choose anew what is wanted."""
+        self.sequence.num_computed = len(self.sequence.token_ids) - 1
+        self.attachments.controller._wishes.reconsider()
+        self.attachments.readiness.prepare([self.sequence], self.now_s)
+
     def fall_silent(self) -> None:
         for _ in range(4):
             self.step(answers=True)
@@ -231,11 +238,25 @@ def test_draft_that_is_always_waited_for_is_never_left_alone() -> None:
 def test_pinned_draft_of_an_adaptive_target_is_left_alone_as_any() -> None:
     rounds = _Rounds(controller=SpeculationController(), pinned_shape=PINNED)
     rounds.fall_silent()
-    rounds.attachments.readiness.prepare([rounds.sequence], rounds.now_s)  # wishes are revised
+    rounds.revise()
     assert rounds.step().wish.is_paused
     assert not rounds.needs_every_step
     while rounds.step().wish.is_paused:
-        rounds.attachments.readiness.prepare([rounds.sequence], rounds.now_s)
+        rounds.revise()
+
+
+@pytest.mark.parametrize("waits_always", [True, False])
+def test_pinning_a_draft_ends_a_pause_that_the_controller_began(waits_always: bool) -> None:
+    controller = SpeculationController()
+    controller.referee.insist()
+    rounds = _Rounds(controller=controller, waits_always=waits_always)
+    rounds.step(answers=True)
+    controller.referee.stance = Stance.PAUSED
+    rounds.revise()
+    assert rounds.step().wish.is_paused
+    rounds.draft.report = DraftReport(pinned_shape=PINNED)
+    rounds.revise()
+    assert not rounds.step().wish.is_paused
 
 
 def test_adaptive_controller_pauses_by_itself_alone() -> None:
