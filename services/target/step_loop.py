@@ -141,6 +141,8 @@ class StepLoop:
             began_s = self._selections.began_s if turn is Turn.DONE else None
             self._end_step(now_s if began_s is None else began_s, is_timed=began_s is not None)
             now_s = self._clock()  # a step of the general path begins behind that
+        elif turn is Turn.WAITING:
+            self._subscriptions.deliver()  # what commands have left
         return self._step(now_s) if turn is Turn.ELSEWHERE else turn is Turn.DONE
 
     def _step(self, now_s: float) -> bool:

@@ -54,7 +54,7 @@ class Subscriptions:
         self._events[sink].append((key, Failed(error)))
 
     def deliver(self) -> None:
-        """Hands every sink its events of the step, in one batch."""
+        """Hands every sink its events since the last time, in one batch."""
         events, self._events = self._events, defaultdict(list)
         for sink, batch in events.items():
             sink.deliver(batch)

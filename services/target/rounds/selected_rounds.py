@@ -32,21 +32,30 @@ class SelectedRounds:
         store: of the features that rounds keep; None where they keep none.
     """
 
-    store: FeatureStore | None
-
     def __init__(self, runner: ModelRunner, leases: KvLeases, limits: RoundLimits) -> None:
         self._target = runner
         self._leases = leases
         self._limits = limits
         self._max_sequences = limits.max_sequences
         self._sequences: dict[int, Sequence] = {}
-        self.turn_to(None)
+        self.store: FeatureStore | None = None
+        self._runner = self._made(None)
 
     def turn_to(self, store: FeatureStore | None) -> None:
-        """Has rounds keep the features of what they commit, or none; no sequence has a slot."""
+        """Has rounds keep the features of what they commit, or none; no sequence has a slot. Where
+        there is no memory for that, none gets one any more."""
         assert not self._sequences, "sequences would stay behind"
+        try:
+            self._runner = self._made(store)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            self._confine(0, Shortage.of(error))
+            return
         self.store = store
-        self._runner = SelectionRunner(
+
+    def _made(self, store: FeatureStore | None) -> SelectionRunner:
+        return SelectionRunner(
             decoder=self._target.decoder,
             pool=self._target.pool,
             limits=self._limits,
@@ -108,13 +117,7 @@ class SelectedRounds:
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
-            self._max_sequences = len(self._sequences) - 1
-            logger.warning(
-                "no memory for rounds on the device of %d sequences that drafts push trees for; "
-                "from now on such rounds have %d at most: %s",
-                *(len(self._sequences), self._max_sequences),
-                self._target.cache.advice(Shortage.of(error)),
-            )
+            self._confine(len(self._sequences) - 1, Shortage.of(error))
             return None
         return shape
 
@@ -158,6 +161,15 @@ class SelectedRounds:
         the rounds under way."""
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._runner.remove([sequence.sequence_id])
+
+    def _confine(self, max_sequences: int, shortage: Shortage) -> None:
+        """No memory is left for rounds of more sequences."""
+        self._max_sequences = max_sequences
+        logger.warning(
+            "no memory for rounds on the device of more than %d sequences that drafts push trees "
+            "for; the host leads others: %s",
+            *(max_sequences, self._target.cache.advice(shortage)),
+        )
 
     def _has_room(self, sequences: Iterable[Sequence], num_new: int, shape: TreeShape) -> bool:
         """Whether so many rows are worth it, and the pages of sequences cover them."""

@@ -17,6 +17,7 @@ from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
+from services.target.rounds import selected_rounds
 from services.target.rounds.early_launch import EarlyLaunch
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.step_report import StepReport
@@ -308,6 +309,20 @@ def test_nothing_is_prepared_behind_an_empty_tree_with_a_name(decoder: Decoder) 
     setup.check(run(setup.engine, setup.requests(40, 1)), 40, 1)
 
 
+def test_who_is_refused_hears_of_it_while_others_wait_for_their_draft(decoder: Decoder) -> None:
+    setup, collector = Setup(decoder), Collector()
+    setup.engine.submit(setup.requests(40, 1)[0], collector, 0)
+    while not num_device_rounds(setup.reports):
+        setup.engine.step()
+    setup.draft.is_held = True
+    while setup.engine.step():
+        pass
+    assert not collector.has_ended(0)
+    setup.engine.submit(replace(setup.requests()[1], draft_algorithm="NONE"), collector, 1)
+    setup.engine.step()
+    assert collector.failure(1).error.reason == "ALGORITHM_UNKNOWN"
+
+
 @pytest.mark.usefixtures("choice")
 def test_late_blocks_are_verified_all_the_same(decoder: Decoder) -> None:
     setup = Setup(decoder)
@@ -527,6 +542,27 @@ def test_a_draft_gets_the_features_of_the_general_path(
         shortest = min(len(expected), len(found[1][key]))
         assert shortest > 30
         assert torch.equal(found[1][key][:shortest], expected[:shortest])
+
+
+def test_where_there_is_no_memory_to_keep_features_of_rounds_the_general_path_goes_on(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, tried = Setup(decoder), list[str]()
+
+    def fail(**arguments: object) -> SelectionRunner:
+        tried.append("once")
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(selected_rounds, "SelectionRunner", fail)
+    setup.engine.detach("ahead")
+    spec = FeatureSpec("key", (1, 4), torch.float32, None)
+    draft = AheadDraft(setup.engine, setup.answers, name="head", feature_spec=spec)
+    draft.recovers = True
+    draft.attach()
+    setup.check(run(setup.engine, setup.requests(40)), 40)
+    assert tried == ["once"]
+    assert num_device_rounds(setup.reports) == 0
+    assert draft.features
 
 
 def test_features_of_others_have_holes_where_rounds_kept_none(decoder: Decoder) -> None:
