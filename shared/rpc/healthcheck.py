@@ -10,6 +10,7 @@ from pathlib import Path
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shared.addresses import address_problems
 from shared.errors import SettingsError
 from shared.rpc.channel import open_channel
 from shared.tls import ClientTls, checked_client_tls
@@ -37,7 +38,7 @@ async def is_serving(
 def main() -> None:
     """Exits with 0 when the server serves, with 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address", help="host:port")
+    parser.add_argument("address", help="HOST:PORT")
     parser.add_argument("--service", default="", help="full service name; empty asks for all")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds")
     parser.add_argument("--tls-ca", type=Path, help="PEM; speaks TLS when set")
@@ -45,6 +46,8 @@ def main() -> None:
     parser.add_argument("--tls-key", type=Path, help="PEM, of --tls-cert")
     parser.add_argument("--tls-name", help="name in the server's certificate; the host's")
     arguments = parser.parse_args()
+    if problems := address_problems("ADDRESS", [arguments.address]):
+        sys.exit("\n".join(problems))
     try:
         tls = checked_client_tls(
             arguments.tls_ca,

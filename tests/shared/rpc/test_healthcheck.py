@@ -37,3 +37,9 @@ async def test_probe_tells_serving_from_everything_else() -> None:
     assert not_serving == (1, f"{starting.address}: NOT_SERVING\n")
     assert absent[0] == 1
     assert "UNAVAILABLE" in absent[1]
+
+
+async def test_an_address_without_a_port_is_not_dialled_on_443() -> None:
+    exit_code, problem = await probe("target")
+    assert exit_code == 1
+    assert problem.startswith("ADDRESS is 'target'; it must be HOST:PORT")
