@@ -21,11 +21,13 @@ class Group:
     Attributes:
         shapes: trees it may be asked for.
         tokens: `[sequence][shape]`, tokens a round is expected to commit, bonus included.
+        rows: `[sequence][shape]`, rows that a round verifies at most, the root included.
         wait_s: of the draft.
     """
 
     shapes: tuple[TreeShape, ...]
     tokens: Sequence[Sequence[float]]
+    rows: Sequence[Sequence[int]]
     wait_s: WaitTime
 
 
@@ -72,7 +74,7 @@ def goodput_of(
 def parts_of(groups: Sequence[Group], choices: Sequence[Choice], num_plain: int) -> list[Part]:
     """Returns the batch that choices make; `num_plain` as in `goodput_of`."""
     parts = [
-        _part(group, choice.shape, len(choice.members), _tokens(group, choice))
+        _part(group, choice.shape, len(choice.members), *_sums(group, choice))
         for group, choice in zip(groups, choices, strict=True)
         if choice.shape is not None
     ]
@@ -88,7 +90,7 @@ def best_choices(
 
     One draft grows trees of one shape for all its sequences, because trees of different shapes
     cost it a batch each; what a sequence does not need is cut before it is verified. Of a shape,
-    the sequences that gain most from it are the best of any number.
+    the sequences that gain most from it are the best of any number, if they have as many rows.
 
     Args:
         freedom: not `NONE`, which leaves nothing to choose.
@@ -119,8 +121,9 @@ def _best_choice(
     for shape in range(len(group.shapes)):
         order = sorted(range(len(group.tokens)), key=lambda each: -group.tokens[each][shape])
         tokens = list(itertools.accumulate(group.tokens[each][shape] for each in order))
+        rows = list(itertools.accumulate(group.rows[each][shape] for each in order))
         for size in [len(order)] if freedom is Freedom.ALL else group_sizes(len(order)):
-            own = _part(group, shape, size, tokens[size - 1])
+            own = _part(group, shape, size, tokens[size - 1], rows[size - 1])
             rate = device.goodput(_with_plain([own, *fixed], num_free - size))
             if rate > best_rate:
                 best, best_rate = Choice(shape, tuple(order[:size])), rate
@@ -143,12 +146,12 @@ def _with_plain(parts: Sequence[Part], num_plain: int) -> list[Part]:
     return [*parts, Part(num_plain, float(num_plain), num_plain)] if num_plain else [*parts]
 
 
-def _tokens(group: Group, choice: Choice) -> float:
+def _sums(group: Group, choice: Choice) -> tuple[float, int]:
+    """Returns the tokens and the rows of a round of the members."""
     assert choice.shape is not None
-    return sum(group.tokens[member][choice.shape] for member in choice.members)
+    tokens = sum(group.tokens[member][choice.shape] for member in choice.members)
+    return tokens, sum(group.rows[member][choice.shape] for member in choice.members)
 
 
-def _part(group: Group, shape: int, size: int, tokens: float) -> Part:
-    wanted = group.shapes[shape]
-    num_rows = size * (1 + wanted.max_node_count)
-    return Part(size, tokens, num_rows, group.wait_s(wanted.num_steps, size))
+def _part(group: Group, shape: int, size: int, tokens: float, num_rows: int) -> Part:
+    return Part(size, tokens, num_rows, group.wait_s(group.shapes[shape].num_steps, size))

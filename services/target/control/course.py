@@ -158,6 +158,11 @@ class Course:
         """Whether the request has only part of each tree verified."""
         return self.sequence.request.num_draft_tokens is not None
 
+    def num_rows(self, shape: TreeShape) -> int:
+        """Returns how many rows of a tree of this shape are verified at most."""
+        num_rows, num_allowed = 1 + shape.max_node_count, self.sequence.request.num_draft_tokens
+        return num_rows if num_allowed is None else min(num_rows, num_allowed)
+
     def tokens(self, shapes: SequenceOf[TreeShape]) -> list[float]:
         """Returns the tokens that a round with a tree of each shape is expected to commit."""
         deepest = max(shape.num_steps for shape in shapes)
@@ -167,10 +172,10 @@ class Course:
         # A tree holds the chain of its best nodes.
         trees = [max(pair) for pair in zip(chains, trees, strict=True)]
         of_chains, of_trees = expected_tokens(chains), expected_tokens(trees)
-        num_rows = self.sequence.request.num_draft_tokens
-        most_steps = deepest if num_rows is None else num_rows - 1
         return [
-            (of_chains if shape.topk == 1 else of_trees)[min(shape.num_steps, most_steps)]
+            (of_chains if shape.topk == 1 else of_trees)[
+                min(shape.num_steps, self.num_rows(shape) - 1)
+            ]
             for shape in shapes
         ]
 

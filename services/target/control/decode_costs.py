@@ -162,4 +162,4 @@ class DecodeCosts:
 
 def _num_rows(courses: SequenceOf[Course]) -> int:
     """Rows that a step over these sequences has, if their trees are what they usually are."""
-    return sum(1 + each.shape.max_node_count for each in courses)
+    return sum(each.num_rows(each.shape) for each in courses)

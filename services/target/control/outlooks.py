@@ -53,7 +53,8 @@ class Outlooks:
         attachment = courses[0].attachment
         shapes = candidates.shapes(attachment.base_shape)
         tokens = [course.tokens(shapes) if shapes else [] for course in courses]
-        return Group(shapes, tokens, self._costs.wait_time(attachment))
+        rows = [[course.num_rows(shape) for shape in shapes] for course in courses]
+        return Group(shapes, tokens, rows, self._costs.wait_time(attachment))
 
     def best_draft(
         self, sequence: Sequence, drafts: SequenceOf[Attachment], step: int

@@ -278,6 +278,7 @@ def test_a_narrowed_tree_promises_no_more_levels_than_it_has_nodes() -> None:
     assert free == sorted(set(free))
     assert _course(num_draft_tokens=3).tokens(shapes) == [free[0], free[1], free[1]]
     assert _course(num_draft_tokens=1).tokens(shapes) == [1.0, 1.0, 1.0]
+    assert [_course(num_draft_tokens=3).num_rows(shape) for shape in shapes] == [2, 3, 3]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [None, 2])

@@ -39,8 +39,9 @@ def _tokens(rate: float) -> list[float]:
     return [sum(rate**level for level in range(shape.num_steps + 1)) for shape in CHAINS]
 
 
-def _group(rates: Sequence[float], wait: Callable[[int, int], float]) -> Group:
-    return Group(CHAINS, [_tokens(rate) for rate in rates], wait)
+def _group(rates: Sequence[float], wait: Callable[[int, int], float], most_rows: int = 6) -> Group:
+    rows = [min(shape.num_draft_tokens, most_rows) for shape in CHAINS]
+    return Group(CHAINS, [_tokens(rate) for rate in rates], [rows] * len(rates), wait)
 
 
 def test_plain_sequences_commit_one_token_a_step() -> None:
@@ -79,6 +80,16 @@ def test_only_the_sequences_that_gain_are_drafted_for() -> None:
     # A cheap hop beside a long step: waiting for one costs the others nothing but rows.
     [choice] = best_choices([_group([0.0, 0.95, 0.0], _wait(0.0001, 0.0))], 0, Device(_steep))
     assert choice.members == (1,)
+
+
+def test_rows_that_are_not_verified_cost_nothing() -> None:
+    wide, narrow = (_group([0.8] * 3, _wait(0.003), rows) for rows in (6, 2))
+    [[of_wide], [of_narrow]] = (
+        best_choices([group], 0, Device(_steep), Freedom.ALL) for group in (wide, narrow)
+    )
+    assert of_wide.shape is not None
+    assert of_narrow.shape is not None
+    assert of_wide.shape < of_narrow.shape
 
 
 def test_without_leave_to_pause_the_least_bad_shape_is_chosen_for_all() -> None:
@@ -133,8 +144,8 @@ def test_choices_for_two_drafts_come_close_to_the_best_pair(seed: int) -> None:
     first, num_plain, step_s = _random_case(source)
     second, _, _ = _random_case(source)
     groups = [
-        Group(CHAINS, first.tokens[:3], first.wait_s),
-        Group(CHAINS, second.tokens[:3], second.wait_s),
+        Group(CHAINS, first.tokens[:3], first.rows[:3], first.wait_s),
+        Group(CHAINS, second.tokens[:3], second.rows[:3], second.wait_s),
     ]
     pairs = itertools.product(*map(_every_choice, groups))
     best = max(goodput_of(groups, pair, num_plain, Device(step_s)) for pair in pairs)
