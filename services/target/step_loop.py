@@ -132,6 +132,7 @@ class StepLoop:
         ahead. Returns whether there was anything to do."""
         if self._rounds.step(self._settle):
             self._tell()
+            self.attachments.controller.skip_turn()
             self._report(self._commits.take_reports())
             return True
         now_s = self._clock()

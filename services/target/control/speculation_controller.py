@@ -157,6 +157,10 @@ class SpeculationController:
         `TurnAccount.wake`."""
         self._counts.waiting_s += self._turns.wake(now_s, was_idle=was_idle)
 
+    def skip_turn(self) -> None:
+        """A turn of the loop was a round's with a lent head; a `RoundChooser` measures those."""
+        self._turns.skip()
+
     def judge(
         self, courses: SequenceOf[Course], num_decoding: int, *, is_warming: bool = False
     ) -> None:

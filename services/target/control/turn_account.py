@@ -45,6 +45,12 @@ class TurnAccount:
         self._turn.elapsed_s += between_s
         return between_s if was_idle or self._was_idle else 0.0
 
+    def skip(self) -> None:
+        """A turn was a round's that is accounted for elsewhere, as is the step that was launched
+        before it."""
+        self._turn.clear()
+        self._ended_s = None
+
     def judge(self, courses: SequenceOf[Course], num_decoding: int) -> None:
         """Has the referee decide, unless what runs is neither plain decoding nor the speculation
         that it decides on: where trees are fixed, few sequences want any, or a fan-out is tried.
