@@ -117,7 +117,7 @@ class DeviceRounds:
     def takes(self, sequence: TargetSequence) -> bool:
         """Whether rounds can do all that the request asks for, and its context is not too long."""
         return (
-            can_be_round(sequence.request, self._algorithm)
+            can_be_round(sequence.request, self._algorithm, self._runners.max_tree_rows)
             and len(sequence.token_ids) <= self._max_context_tokens
             and sequence.sequence_id not in self._refused
         )

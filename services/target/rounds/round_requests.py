@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from services.target.control.adaptive_config import MAX_DRAFT_TOKENS
 from services.target.requests.request import GenerationRequest
 
 
-def can_be_round(request: GenerationRequest, algorithm: str) -> bool:
-    """Whether a head of this algorithm can draft for the request in rounds, at any depth.
+def can_be_round(
+    request: GenerationRequest, algorithm: str, num_tree_rows: int = MAX_DRAFT_TOKENS
+) -> bool:
+    """Whether a draft of this algorithm can draft for the request in rounds, at any depth.
 
     They know no penalties, bias, bans and grammars, compute no log probabilities and no trace, and
     verify whole trees of one shape.
+
+    Args:
+        num_tree_rows: that their trees have at most, the root included.
     """
     sampling = request.sampling
     return (
@@ -18,7 +24,7 @@ def can_be_round(request: GenerationRequest, algorithm: str) -> bool:
         and not request.wants_trace
         and request.draft_algorithm in (None, algorithm)
         and request.num_draft_steps is None
-        and request.num_draft_tokens is None
+        and (request.num_draft_tokens or MAX_DRAFT_TOKENS) >= num_tree_rows
         and request.top_logprobs is None
         and request.stop.min_output_tokens == 0
         and not sampling.has_penalties

@@ -123,6 +123,19 @@ def test_output_is_that_of_plain_decoding(pair: Pair, sampling: str) -> None:
     assert all(each.num_verified_rounds > 0 for each in stats)
 
 
+@pytest.mark.parametrize("num_draft_tokens", [8, 9])
+def test_trees_that_a_request_has_whole_are_left_to_rounds(
+    pair: Pair, num_draft_tokens: int
+) -> None:
+    asked = _requests(SAMPLINGS["seeded"])
+    requests = [replace(each, num_draft_tokens=num_draft_tokens) for each in asked]
+    setup = _setup(pair)
+    assert _tokens(run(setup.engine, requests), len(requests)) == _plain(pair, requests)
+    is_whole = num_draft_tokens == TREE.num_draft_tokens
+    assert (setup.num_drafted > 0) == is_whole
+    assert (setup.draft.opened == 0) == is_whole
+
+
 def test_stops_are_where_they_were(pair: Pair) -> None:
     plain = _plain(pair, _requests(SAMPLINGS["seeded"]))
     stop = StopParams(24, stop_token_ids=frozenset({plain[0][9], plain[1][4], plain[2][0]}))
