@@ -13,9 +13,6 @@ from shared.tokens import MAX_TOP_LOGPROBS, SamplingParams, StopParams
 T = TypeVar("T")
 
 _SEED_LIMIT = 2**63
-_MAX_TREE_STEPS = 32
-_MAX_TREE_TOKENS = 257
-_MAX_OUTCOMES = 64
 _MAX_ALGORITHM_CHARACTERS = 64
 _PRIORITY_LIMIT = 2**31
 
@@ -97,45 +94,6 @@ def check_algorithm(speculation: Speculation) -> str | None:
         )
         raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
     return name.upper()
-
-
-def check_num_steps(speculation: Speculation) -> int | None:
-    """Returns the depth of draft trees that a request sets.
-
-    Raises:
-        InvalidArgument: drafts do not grow such trees.
-    """
-    num_steps = speculation.num_steps
-    if num_steps is not None and not 1 <= num_steps <= _MAX_TREE_STEPS:
-        limits = f"[1, {_MAX_TREE_STEPS}]"
-        raise InvalidArgument.out_of_range("speculation.num_steps", num_steps, limits)
-    return num_steps
-
-
-def check_num_draft_tokens(speculation: Speculation) -> int | None:
-    """Returns how many rows of a draft tree are verified at most, the root included.
-
-    Raises:
-        InvalidArgument: no tree has so few or so many.
-    """
-    num_tokens = speculation.num_draft_tokens
-    if num_tokens is not None and not 1 <= num_tokens <= _MAX_TREE_TOKENS:
-        limits = f"[1, {_MAX_TREE_TOKENS}]"
-        raise InvalidArgument.out_of_range("speculation.num_draft_tokens", num_tokens, limits)
-    return num_tokens
-
-
-def check_outcome_budget(speculation: Speculation) -> int | None:
-    """Returns how many verdicts a draft prepares for at most.
-
-    Raises:
-        InvalidArgument: drafts do not prepare for so many.
-    """
-    budget = speculation.outcome_budget
-    if budget is not None and not 0 <= budget <= _MAX_OUTCOMES:
-        limits = f"[0, {_MAX_OUTCOMES}]"
-        raise InvalidArgument.out_of_range("speculation.outcome_budget", budget, limits)
-    return budget
 
 
 def check_priority(priority: int | None) -> int:

@@ -9,9 +9,6 @@ from gateway.output.style import ChatOutput
 from gateway.plan import TextOptions
 from gateway.sampling import (
     check_algorithm,
-    check_num_draft_tokens,
-    check_num_steps,
-    check_outcome_budget,
     check_priority,
     check_top_logprobs,
     sampling_params,
@@ -23,6 +20,7 @@ from gateway.schema import (
     GenerationBody,
     Speculation,
 )
+from shared.draft_wishes import OUTCOMES, TREE_STEPS, TREE_TOKENS
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 from shared.sampling_defaults import SamplingDefaults
@@ -104,9 +102,9 @@ class WantedOutput:
             top_logprobs=self.top_logprobs,
             is_speculation_disabled=speculation.disable,
             draft_algorithm=check_algorithm(speculation),
-            num_draft_steps=check_num_steps(speculation),
-            num_draft_tokens=check_num_draft_tokens(speculation),
-            num_outcomes=check_outcome_budget(speculation),
+            num_draft_steps=TREE_STEPS.checked(speculation.num_steps),
+            num_draft_tokens=TREE_TOKENS.checked(speculation.num_draft_tokens),
+            num_outcomes=OUTCOMES.checked(speculation.outcome_budget),
             wants_rounds=speculation.trace,
             grammar=grammar,
             priority=check_priority(body.priority),

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.draft_wishes import TREE_STEPS, TREE_TOKENS
 from shared.errors import SettingsError
 from shared.tokens import TreeShape
 
-MAX_STEPS = 32
-MAX_DRAFT_TOKENS = 257
+MAX_STEPS = TREE_STEPS.highest
+MAX_DRAFT_TOKENS = TREE_TOKENS.highest
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
 _WITHOUT_EFFECT = frozenset(
     {

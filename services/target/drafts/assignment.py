@@ -15,9 +15,10 @@ from services.target.control.kept import Kept, narrowed
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
+from shared.draft_wishes import OUTCOMES
 from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree, TreeWish, Verdict
 
-MAX_CONDITIONAL_CANDIDATES = 64
+MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest
 """Conditional candidates kept for one sequence and round; more are dropped."""
 
 
