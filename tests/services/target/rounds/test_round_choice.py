@@ -287,4 +287,5 @@ def test_rounds_are_not_the_time_of_the_step_that_follows_them(
         for _ in range(num_steps):
             setup.engine.step()
     assert sum(each.round_shape is not None for each in setup.reports) > 30
-    assert max(turns.each_s) == pytest.approx(PLAIN_S)
+    # Two steps are launched until the first of them is read.
+    assert max(turns.each_s) == pytest.approx(2 * PLAIN_S)
