@@ -163,9 +163,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+            if not isinstance(record, dict) or "name" not in record:
+                raise ValueError(f"{path}, line {number}: no record of a round log")
+            yield record
 
 
 def _step_kind(step: dict[str, Any]) -> str:

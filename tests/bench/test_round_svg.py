@@ -69,8 +69,9 @@ def test_picture_is_well_formed_and_shows_the_window(tmp_path: Path) -> None:
     assert sum("prepared for" in title for title in titles) == 4
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["serving", "3", "{}"])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     good = _write(tmp_path / "t", [_step(0.0)])
-    (tmp_path / "d").write_text('{"name": "sent"}\nserving\n')
+    (tmp_path / "d").write_text(f'{{"name": "sent"}}\n{line}\n')
     with pytest.raises(ValueError, match=r"/d, line 2: "):
         read_rounds(good, tmp_path / "d")
