@@ -244,8 +244,19 @@ class Engine:
             logger.exception("the engine failed")
             self._failed.set()
             self._inbox.close(EngineFailed.of)
-            self._inbox.run_all()
+            while not self._runs_rest():
+                pass
             self._loop.fail_all(EngineFailed.of())
+
+    def _runs_rest(self) -> bool:
+        """Runs the commands that came before a failure; whether none needed what it has broken. One
+        that did is done with all the same."""
+        try:
+            self._inbox.run_all()
+        except Exception:
+            logger.exception("a command failed behind the engine")
+            return False
+        return True
 
     def _wait(self) -> None:
         """Runs the next commands, or prepares for later steps while there are none."""

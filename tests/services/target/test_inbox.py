@@ -108,6 +108,24 @@ def test_nobody_waits_for_an_engine_that_ended_meanwhile(
     assert isinstance(told.error, error)
 
 
+def test_commands_that_fail_behind_a_failure_leave_nobody_without_an_answer(
+    decoder: Decoder,
+) -> None:
+    """They may need what the failure has broken."""
+    engine, sink = build_engine(decoder), Collector()
+
+    def fail() -> None:
+        raise RuntimeError("broken on purpose")
+
+    for key in range(3):
+        engine._inbox.post(fail)
+        engine.submit(request([1, 2, 3]), sink, key)
+    engine._run()
+    assert engine.has_failed
+    for key in range(3):
+        assert isinstance(sink.failure(key).error, EngineFailed)
+
+
 def test_cancel_reaches_an_engine_whose_inbox_is_full(decoder: Decoder) -> None:
     engine, sink = build_engine(decoder), Collector()
     engine._inbox = inbox = Inbox(1)
