@@ -1,4 +1,4 @@
-"""The commit of a step that the device has done, and the account of it."""
+"""The commit of a step that the device has done, and the report of it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ next may wait for them; its tokens go out behind the launch, while the device co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from services.target.clock import Clock
 from services.target.committer import Committer
@@ -35,6 +35,7 @@ from services.target.rounds.selection_commits import SelectionCommits
 from services.target.rounds.selection_steps import POLL_S, SelectionSteps, Turn
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
+from services.target.step_account import StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import EngineGauges, StepReport
 from services.target.verifier import Verifier
@@ -68,7 +69,6 @@ class StepLoop:
         self._leases = leases
         self._scheduler = scheduler
         self._clock = clock
-        self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
         stores = FeatureStores(
@@ -106,6 +106,7 @@ class StepLoop:
             forget=self._forget,
             release=scheduler.release,
         )
+        self._account = StepAccount(self._commits, self.attachments, clock, on_step)
         # A target with trees of its own decides between two steps which to verify.
         has_trees = self._ladder.has_fallback
         self._selections = SelectionSteps(
@@ -125,22 +126,20 @@ class StepLoop:
             self.attachments, self._features, self._rounds, self._selections, clock, runner.cache
         )
         self._in_flight: LaunchedStep | None = None
-        self._ended_s = 0.0
 
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
         ahead. Returns whether there was anything to do."""
         if self._rounds.step(self._settle):
             self._tell()
-            self.attachments.controller.skip_turn()
-            self._report(self._commits.take_reports())
+            self._account.end_aside()
             return True
         now_s = self._clock()
         turn = self._selections.step(self._settle)
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
             began_s = self._selections.began_s if turn is Turn.DONE else None
-            self._end_step(now_s if began_s is None else began_s, is_timed=began_s is not None)
+            self._account.end(now_s if began_s is None else began_s, is_timed=began_s is not None)
             now_s = self._clock()  # a step of the general path begins behind that
         elif turn is Turn.WAITING:
             self._subscriptions.deliver()  # what commands have left
@@ -174,7 +173,7 @@ class StepLoop:
         self.drafts.tell()
         if self._in_flight is not None or not self._runner.computes_aside:
             self._subscriptions.deliver()
-        self._end_step(now_s, is_timed=is_timed)
+        self._account.end(now_s, is_timed=is_timed)
         was_busy = bool(plan.scheduled or plan.preempted or last is not None)
         if not was_busy:
             self._host_gap.wait()
@@ -273,21 +272,6 @@ class StepLoop:
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()
         self._commits.commit(step, live)
-
-    def _end_step(self, start_s: float, *, is_timed: bool) -> None:
-        """Accounts for what was committed since `start_s`; the time says how long it took only if
-        `is_timed`."""
-        reports, now_s = self._commits.take_reports(), self._clock()
-        # While everyone is told of a round, the device may compute the next one already.
-        start_s = max(start_s, self._ended_s)
-        self.attachments.end_step(reports, start_s, now_s, is_timed=is_timed)
-        if reports:
-            self._ended_s = now_s
-        self._report(reports)
-
-    def _report(self, reports: Iterable[StepReport]) -> None:
-        for report in reports:
-            self._on_step(report)
 
     def _tell_scores(self, step: LaunchedStep) -> None:
         """Tells what a step says of prompt tokens, to those who have not left meanwhile."""

@@ -85,6 +85,13 @@ class Referee:
         return None if self._octave is None else self.regimes[self._octave]
 
     @property
+    def is_sure(self) -> bool:
+        """Whether speculation runs and is known to pay, or is not to be switched off."""
+        regime = self.regime
+        pays = regime is not None and regime.pays and not self.is_settling
+        return self.stance is Stance.ON and (pays or self.is_bound)
+
+    @property
     def eagerness(self) -> float:
         """Share of the budget that trials may use."""
         return 1.0 if self.regime is None else self.regime.eagerness

@@ -80,12 +80,7 @@ class SpeculationController:
     def verifies_whole_trees(self) -> bool:
         """Whether trees are verified as drafts send them: nothing is chosen, or speculation is
         known to pay, or not to be switched off, and cutting is seldom worth it."""
-        if self._config is None:
-            return True
-        regime = self.referee.regime
-        pays = regime is not None and regime.pays and not self.referee.is_settling
-        is_on = self.stance is Stance.ON and (pays or self.referee.is_bound)
-        return is_on and self._cuts.are_rare
+        return self._config is None or (self.referee.is_sure and self._cuts.are_rare)
 
     def take_counts(self) -> SpeculationCounts:
         """Returns the counts since the last call."""

@@ -1,4 +1,4 @@
-"""The commit of a round whose trees the device selected, and the account of it."""
+"""The commit of a round whose trees the device selected, and the report of it."""
 
 from __future__ import annotations
 

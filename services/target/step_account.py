@@ -1,0 +1,55 @@
+"""What steps did and in how much time, passed on to those who learn from it or count it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.target.clock import Clock
+from services.target.drafts.attachments import Attachments
+from services.target.step_commits import StepCommits
+from services.target.step_report import StepReport
+
+
+class StepAccount:
+    """Ends turns of the loop. Owned by the engine thread.
+
+    Args:
+        commits: keeps the reports of a turn.
+        attachments: whose controller learns from them.
+        on_step: called with each.
+    """
+
+    def __init__(
+        self,
+        commits: StepCommits,
+        attachments: Attachments,
+        clock: Clock,
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        self._commits = commits
+        self._attachments = attachments
+        self._clock = clock
+        self._on_step = on_step
+        self._ended_s = 0.0
+
+    def end(self, start_s: float, *, is_timed: bool) -> None:
+        """A turn ends, with or without a step.
+
+        Args:
+            start_s: when what was committed began. While everyone is told of a round, the device
+                may compute the next one already: that counts from the end of the turn before.
+            is_timed: whether the time since then says how long the step took.
+        """
+        reports, now_s = self._commits.take_reports(), self._clock()
+        start_s = max(start_s, self._ended_s)
+        self._attachments.end_step(reports, start_s, now_s, is_timed=is_timed)
+        if reports:
+            self._ended_s = now_s
+        for report in reports:
+            self._on_step(report)
+
+    def end_aside(self) -> None:
+        """A turn ends that was a round's with a lent head, which is measured elsewhere."""
+        self._attachments.controller.skip_turn()
+        for report in self._commits.take_reports():
+            self._on_step(report)
