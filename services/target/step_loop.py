@@ -148,7 +148,8 @@ class StepLoop:
     def _step(self, now_s: float) -> bool:
         """A step of the general path."""
         self.attachments.readiness.judge(self._rounds.not_taken(self._scheduler.running), now_s)
-        if not self._runs_ahead():  # a draft has attached since the launch, or speculation begins
+        is_late = not self._runs_ahead()  # a draft has attached since the launch, or is asked again
+        if is_late:
             self._settle()
         self.attachments.readiness.prepare(self._scheduler.running, now_s)
         plan = self._scheduler.plan(
@@ -165,7 +166,7 @@ class StepLoop:
         launched = self._in_flight
         # Launching one step and committing the one before takes as long as either if they are
         # alike: on a CPU launching is computing, so that the time is the launched step's.
-        is_timed = last is None or (launched is not None and last.is_like(launched))
+        is_alike = last is None or (launched is not None and last.is_like(launched))
         if last is not None:
             self._commit(last)
         if not self._runs_ahead():
@@ -173,7 +174,7 @@ class StepLoop:
         self.drafts.tell()
         if self._in_flight is not None or not self._runner.computes_aside:
             self._subscriptions.deliver()
-        self._account.end(now_s, is_timed=is_timed)
+        self._account.end(now_s, is_timed=is_alike and not is_late)
         was_busy = bool(plan.scheduled or plan.preempted or last is not None)
         if not was_busy:
             self._host_gap.wait()

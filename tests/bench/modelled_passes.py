@@ -96,14 +96,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        decoder = tiny_decoder(Path(folder))
-        rows = [row for size in flags.concurrency for row in _rows(decoder, flags, size)]
+        split = on_two_gpus(flags.right, max(flags.concurrency))
+        pair = ModelledPair(tiny_decoder(Path(folder)), split, flags.seed)
+        rows = [row for size in flags.concurrency for row in _rows(pair, flags, size)]
     print(table(("at a time", "mode", "tok/s of each pass", "over plain"), rows))
     return 0
 
 
-def _rows(decoder: Decoder, flags: argparse.Namespace, size: int) -> list[tuple[str, ...]]:
-    pair = ModelledPair(decoder, on_two_gpus(flags.right, size), flags.seed)
+def _rows(pair: ModelledPair, flags: argparse.Namespace, size: int) -> list[tuple[str, ...]]:
     num_requests = max(flags.num_prompts, size)
     for mode in MODES:
         pair.tokens_per_s(mode, num_requests, size, WARM_UP_TOKENS)

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from shared.models.decoder import Decoder
-from shared.runtime.device import device_named
+from shared.runtime.device import device_named, launch_on
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.lent_rounds import write_pair
 from tests.soak.soak import Soak
@@ -39,6 +39,7 @@ def main() -> None:
         parser.error("--head and --selects: rounds have trees of one kind; leave one out")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     device = device_named(args.device)
+    launch_on(device)  # steps are taken on this thread
     print(f"soak: seed {seed} on {device}, {args.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         _run(_soak(args, Path(folder), device, seed), args.minutes * 60)

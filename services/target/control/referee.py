@@ -29,6 +29,10 @@ plain step could not hide it."""
 WINDOW_ROUNDS = 4
 """Rounds of each sequence in a window."""
 
+FEWEST_ROUNDS = 16
+HOPELESS = 0.6
+"""A trial's window ends after so many rounds, one of each sequence, if it is below this speed."""
+
 MOST_SETTLING_ROUNDS = 16
 """Rounds of each sequence after which speculation counts although drafts still read prompts."""
 
@@ -54,6 +58,9 @@ OCTAVE_EDGE = 0.6
 
 UNKNOWN_GAIN = 0.3
 """Standard deviation of what the gain changes by from one regime, or set of drafts, to another."""
+
+GAIN_AN_OCTAVE = 0.5
+"""Part of the gain that is expected to be left where twice as many sequences decode."""
 
 
 @dataclass(slots=True)
@@ -138,7 +145,9 @@ class Referee:
             return
         if self.is_settling:
             self._settle(num_sequences, is_settled=is_settled)
-        elif self._window.num_rounds >= WINDOW_ROUNDS * num_sequences:
+        elif self._window.num_rounds >= WINDOW_ROUNDS * num_sequences or self._is_hopeless(
+            num_sequences
+        ):
             self._end_window(step_s)
 
     def insist(self) -> None:
@@ -193,8 +202,13 @@ class Referee:
         if not self.regimes:
             return GainEstimate.of(num_sequences=2.0**octave)
         nearest = min(self.regimes, key=lambda each: abs(each - octave))
-        known = self.regimes[nearest].estimate
-        return GainEstimate.of(num_sequences=2.0**octave, like=known, deviation=UNKNOWN_GAIN)
+        known, distance = self.regimes[nearest].estimate, octave - nearest
+        expected = GainEstimate.of(
+            num_sequences=2.0**octave, like=known, deviation=UNKNOWN_GAIN * abs(distance)
+        )
+        if distance > 0 and expected.gain > 0.0:
+            expected.gain *= GAIN_AN_OCTAVE**distance
+        return expected
 
     def _settle(self, num_sequences: int, *, is_settled: bool) -> None:
         """The first rounds after a change belong to neither side, but they cost what they cost."""
@@ -203,6 +217,12 @@ class Referee:
             self.charge(self._window)
             self.is_settling = False
             self._window.clear()
+
+    def _is_hopeless(self, num_sequences: int) -> bool:
+        """Whether a trial goes so badly that the rest of its window would say the same."""
+        is_trial = self.stance is Stance.ON and not (self.regime is None or self.regime.pays)
+        is_enough = self._window.num_rounds >= max(FEWEST_ROUNDS, num_sequences)
+        return is_trial and is_enough and self._window.speed(self._prompt_row_s.value) < HOPELESS
 
     def _end_window(self, step_s: float) -> None:
         regime, window = self.regime, self._window
@@ -262,6 +282,8 @@ class Referee:
         ):
             regime.num_failed += 1 if estimate.highest > -CLEAR_LOSS else 3
             self._take(Stance.OFF)
+        if self.stance is not Stance.ON:
+            regime.num_trials = max(regime.num_trials, 1)  # what ran on a promise was one
 
     def _take(self, stance: Stance) -> None:
         if stance is self.stance:

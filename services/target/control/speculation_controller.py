@@ -60,6 +60,7 @@ class SpeculationController:
         self._num_committed = 0
         self._told = ToldRounds(is_adaptive=config is not None)
         self._is_quiet = True
+        self._is_deciding = True
         self._counts = SpeculationCounts()
 
     @property
@@ -157,7 +158,12 @@ class SpeculationController:
         self._turns.skip()
 
     def judge(
-        self, courses: SequenceOf[Course], num_decoding: int, *, is_warming: bool = False
+        self,
+        courses: SequenceOf[Course],
+        num_decoding: int,
+        *,
+        is_warming: bool = False,
+        is_wanted: bool = True,
     ) -> None:
         """Decides whether speculation runs.
 
@@ -165,8 +171,14 @@ class SpeculationController:
             courses: of the sequences that decode and have a draft.
             num_decoding: sequences that decode.
             is_warming: a draft has prepared what it needs once since this was last asked.
+            is_wanted: a sequence that decodes may have a draft.
         """
         if self._config is None or not num_decoding:
+            return
+        is_free = any(each.fixed_wish is None for each in courses)
+        self._is_deciding = is_wanted and (is_free or not courses)
+        if not is_wanted:
+            self.referee.window.clear()
             return
         candidates = self._config.candidates(num_decoding)
         self.referee.is_bound = not (candidates.may_draft and candidates.may_pause)
@@ -290,7 +302,8 @@ class SpeculationController:
         self._num_steps += 1
         self._turns.count(report, duration_s, is_timed=is_timed)
         if self._turns.num_decoding:
-            self.budget.earn(self.referee.eagerness * duration_s)
+            if self._is_deciding:
+                self.budget.earn(self.referee.eagerness * duration_s)
             self._counts.off_s += duration_s if self.stance is Stance.OFF else 0.0
         if is_timed and not report.num_prompt_rows:
             self._costs.observe_step(report.num_rows, duration_s, is_quiet=self._is_quiet)

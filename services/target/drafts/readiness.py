@@ -95,7 +95,8 @@ class Readiness:
         courses = [each.course for each in self._held(decoding)]
         is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
         self._judged_s = now_s
-        self._controller.judge(courses, len(decoding), is_warming=is_warming)
+        is_wanted = any(not each.request.speculation_disabled for each in decoding)
+        self._controller.judge(courses, len(decoding), is_warming=is_warming, is_wanted=is_wanted)
         return True
 
     def _move(self, held: SequenceOf[Assignment], now_s: float) -> None:

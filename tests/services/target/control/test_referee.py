@@ -115,6 +115,47 @@ def test_batch_sizes_are_judged_apart() -> None:
     assert machine.is_on, "what was learnt of one is still known"
 
 
+def test_a_gain_for_one_is_no_promise_for_many() -> None:
+    machine = _Machine(1.0)
+    machine.run(100, num_sequences=1)
+    assert machine.is_on
+    machine.gain = -0.5
+    machine.run(1, num_sequences=8)
+    assert not machine.is_on, "plain decoding is measured first"
+    machine.run(100, num_sequences=8)
+    regime = machine.referee.regimes[3]
+    assert 1 <= regime.num_trials <= 5
+    machine.gain = 1.0
+    machine.run(30, num_sequences=1)
+    assert machine.is_on
+
+
+def test_what_ran_on_a_promise_was_a_trial() -> None:
+    machine = _Machine(1.3)
+    machine.run(60, num_sequences=4)
+    regimes = machine.referee.regimes
+    while 3 not in regimes:
+        machine.run(1, num_sequences=8)
+    assert machine.is_on, "half of a large gain is expected still"
+    machine.gain = -0.5
+    while machine.is_on:
+        machine.run(1, num_sequences=8)
+        assert machine.num_windows < 140
+    assert regimes[3].num_trials == 1
+
+
+def test_a_hopeless_trial_ends_before_its_window_does() -> None:
+    for speed, is_on in ((0.4, False), (0.8, True)):
+        machine = _Machine(-0.5)
+        referee = machine.referee
+        while not (machine.is_on and not referee.is_settling):
+            machine.run(1, num_sequences=32)
+        turn = SpeedWindow(STEP_S, STEP_S / speed, num_rounds=32)
+        referee.window.add(turn)
+        referee.judge(32, STEP_S, is_settled=True, may_end=True)
+        assert machine.is_on is is_on
+
+
 def test_a_size_between_two_regimes_does_not_flap() -> None:
     machine = _Machine(0.0)
     for window in range(200):

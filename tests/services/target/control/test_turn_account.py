@@ -8,6 +8,7 @@ from services.target.control.decode_costs import DecodeCosts
 from services.target.control.probe_budget import ProbeBudget
 from services.target.control.referee import Referee
 from services.target.control.regime import Stance
+from services.target.control.speculation_controller import SpeculationController
 from services.target.control.speculation_counts import SpeculationCounts
 from services.target.control.turn_account import TurnAccount
 from services.target.drafts.outcome_tally import OutcomeTally
@@ -92,6 +93,7 @@ def test_a_loop_that_knows_that_it_waited_says_so() -> None:
     assert loop.turns.wake(loop.now_s + 0.001, was_idle=True) == pytest.approx(0.001)
 
 
+<<<<<<< HEAD
 def test_a_turn_that_nobody_woke_for_began_with_the_end_of_the_last_one() -> None:
     loop = _Loop()
     loop.turn(_report(1), STEP_S)
@@ -100,3 +102,17 @@ def test_a_turn_that_nobody_woke_for_began_with_the_end_of_the_last_one() -> Non
         loop.turns.count(_report(1), STEP_S, is_timed=True)
         loop.turns.end(loop.now_s)
     assert loop.referee.window.elapsed_s == pytest.approx(3 * STEP_S)
+=======
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_nothing_is_tried_where_nobody_may_have_a_draft(is_wanted: bool) -> None:
+    controller, stances = SpeculationController(), set[Stance]()
+    for step in range(30):
+        controller.wake(step * STEP_S)
+        controller.judge([], 1, is_wanted=is_wanted)
+        controller.begin_step([], [], step * STEP_S, num_plain=1, num_stepping=1, num_late=0)
+        controller.end_step(_report(1), STEP_S, is_timed=True)
+        controller.rest((step + 1) * STEP_S)
+        stances.add(controller.stance)
+    assert (Stance.ON in stances) is is_wanted
+    assert (controller.budget.credit_s != 0.0) is is_wanted
+>>>>>>> 4de61b3 (Expect less of a gain where more sequences decode, and try less there)
