@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -131,11 +131,14 @@ class Followers:
         self.leader = Leader(self.group, self._pipes)
 
     def stop(self) -> None:
-        """Ends them; nothing is computed any more."""
+        """Ends them; nothing is computed any more. Where one has died, this process ends at once:
+        whoever was in a collective with it may hear of that before the watch does."""
         self._is_stopping.set()
         for pipe in self._pipes:
             pipe.close()
-        end_processes(self._processes, _STOP_GRACE_S)
+        dead = end_processes(self._processes, _STOP_GRACE_S)
+        if dead:
+            self._end(dead)
         self.group.close()
 
     def _watch(self) -> None:
@@ -145,25 +148,35 @@ class Followers:
         ended = multiprocessing.connection.wait(list(names))
         if self._is_stopping.is_set():
             return
-        dead = ", ".join(name for sentinel, name in names.items() if sentinel in ended)
+        self._end([name for sentinel, name in names.items() if sentinel in ended])
+
+    def _end(self, dead: Sequence[str]) -> NoReturn:
+        """Ends this process. Closing the group in order would wait for who is gone, or abort."""
         logger.critical(
-            "%s died; without its part of the model this %s ends", *(dead, self._service)
+            "%s died; without its part of the model this %s ends",
+            *(", ".join(dead), self._service),
         )
         logging.shutdown()
         os._exit(1)
 
 
-def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> None:
-    """Waits for processes that were told to end, and kills those that do not within `grace_s`."""
+def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> list[str]:
+    """Waits for processes that were told to end, and kills those that do not within `grace_s`.
+
+    Returns:
+        The names of those that have ended badly by themselves.
+    """
     deadline_s = time.monotonic() + grace_s
     for process in processes:
         process.join(max(0.0, deadline_s - time.monotonic()))
+    failed = [process.name for process in processes if process.exitcode]
     for process in processes:
         if process.is_alive():
             logger.warning("%s does not end; it is killed", process.name)
             process.kill()
             # A driver may hold even a killed process; it cannot compute any more.
             process.join(_KILL_GRACE_S)
+    return failed
 
 
 def rank_devices(device: str, size: int) -> list[torch.device]:

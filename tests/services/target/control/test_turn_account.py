@@ -93,7 +93,6 @@ def test_a_loop_that_knows_that_it_waited_says_so() -> None:
     assert loop.turns.wake(loop.now_s + 0.001, was_idle=True) == pytest.approx(0.001)
 
 
-<<<<<<< HEAD
 def test_a_turn_that_nobody_woke_for_began_with_the_end_of_the_last_one() -> None:
     loop = _Loop()
     loop.turn(_report(1), STEP_S)
@@ -102,7 +101,8 @@ def test_a_turn_that_nobody_woke_for_began_with_the_end_of_the_last_one() -> Non
         loop.turns.count(_report(1), STEP_S, is_timed=True)
         loop.turns.end(loop.now_s)
     assert loop.referee.window.elapsed_s == pytest.approx(3 * STEP_S)
-=======
+
+
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_nothing_is_tried_where_nobody_may_have_a_draft(is_wanted: bool) -> None:
     controller, stances = SpeculationController(), set[Stance]()
@@ -115,4 +115,3 @@ def test_nothing_is_tried_where_nobody_may_have_a_draft(is_wanted: bool) -> None
         stances.add(controller.stance)
     assert (Stance.ON in stances) is is_wanted
     assert (controller.budget.credit_s != 0.0) is is_wanted
->>>>>>> 4de61b3 (Expect less of a gain where more sequences decode, and try less there)
