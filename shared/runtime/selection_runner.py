@@ -95,6 +95,11 @@ class SelectionRunner:
         return self._slots.num_pending
 
     @property
+    def num_captured(self) -> int:
+        """Pairs of graphs so far."""
+        return sum(rounds.num_captured for rounds in self._rounds.values())
+
+    @property
     def is_done(self) -> bool:
         """Whether the oldest unread round can be read without waiting."""
         return self._slots.oldest.result.is_done

@@ -153,6 +153,10 @@ class SpeculationController:
         `TurnAccount.wake`."""
         self._counts.waiting_s += self._turns.wake(now_s, was_idle=was_idle)
 
+    def found_cold(self) -> None:
+        """A turn of the loop takes longer for what comes once."""
+        self._turns.is_cold = True
+
     def skip_turn(self) -> None:
         """A turn of the loop was a round's with a lent head; a `RoundChooser` measures those."""
         self._turns.skip()

@@ -17,6 +17,7 @@ class TurnAccount:
 
     Attributes:
         num_decoding: sequences that decode.
+        is_cold: the turn may be a cold start.
     """
 
     def __init__(self, referee: Referee, costs: DecodeCosts) -> None:
@@ -28,7 +29,7 @@ class TurnAccount:
         self._began_s = 0.0
         self._has_stepped = False
         self._was_idle = False
-        self._is_cold = False
+        self.is_cold = False
         self._is_steady = True
 
     def wake(self, now_s: float, *, was_idle: bool = False) -> float:
@@ -93,7 +94,7 @@ class TurnAccount:
         elif report.num_prompt_rows:
             turn.num_prompt_rows += report.num_prompt_rows
         else:
-            self._is_cold = self._is_cold or costs.is_cold(report)
+            self.is_cold = self.is_cold or costs.is_cold(report)
 
     def end(self, now_s: float) -> None:
         """A turn ended, with or without a step: hands over what was done, with the time that was
@@ -103,9 +104,9 @@ class TurnAccount:
         self._began_s = self._ended_s = now_s
         if self.num_decoding and not self._has_stepped:
             return
-        if self.num_decoding and self._is_cold:
+        if self.num_decoding and self.is_cold:
             self._referee.charge(self._turn)
         elif self.num_decoding and self._costs.step_times.are_sure:
             self._referee.window.add(self._turn)
         self._turn.clear()
-        self._has_stepped = self._is_cold = False
+        self._has_stepped = self.is_cold = False

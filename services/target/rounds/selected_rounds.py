@@ -81,6 +81,11 @@ class SelectedRounds:
         return self._runner.num_pending
 
     @property
+    def num_captured(self) -> int:
+        """Graphs so far; a preparation that needs new ones takes long."""
+        return self._runner.num_captured
+
+    @property
     def is_done(self) -> bool:
         """Whether the oldest unread round can be read without waiting."""
         return self._runner.is_done

@@ -44,9 +44,6 @@ class Turn(enum.Enum):
 class SelectionSteps:
     """Takes the loop's step where it can be such a round. Owned by the engine thread.
 
-    Attributes:
-        began_s: when the round began that the last step has committed; None where that was none.
-
     Args:
         rounds: None leaves every step to the general path.
         host_gap: that of the loop.
@@ -79,12 +76,19 @@ class SelectionSteps:
         self._forecast = TreeForecast(scheduler, attachments, clock)
         self._early = EarlyLaunch()
         self._launched: deque[SelectedRound] = deque()
-        self.began_s: float | None = None
+        self._began_s: float | None = None
+        self._has_captured = False
 
     @property
     def is_under_way(self) -> bool:
         """Whether a round is launched and not read."""
         return bool(self._launched)
+
+    @property
+    def began_s(self) -> float | None:
+        """When the round began that the last step has committed; None where that was none, or where
+        the step took longer because graphs were captured."""
+        return None if self._has_captured else self._began_s
 
     @property
     def shape(self) -> TreeShape | None:
@@ -101,7 +105,7 @@ class SelectionSteps:
             WAITING where there is nothing to do but to wait for the device or for drafts, and
             ELSEWHERE where the step is the general path's.
         """
-        rounds, self.began_s = self._rounds, None
+        rounds, self._began_s, self._has_captured = self._rounds, None, False
         if rounds is None:
             return Turn.ELSEWHERE
         if not self._suits(rounds):
@@ -246,7 +250,11 @@ class SelectionSteps:
 
     def _prepare(self, rounds: SelectedRounds, trees: NextTrees) -> TreeShape | None:
         """Hands trees to the device; None where they cannot be a round."""
+        num_captured = rounds.num_captured
         shape = rounds.prepare(trees.prepared)
+        if rounds.num_captured != num_captured:
+            self._has_captured = True
+            self._attachments.controller.found_cold()
         if shape is not None:
             readiness = self._attachments.readiness
             readiness.prepare_round(self._scheduler.running, self._clock())
@@ -269,4 +277,4 @@ class SelectionSteps:
         self._take_offers()
         duration_s = self._commits.commit(round_, results, next_round, now_s)
         self._early.timed(duration_s)
-        self.began_s = now_s - duration_s
+        self._began_s = now_s - duration_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -12,9 +13,11 @@ from services.target.control.adaptive_config import AdaptiveConfig, Candidates
 from services.target.control.kept import Kept
 from services.target.control.speculation_controller import SpeculationController
 from services.target.control.speed_window import SpeedWindow
+from services.target.control.step_times import StepTimes
 from services.target.control.tree_cuts import Ready, TreeCuts
 from services.target.control.turnarounds import Turnarounds
 from services.target.engine import Engine
+from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from tests.helpers.ahead_cases import (
@@ -210,3 +213,36 @@ def test_a_tree_that_is_here_before_its_verdict_goes_out_was_not_waited_for(
     assert len(waits_s) > 10
     assert set(waits_s) == {0.0}
     assert len(waits_s) < len(reports), "each counts once"
+
+
+@pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.usefixtures("_no_cuts")
+def test_rounds_whose_graphs_were_captured_meanwhile_are_not_timed(
+    decoder: Decoder, captures: bool, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything judged by them."""
+    counts = itertools.count() if captures else itertools.repeat(0)
+    monkeypatch.setattr(SelectedRounds, "num_captured", property(lambda rounds: next(counts)))
+    monkeypatch.setattr(StepTimes, "is_sure", lambda times, num_rows: True)
+    controller, reports = SpeculationController(ALWAYS_ON), list[StepReport]()
+    timed, judged = list[bool](), list[int]()
+    end_step = controller.end_step
+
+    def end(report: StepReport, duration_s: float, *, is_timed: bool) -> None:
+        timed.extend([is_timed] if report.round_shape is not None else [])
+        end_step(report, duration_s, is_timed=is_timed)
+
+    monkeypatch.setattr(controller, "end_step", end)
+    monkeypatch.setattr(SpeedWindow, "add", lambda window, turn: judged.append(turn.num_rounds))
+    engine = _engine(decoder, controller, reports, overlaps=overlaps)
+    WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
+    run(engine, requests(SAMPLINGS["greedy"], 80))
+    num_rounds = num_device_rounds(reports)
+    assert num_rounds > 0
+    if captures:
+        assert sum(timed) <= 2, "of the last ones, behind which nothing is launched"
+        assert sum(judged) < 0.5 * num_rounds
+    else:
+        assert sum(timed) > 0.5 * len(timed)
+        assert sum(judged) > 0.5 * num_rounds
