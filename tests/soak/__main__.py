@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--no-overlap", action="store_true", help="read each step before the next")
     parser.add_argument("--head", action="store_true", help="rounds on the device with a head")
     parser.add_argument("--selects", action="store_true", help="pushed trees on the device")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="the target chooses what is drafted"
+    )
     args = parser.parse_args()
     if args.head and args.selects:
         parser.error("--head and --selects: rounds have trees of one kind; leave one out")
@@ -50,7 +53,14 @@ def _soak(args: argparse.Namespace, folder: Path, device: torch.device, seed: in
         pair = write_pair(folder / "target", folder / "head", device)
         return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)
     models = decoders(folder, device)
-    return Soak(models["target"], models, seed, overlaps=not args.no_overlap, selects=args.selects)
+    return Soak(
+        models["target"],
+        models,
+        seed,
+        overlaps=not args.no_overlap,
+        selects=args.selects,
+        chooses=args.adaptive,
+    )
 
 
 def _run(soak: Soak, seconds: float) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates
 from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
@@ -48,6 +49,9 @@ GRAPHS = GraphLimits(
     max_rows=48, max_sequences=MAX_RUNNING, max_tail_width=24, max_context_tokens=CONTEXT_TOKENS
 )
 BATCH = 32
+
+ALWAYS_ON = AdaptiveConfig({1: Candidates(may_pause=False)})
+"""Of a model of random weights no draft pays."""
 
 
 class SoakFailed(AssertionError):
@@ -96,6 +100,7 @@ class Soak:
         draft_decoders: models of the drafts, by name.
         selects: the device selects among trees that drafts push; most requests are such that it
             can.
+        chooses: the controller of the target chooses what drafts draft, and cuts it.
         head: of the target, which is lent for rounds on the device; then there are no other drafts,
             and most requests are such that rounds can take them. With neither of the two the target
             looks trees up as well.
@@ -109,6 +114,7 @@ class Soak:
         *,
         overlaps: bool,
         selects: bool = False,
+        chooses: bool = False,
         head: DraftHead | None = None,
     ) -> None:
         assert not (selects and head), "rounds have trees of one kind"
@@ -120,7 +126,9 @@ class Soak:
         self._admission = 0.6 if head is None else 0.15
         self._traffic = Traffic(seed, share_of_simple=0.97 if has_rounds else 0.0)
         self._leases = KvLeases(NUM_PAGES, PAGE_SIZE)
-        self._engine = self._build(overlaps, selects, is_adaptive=head is not None)
+        self._engine = self._build(
+            overlaps, selects, DEFAULT_CONFIG if head else ALWAYS_ON if chooses else None
+        )
         self._drafts: Drafts | LentHead = (
             Drafts(self._engine, draft_decoders, seed)
             if head is None
@@ -151,7 +159,7 @@ class Soak:
         settle(self._engine)
         yield self.figures
 
-    def _build(self, overlaps: bool, selects: bool, *, is_adaptive: bool) -> Engine:
+    def _build(self, overlaps: bool, selects: bool, choices: AdaptiveConfig | None) -> Engine:
         pool = KvPool(self._decoder.kv_layout(PAGE_SIZE), NUM_PAGES, self._decoder.device)
         is_cuda = self._decoder.device.type == "cuda"
         graphs = ForwardGraphs(self._decoder, pool, GRAPHS) if is_cuda else None
@@ -165,8 +173,8 @@ class Soak:
             eos_token_ids=EOS,
             on_step=self.figures.add,
             overlaps=overlaps,
-            fallback=None if selects or is_adaptive else NgramFallback(),
-            speculation=SpeculationController() if is_adaptive else None,
+            fallback=None if selects or choices else NgramFallback(),
+            speculation=SpeculationController(choices),
             selects=selects,
         )
         early = random.Random(0)

@@ -36,8 +36,11 @@ def test_nothing_is_lost(models: dict[str, Decoder], overlaps: bool) -> None:
     assert figures.num_reconnects > 0
 
 
-def test_nothing_is_lost_where_the_device_selects_trees(models: dict[str, Decoder]) -> None:
-    soak = Soak(models["target"], models, 6, overlaps=True, selects=True)
+@pytest.mark.parametrize("chooses", [False, True])
+def test_nothing_is_lost_where_the_device_selects_trees(
+    models: dict[str, Decoder], chooses: bool
+) -> None:
+    soak = Soak(models["target"], models, 6, overlaps=True, selects=True, chooses=chooses)
     _run(soak, 60)
     figures = soak.figures
     assert min(figures.num_device_rounds, figures.num_outcome_hits, figures.num_cancelled) > 0
