@@ -63,8 +63,8 @@ class Assignments:
         if willing:
             self._place(sequence, self._controller.best_draft(sequence, heard or willing), now_s)
 
-    def any_is_left(self, running: Iterable[Sequence]) -> bool:
-        """Whether `follow` would hand out a sequence: none was willing to take it before."""
+    def any_joins(self, running: Iterable[Sequence]) -> bool:
+        """Whether `follow` would hand out any of these, for which no draft was ready before."""
         return any(self._willing(sequence) for sequence in running)
 
     def leave_silent(self, now_s: float) -> None:

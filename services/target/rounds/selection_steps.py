@@ -17,14 +17,13 @@ from contextlib import AbstractContextManager, nullcontext
 from services.target.clock import Clock
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
-from services.target.drafts.feature_store import FeatureSpec
 from services.target.host_gap import HostGap
 from services.target.rounds.early_launch import EarlyLaunch
 from services.target.rounds.next_trees import NextTrees, TreeForecast
-from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.selected_round import SelectedRound
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.rounds.selection_commits import SelectionCommits
+from services.target.rounds.selection_terms import SelectionTerms
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from shared.tokens import TreeShape
@@ -73,6 +72,7 @@ class SelectionSteps:
         self._clock = clock
         self._host_gap = host_gap
         self._take_offers = take_offers
+        self._terms = SelectionTerms(scheduler, attachments, clock)
         self._forecast = TreeForecast(scheduler, attachments, clock)
         self._early = EarlyLaunch()
         self._launched: deque[SelectedRound] = deque()
@@ -108,7 +108,7 @@ class SelectionSteps:
         rounds, self._began_s, self._has_captured = self._rounds, None, False
         if rounds is None:
             return Turn.ELSEWHERE
-        if not self._suits(rounds):
+        if not self._terms.suit(rounds):
             self.settle()
             return Turn.ELSEWHERE
         is_idle = not self._launched
@@ -121,7 +121,7 @@ class SelectionSteps:
             if not self._forecast.is_any_announced:
                 return Turn.ELSEWHERE
             settle()
-            if not self._suits(rounds):  # who was in flight has ended
+            if not self._terms.suit(rounds):  # who was in flight has ended
                 return Turn.ELSEWHERE
         return self._launch_ready(rounds, is_idle=is_idle)
 
@@ -144,58 +144,13 @@ class SelectionSteps:
         if self._rounds is not None:
             self._rounds.forget(sequence)
 
-    def _suits(self, rounds: SelectedRounds) -> bool:
-        """Whether the next step of all running sequences can be a round, once the host has read
-        those before it."""
-        running = self._scheduler.running
-        return (
-            bool(running)
-            and not self._scheduler.may_admit
-            and rounds.takes(running)
-            and all(map(self._takes, running))
-            and len(self._wanted_features) <= 1
-            and all(each.is_elsewhere for each in self._attachments.drafts.live)
-            and self._verifies_whole_trees
-            and not self._any_moves()
-        )
-
-    def _any_moves(self) -> bool:
-        """Whether a sequence is to leave a silent draft, or to come to one that has become ready
-        for it, which they do between steps of the general path."""
-        assignments = self._attachments.assignments
-        if self._attachments.controller.is_adaptive and assignments.any_is_left(
-            self._scheduler.running
-        ):
-            return True
-        return self._attachments.drafts.are_some_silent and assignments.any_leaves(self._clock())
-
-    @property
-    def _verifies_whole_trees(self) -> bool:
-        """Whether a controller that chooses leaves all trees as they are, and drafts for all."""
-        controller = self._attachments.controller
-        is_for_all = not (controller.is_adaptive and self._attachments.assignments.num_paused)
-        return is_for_all and controller.verifies_whole_trees
-
-    @property
-    def _wanted_features(self) -> dict[str, FeatureSpec]:
-        """What drafts read, by key."""
-        specs = (each.feature_spec for each in self._attachments.drafts.live)
-        return {spec.key: spec for spec in specs if spec is not None}
-
     def _turn_to_store(self, rounds: SelectedRounds) -> None:
         """Has rounds keep the features that a draft reads."""
-        specs = self._wanted_features.values()
+        specs = self._terms.wanted_features.values()
         store = next(map(self._features.kept, specs), None)
         if store is not rounds.store:
             self.settle()
             rounds.turn_to(store)
-
-    def _takes(self, sequence: Sequence) -> bool:
-        assignment = self._attachments.assignments.get(sequence.sequence_id)
-        wanted = sequence.request.draft_algorithm or ""
-        algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
-        is_decoding = sequence.num_uncomputed == 1 and sequence.num_computed > 0
-        return is_decoding and can_be_round(sequence.request, algorithm)
 
     def _launch_ready(self, rounds: SelectedRounds, *, is_idle: bool) -> Turn:
         """Launches a round of the sequences that wait for nothing, if a tree is among theirs that
@@ -231,7 +186,7 @@ class SelectionSteps:
             return Turn.WAITING
         self._commit(rounds)
         self._attachments.readiness.weigh(self._scheduler.running, self._clock())
-        if not self._launched and self._suits(rounds):
+        if not self._launched and self._terms.suit(rounds):
             self._launch_ready(rounds, is_idle=False)
         return Turn.DONE
 

@@ -1,0 +1,64 @@
+"""When the loop's next step can be a round whose trees the device selects."""
+
+from __future__ import annotations
+
+from services.target.clock import Clock
+from services.target.drafts.attachments import Attachments
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.rounds.round_requests import can_be_round
+from services.target.rounds.selected_rounds import SelectedRounds
+from services.target.scheduler import Scheduler
+from services.target.sequence import Sequence
+
+
+class SelectionTerms:
+    """Looks at who runs and at their drafts. Owned by the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, attachments: Attachments, clock: Clock) -> None:
+        self._scheduler = scheduler
+        self._attachments = attachments
+        self._clock = clock
+
+    def suit(self, rounds: SelectedRounds) -> bool:
+        """Whether the next step of all running sequences can be a round, once the host has read
+        those before it."""
+        running = self._scheduler.running
+        return (
+            bool(running)
+            and not self._scheduler.may_admit
+            and rounds.takes(running)
+            and all(map(self._takes, running))
+            and len(self.wanted_features) <= 1
+            and all(each.is_elsewhere for each in self._attachments.drafts.live)
+            and self._verifies_whole_trees
+            and not self._any_moves()
+        )
+
+    @property
+    def wanted_features(self) -> dict[str, FeatureSpec]:
+        """What drafts read, by key."""
+        specs = (each.feature_spec for each in self._attachments.drafts.live)
+        return {spec.key: spec for spec in specs if spec is not None}
+
+    def _takes(self, sequence: Sequence) -> bool:
+        assignment = self._attachments.assignments.get(sequence.sequence_id)
+        wanted = sequence.request.draft_algorithm or ""
+        algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
+        is_decoding = sequence.num_uncomputed == 1 and sequence.num_computed > 0
+        return is_decoding and can_be_round(sequence.request, algorithm)
+
+    @property
+    def _verifies_whole_trees(self) -> bool:
+        """Whether a controller that chooses leaves all trees as they are, and drafts for all."""
+        controller = self._attachments.controller
+        is_for_all = not (controller.is_adaptive and self._attachments.assignments.num_paused)
+        return is_for_all and controller.verifies_whole_trees
+
+    def _any_moves(self) -> bool:
+        """Whether a sequence is to leave a silent draft, or to come to one that has become ready
+        for it, which they do between steps of the general path."""
+        assignments = self._attachments.assignments
+        hands_out = self._attachments.controller.is_adaptive
+        if hands_out and assignments.any_joins(self._scheduler.running):
+            return True
+        return self._attachments.drafts.are_some_silent and assignments.any_leaves(self._clock())
