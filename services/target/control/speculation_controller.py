@@ -79,9 +79,9 @@ class SpeculationController:
 
     @property
     def verifies_whole_trees(self) -> bool:
-        """Whether trees are verified as drafts send them: nothing is chosen, or speculation is
-        known to pay, or not to be switched off, and cutting is seldom worth it."""
-        return self._config is None or (self.referee.is_sure and self._cuts.are_rare)
+        """Whether what is chosen are whole trees: speculation is known to pay, or not to be
+        switched off, and cutting is seldom worth it."""
+        return self.referee.is_sure and self._cuts.are_rare
 
     def take_counts(self) -> SpeculationCounts:
         """Returns the counts since the last call."""

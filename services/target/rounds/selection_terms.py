@@ -50,9 +50,11 @@ class SelectionTerms:
     @property
     def _verifies_whole_trees(self) -> bool:
         """Whether a controller that chooses leaves all trees as they are, and drafts for all."""
-        controller = self._attachments.controller
-        is_for_all = not (controller.is_adaptive and self._attachments.assignments.num_paused)
-        return is_for_all and controller.verifies_whole_trees
+        controller, assignments = self._attachments.controller, self._attachments.assignments
+        if not controller.is_adaptive:
+            return True
+        are_fixed = all(each.course.fixed_wish is not None for each in assignments)
+        return not assignments.num_paused and (are_fixed or controller.verifies_whole_trees)
 
     def _any_moves(self) -> bool:
         """Whether a sequence is to leave a silent draft, or to come to one that has become ready

@@ -20,6 +20,7 @@ from services.target.engine import Engine
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
+from shared.tokens import Candidate, DraftReport
 from tests.helpers.ahead_cases import (
     CHAIN,
     SAMPLINGS,
@@ -246,3 +247,22 @@ def test_rounds_whose_graphs_were_captured_meanwhile_are_not_timed(
     else:
         assert sum(timed) > 0.5 * len(timed)
         assert sum(judged) > 0.5 * num_rounds
+
+
+class _PinnedDraft(WiredDraft):
+    """Says with everything it sends that its shape is the operator's."""
+
+    def offer(self, candidates: tuple[Candidate, ...]) -> None:
+        self.engine.offer(self.name, candidates, DraftReport(pinned_shape=CHAIN))
+
+
+@pytest.mark.parametrize("kind", [_PinnedDraft, WiredDraft])
+def test_trees_of_a_pinned_draft_are_never_cut(decoder: Decoder, kind: type[WiredDraft]) -> None:
+    asked, reports = requests(SAMPLINGS["greedy"]), list[StepReport]()
+    engine = _engine(decoder, SpeculationController(), reports)
+    draft = kind(engine, standalone(decoder), CHAIN, BUDGET)
+    draft.attach()
+    draft.offer(())
+    assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
+    # What is free waits until it is known to pay, which takes longer than these answers.
+    assert (num_device_rounds(reports) > 0) is (kind is _PinnedDraft)
