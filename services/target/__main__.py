@@ -39,7 +39,7 @@ from shared.tokenizer_files import tokenizer_sha256
 
 # How long a busy event loop may keep the interpreter from the engine's thread, which then launches
 # late: Python's own 5 ms are longer than a step.
-_SWITCH_INTERVAL_S = 0.0001
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> None:
