@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # How long a thread may keep the interpreter from another, while trees wait to be sent: Python's own
 # 5 ms are longer than a round.
-_SWITCH_INTERVAL_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0002
 
 
 def main() -> None:
