@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from shared.runtime.shortage import Shortage, is_shortage
+from shared.runtime.shortage import Shortage
 
 logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
@@ -61,8 +61,6 @@ class GraphStore(Generic[Key, Graph]):
             try:
                 self._graphs[key] = self._capture(key)
             except RuntimeError as error:
-                if not is_shortage(error):
-                    raise
                 advice = self._advise(Shortage.of(error))
                 if self._is_shared:
                     logger.critical(

@@ -36,7 +36,13 @@ class Shortage:
 
     @classmethod
     def of(cls, error: RuntimeError) -> Shortage:
-        """Reads the error's text."""
+        """Reads the error's text.
+
+        Raises:
+            RuntimeError: the error itself, where it says nothing of memory.
+        """
+        if not is_shortage(error):
+            raise error
         return cls(_bytes_at(_WANTED, str(error)), _bytes_at(_FREE, str(error)))
 
     @property
@@ -113,8 +119,6 @@ def refusing_shortage(words: Callable[[Shortage], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_shortage(error):
-            raise
         raise SettingsError((words(Shortage.of(error)),)) from error
 
 

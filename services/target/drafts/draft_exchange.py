@@ -14,7 +14,7 @@ from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
 from shared.errors import FailedPrecondition
-from shared.runtime.shortage import CacheSize, Shortage, is_shortage
+from shared.runtime.shortage import CacheSize, Shortage
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,12 @@ class DraftExchange:
             if attachment.feature_spec is not None:
                 self._features.open(attachment.feature_spec)
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             self._refuse(attachment, self._cache.advice(Shortage.of(error)))
             return
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             logger.warning(
                 "no memory for rounds on the device, the host leads them: %s",
                 self._cache.advice(Shortage.of(error)),

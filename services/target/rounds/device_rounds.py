@@ -24,7 +24,7 @@ from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage, is_shortage
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,6 @@ class DeviceRounds:
             self._place(sequences)
             self._runner.launch()
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             # What the head has to catch up with, or graphs of this size, do not fit beside weights
             # and cache; fewer sequences may.
             self._give_up(Shortage.of(error))

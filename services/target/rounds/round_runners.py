@@ -12,7 +12,7 @@ from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage, is_shortage
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -135,8 +135,6 @@ class RoundRunners:
             for kind in _CAPTURED_KINDS:
                 self._runners[shape].capture(num_sequences, kind)
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             self._without_memory(shape, num_sequences, self._cache.advice(Shortage.of(error)))
             return False
         taken = (self._num_reserved_bytes() - before) / 2**30

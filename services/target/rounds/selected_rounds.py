@@ -19,7 +19,7 @@ from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
 from shared.runtime.selection_shapes import covering_shape
-from shared.runtime.shortage import Shortage, is_shortage
+from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ class SelectedRounds:
         try:
             self._runner = self._made(store)
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             self._confine(0, Shortage.of(error))
             return
         self.store = store
@@ -120,8 +118,6 @@ class SelectedRounds:
             by_id = {sequence.sequence_id: trees for sequence, trees in prepared.items()}
             self._runner.prepare(by_id, shape)
         except RuntimeError as error:
-            if not is_shortage(error):
-                raise
             self._confine(len(self._sequences) - 1, Shortage.of(error))
             return None
         return shape
