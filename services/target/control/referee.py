@@ -145,9 +145,7 @@ class Referee:
             return
         if self.is_settling:
             self._settle(num_sequences, is_settled=is_settled)
-        elif self._window.num_rounds >= WINDOW_ROUNDS * num_sequences or self._is_hopeless(
-            num_sequences
-        ):
+        elif self._is_full(num_sequences):
             self._end_window(step_s)
 
     def insist(self) -> None:
@@ -218,10 +216,14 @@ class Referee:
             self.is_settling = False
             self._window.clear()
 
-    def _is_hopeless(self, num_sequences: int) -> bool:
-        """Whether a trial goes so badly that the rest of its window would say the same."""
+    def _is_full(self, num_sequences: int) -> bool:
+        """Whether the window is long enough: a trial's sooner, where it goes so badly that the rest
+        would say the same."""
+        num_rounds = self._window.num_rounds
+        if num_rounds >= WINDOW_ROUNDS * num_sequences:
+            return True
         is_trial = self.stance is Stance.ON and not (self.regime is None or self.regime.pays)
-        is_enough = self._window.num_rounds >= max(FEWEST_ROUNDS, num_sequences)
+        is_enough = num_rounds >= max(FEWEST_ROUNDS, num_sequences)
         return is_trial and is_enough and self._window.speed(self._prompt_row_s.value) < HOPELESS
 
     def _end_window(self, step_s: float) -> None:

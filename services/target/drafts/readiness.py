@@ -39,13 +39,22 @@ class Readiness:
         """
         self._controller.wake(now_s)
         self._assignments.leave_silent(now_s)
-        if self._weigh(running, now_s):
+        if self.weigh(running, now_s):
             self._assignments.follow(running, now_s)
 
-    def weigh(self, running: SequenceOf[Sequence], now_s: float) -> None:
-        """A round on the device has ended, and the next one may be under way: decides as `judge`
-        does, with every sequence where it is."""
-        self._weigh(running, now_s)
+    def weigh(self, running: SequenceOf[Sequence], now_s: float) -> bool:
+        """Has the controller decide whether speculation runs, with every sequence where it is: a
+        round on the device may be under way. Returns whether there was anything to decide."""
+        drafts = self._drafts.live
+        if not (drafts and self._controller.is_adaptive):
+            return False
+        decoding = _decoding(running)
+        courses = [each.course for each in self._held(decoding)]
+        is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
+        self._judged_s = now_s
+        is_wanted = any(not each.request.speculation_disabled for each in decoding)
+        self._controller.judge(courses, len(decoding), is_warming=is_warming, is_wanted=is_wanted)
+        return True
 
     def prepare(self, running: SequenceOf[Sequence], now_s: float) -> None:
         """A step is about to be planned: revises what is wanted, and cuts the trees that came."""
@@ -85,19 +94,6 @@ class Readiness:
             assignment = self._assignments.get(sequence.sequence_id)
             if assignment is not None:
                 assignment.is_stepping = True
-
-    def _weigh(self, running: SequenceOf[Sequence], now_s: float) -> bool:
-        """Has the controller decide whether speculation runs; whether there was anything to."""
-        drafts = self._drafts.live
-        if not (drafts and self._controller.is_adaptive):
-            return False
-        decoding = _decoding(running)
-        courses = [each.course for each in self._held(decoding)]
-        is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
-        self._judged_s = now_s
-        is_wanted = any(not each.request.speculation_disabled for each in decoding)
-        self._controller.judge(courses, len(decoding), is_warming=is_warming, is_wanted=is_wanted)
-        return True
 
     def _move(self, held: SequenceOf[Assignment], now_s: float) -> None:
         if self._drafts.num_kinds > 1:
