@@ -24,6 +24,9 @@ def test_torch_says_what_was_missing() -> None:
         torch.zeros(2**47, dtype=torch.uint8)  # more than a process can address
     assert Shortage.of(raised.value) == Shortage(2**47)
     assert is_shortage(raised.value)
+    assert SHORTAGE.missing_bytes == 2 * GIB
+    assert str(SHORTAGE) == "2.50 GiB more wanted, 512.00 MiB free"
+    assert str(Shortage()) == "no memory is left"
 
 
 def test_another_error_goes_on_as_it_is() -> None:
@@ -31,9 +34,6 @@ def test_another_error_goes_on_as_it_is() -> None:
     with pytest.raises(RuntimeError) as raised:
         Shortage.of(error)
     assert raised.value is error
-    assert SHORTAGE.missing_bytes == 2 * GIB
-    assert str(SHORTAGE) == "2.50 GiB more wanted, 512.00 MiB free"
-    assert str(Shortage()) == "no memory is left"
 
 
 def test_memory_in_pieces_is_missing_as_a_whole() -> None:
