@@ -120,7 +120,7 @@ class AttachClient:
         self.status = LinkStatus(self.status.address, attached.attachment_id)
         self._backoff.reset()
         log.info("target %s: attached as %s", self.status.address, attached.attachment_id)
-        ring = open_ring(attached, self._identity.feature_spec)
+        ring = open_ring(attached, self._identity)
         try:
             await self._carry(stream, link, requests, ring)
         finally:

@@ -108,8 +108,7 @@ def _sharing(identity: WorkerIdentity, settings: DraftSettings) -> WorkerIdentit
     from shared.runtime.device import device_named
     from shared.runtime.ring_memory import host_id
 
-    is_cuda = device_named(settings.device).type == "cuda"
-    return replace(identity, host_id=host_id(), reads_cuda=is_cuda)
+    return replace(identity, host_id=host_id(), device=str(device_named(settings.device)))
 
 
 def model_id(settings: DraftSettings) -> str:

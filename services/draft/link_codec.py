@@ -91,18 +91,21 @@ def terms_from_message(attached: pb.Attached, spec: FeatureSpec | None) -> LinkT
     )
 
 
-def open_ring(attached: pb.Attached, spec: FeatureSpec | None) -> FeatureRingReader | None:
+def open_ring(attached: pb.Attached, identity: WorkerIdentity) -> FeatureRingReader | None:
     """Opens the memory that a target of this host shares; None when there is none, or it cannot
     be opened: features then come as bytes."""
     memory, ring = attached.feature_ring.WhichOneof("memory"), attached.feature_ring
+    spec = identity.feature_spec
     if spec is None or memory is None:
         return None
+    from torch import device
+
     from shared.runtime.feature_ring import FeatureRingReader
     from shared.runtime.ring_memory import RingAddress, RingUnavailable
 
-    address = RingAddress(ring.shared_file, ring.cuda_ipc_handle)
+    address, place = RingAddress(ring.shared_file, ring.cuda_ipc_handle), device(identity.device)
     try:
-        return FeatureRingReader(address, ring.row_count, spec.width, spec.dtype)
+        return FeatureRingReader(address, ring.row_count, spec.width, spec.dtype, place)
     except RingUnavailable as error:
         log.warning("features come as bytes: %s", error)
         return None

@@ -27,7 +27,7 @@ class WorkerIdentity:
         shape: of its trees while a target wants no other; None does not say.
         host_id: of a worker that can share memory with a target of its host; empty takes features
             as bytes.
-        reads_cuda: whether that memory may be a GPU's.
+        device: of the drafter, as torch names it. Only a GPU reads the memory of another.
     """
 
     worker_id: str
@@ -39,7 +39,12 @@ class WorkerIdentity:
     feature_spec: FeatureSpec | None = None
     shape: TreeShape | None = None
     host_id: str = ""
-    reads_cuda: bool = False
+    device: str = "cpu"
+
+    @property
+    def reads_cuda(self) -> bool:
+        """Whether that memory may be a GPU's."""
+        return self.device.startswith("cuda")
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,34 +106,47 @@ class FeatureRings:
 class FeatureRingReader:
     """The draft's end.
 
+    Args:
+        device: of the draft; rows of a GPU's ring are copied to it.
+
     Raises:
         RingUnavailable: the memory cannot be opened.
     """
 
-    def __init__(self, address: RingAddress, num_rows: int, width: int, dtype: torch.dtype) -> None:
-        self._memory = open_memory(address, num_rows * width * dtype.itemsize)
-        self._rows = self._memory.elements.view(dtype).view(num_rows, width)
+    def __init__(
+        self,
+        address: RingAddress,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_rows = num_rows
+        self._width, self._dtype = width, dtype
+        self._row_bytes = width * dtype.itemsize
+        self._memory = open_memory(address, num_rows * self._row_bytes, device)
         self._copied: deque[tuple[range, torch.cuda.Event | None]] = deque()
         self._end = 0
         # Ends of what was copied before rows in front of it, by its start.
         self._ahead: dict[int, int] = {}
         self._told: int | None = None
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
     def read(self, start: int, count: int) -> Tensor:
-        """Returns a copy `[count, W]` on the device of the ring, without waiting for it.
+        """Returns a copy `[count, W]` without waiting for it: on the draft's device where the ring
+        is a GPU's, else in host memory.
 
         Raises:
             ValueError: no ring holds such rows.
         """
         if start < 0 or not 0 <= count <= self.num_rows:
             raise ValueError(f"{count} rows from {start}; the ring has {self.num_rows}")
-        places = _places(start, start + count, self._rows)
-        rows = self._rows.index_select(0, places)
-        device = self._rows.device
+        device, place = self._memory.device, start % self.num_rows
+        rows = torch.empty((count, self._width), dtype=self._dtype, device=device)
+        num_straight = min(count, self.num_rows - place)
+        # The end of the ring, and what went on at its beginning.
+        for part, first in ((rows[:num_straight], place), (rows[num_straight:], 0)):
+            if len(part):
+                self._memory.copy(first * self._row_bytes, part)
         if count:
             event = _recorded(device) if device.type == "cuda" else None
             self._copied.append((range(start, start + count), event))

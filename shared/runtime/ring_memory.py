@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,16 +79,35 @@ def share_memory(size_bytes: int, device: torch.device) -> RingMemory:
         raise RingUnavailable(f"{size_bytes:,} bytes on {device}: {error}") from error
 
 
-def open_memory(address: RingAddress, size_bytes: int) -> RingMemory:
+class OpenedMemory(Protocol):
+    """Memory that another process shares.
+
+    Attributes:
+        device: of what it is copied to.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def copy(self, start_bytes: int, out: Tensor) -> None:
+        """Fills `out`, contiguous and on `device`, with what begins there; on a GPU it is queued
+        on the thread's current stream of that device."""
+
+
+def open_memory(address: RingAddress, size_bytes: int, device: torch.device) -> OpenedMemory:
     """Opens memory that another process shares. It must not be used after that process has ended.
 
+    Args:
+        device: of whoever reads a GPU's memory; files are read into host memory.
+
     Raises:
-        RingUnavailable: it is not there, is smaller, or belongs to another user or device.
+        RingUnavailable: it is not there, is smaller, or belongs to another user, or to a GPU that
+            `device` cannot read.
     """
     try:
         if address.cuda_ipc_handle:
-            return _open_cuda(address, size_bytes)
-        return _open_file(address, size_bytes)
+            return _CudaPeer(address.cuda_ipc_handle, device)
+        return _HostFile(address.shared_file, size_bytes)
     except (OSError, RuntimeError, ImportError, ValueError) as error:
         raise RingUnavailable(str(error)) from error
 
@@ -103,8 +122,17 @@ def _create_file(size_bytes: int) -> RingMemory:
     return memory
 
 
-def _open_file(address: RingAddress, size_bytes: int) -> RingMemory:
-    return RingMemory(address, _mapped(_path(address.shared_file), os.O_RDWR, size_bytes))
+class _HostFile:
+    """A file in memory, mapped."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._elements = _mapped(_path(name), os.O_RDWR, size_bytes)
+
+    def copy(self, start_bytes: int, out: Tensor) -> None:
+        num_bytes = out.numel() * out.element_size()
+        out.view(-1).view(torch.uint8).copy_(self._elements[start_bytes : start_bytes + num_bytes])
 
 
 def _path(token: str) -> Path:
@@ -146,20 +174,38 @@ def _allocate_cuda(size_bytes: int) -> RingMemory:
     return memory
 
 
-def _open_cuda(address: RingAddress, size_bytes: int) -> RingMemory:
-    runtime = _cuda_runtime()
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    handle = runtime.cudaIpcMemHandle_t()
-    handle.reserved = address.cuda_ipc_handle
-    flags = runtime.cudaIpcMemLazyEnablePeerAccess
-    (pointer,) = _checked(runtime.cudaIpcOpenMemHandle(handle, flags))
-    # It may lie on another device than this thread's, to which torch would copy it.
-    (attributes,) = _checked(runtime.cudaPointerGetAttributes(pointer))
-    device = torch.device("cuda", attributes.device)
-    elements = torch.as_tensor(_CudaBytes(pointer, size_bytes), device=device)
-    memory = RingMemory(address, elements)
-    weakref.finalize(memory, runtime.cudaIpcCloseMemHandle, pointer)
-    return memory
+class _CudaPeer:
+    """An allocation of another process, mapped for the GPU that reads it.
+
+    Copies are queued on that GPU and made by its copy engines. A kernel would run on the GPU that
+    holds the memory, which takes turns with the target's, milliseconds each.
+    """
+
+    def __init__(self, ipc_handle: bytes, device: torch.device) -> None:
+        self.device = device
+        self._runtime = runtime = _cuda_runtime()
+        handle = runtime.cudaIpcMemHandle_t()
+        handle.reserved = ipc_handle
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the device's context if there is none
+            flags = runtime.cudaIpcMemLazyEnablePeerAccess
+            (pointer,) = _checked(runtime.cudaIpcOpenMemHandle(handle, flags))
+        self._pointer = int(pointer)
+        weakref.finalize(self, runtime.cudaIpcCloseMemHandle, pointer)
+
+    def copy(self, start_bytes: int, out: Tensor) -> None:
+        runtime, num_bytes = self._runtime, out.numel() * out.element_size()
+        # A stream of no name is that of the current device.
+        with torch.cuda.device(self.device):
+            _checked(
+                runtime.cudaMemcpyAsync(
+                    out.data_ptr(),
+                    self._pointer + start_bytes,
+                    num_bytes,
+                    runtime.cudaMemcpyKind.cudaMemcpyDefault,
+                    torch.cuda.current_stream().cuda_stream,
+                )
+            )
 
 
 def _cuda_runtime() -> ModuleType:

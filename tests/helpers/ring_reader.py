@@ -16,7 +16,7 @@ import sys, torch
 from shared.runtime.feature_ring import FeatureRingReader
 from shared.runtime.ring_memory import RingAddress
 address = RingAddress(sys.argv[1], bytes.fromhex(sys.argv[2]))
-ring = FeatureRingReader(address, 8, 3, torch.bfloat16)
+ring = FeatureRingReader(address, 8, 3, torch.bfloat16, torch.device(sys.argv[3]))
 print("open", flush=True)
 for line in sys.stdin:
     start, count = map(int, line.split())
@@ -30,10 +30,10 @@ def ring_rows(first: int, count: int) -> torch.Tensor:
     return elements.view(-1, WIDTH).to(DTYPE)
 
 
-def read_elsewhere(ring: FeatureRingWriter) -> None:
-    """Asserts that a new process reads what is written, and ends well."""
+def read_elsewhere(ring: FeatureRingWriter, device: str) -> None:
+    """Asserts that a new process reads what is written, from that device, and ends well."""
     address = ring.address
-    arguments = [address.shared_file, address.cuda_ipc_handle.hex()]
+    arguments = [address.shared_file, address.cuda_ipc_handle.hex(), device]
     process = subprocess.Popen(
         [sys.executable, "-c", _READER, *arguments],
         stdin=subprocess.PIPE,
@@ -45,11 +45,13 @@ def read_elsewhere(ring: FeatureRingWriter) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
         ring.free(0)
-        for start, count in ((0, 5), (5, 3)):
+        for start, count in ((0, 5), (5, 3), (8, 6), (14, 5)):
             assert ring.write(ring_rows(start, count)) == start
             process.stdin.write(f"{start} {count}\n")
             process.stdin.flush()
             expected = ring_rows(start, count).float().flatten().tolist()
-            assert process.stdout.readline() == f"{expected} {start + count}\n"
+            freed = start + count
+            assert process.stdout.readline() == f"{expected} {freed}\n"
+            ring.free(freed)
         process.stdin.close()
         assert process.wait(30) == 0

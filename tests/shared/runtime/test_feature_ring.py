@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +15,15 @@ from shared.runtime.feature_ring import FeatureRingReader, FeatureRings, Feature
 from shared.runtime.ring_memory import RingAddress, RingUnavailable, host_id, open_memory
 from tests.helpers.ring_reader import DTYPE, NUM_ROWS, WIDTH, read_elsewhere, ring_rows
 
+CPU = torch.device("cpu")
+
 
 def _ring(num_rows: int = NUM_ROWS) -> FeatureRingWriter:
     return FeatureRings(torch.device("cpu")).open(num_rows, WIDTH, DTYPE)
 
 
 def _reader(ring: FeatureRingWriter) -> FeatureRingReader:
-    return FeatureRingReader(ring.address, ring.num_rows, WIDTH, DTYPE)
+    return FeatureRingReader(ring.address, ring.num_rows, WIDTH, DTYPE, CPU)
 
 
 def test_rows_come_out_as_they_went_in_however_often_the_ring_turns() -> None:
@@ -98,7 +102,7 @@ def test_rows_that_no_ring_holds_are_refused(start: int, count: int) -> None:
 
 
 def test_another_process_reads_thering_rows() -> None:
-    read_elsewhere(_ring())
+    read_elsewhere(_ring(), "cpu")
 
 
 def test_the_file_goes_with_the_ring() -> None:
@@ -127,38 +131,54 @@ def test_the_file_has_no_name_any_more_once_the_draft_has_opened_it() -> None:
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "0" * 32])
 def test_only_memory_of_a_target_is_opened(name: str) -> None:
     with pytest.raises(RingUnavailable):
-        open_memory(RingAddress(shared_file=name), 16)
+        open_memory(RingAddress(shared_file=name), 16, CPU)
 
 
 def test_memory_that_is_too_small_is_not_opened() -> None:
     with pytest.raises(RingUnavailable):
-        open_memory(_ring().address, 1 << 20)
+        open_memory(_ring().address, 1 << 20, CPU)
 
 
 def test_a_host_has_one_name() -> None:
     assert host_id() == host_id() != ""
 
 
-def test_a_ring_is_opened_on_the_device_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This thread's own device is the first GPU; the target's is the second."""
-    asked: list[object] = []
+def test_a_gpus_ring_is_copied_on_the_gpu_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This thread's own device is the first GPU; the draft's is the second."""
+    current = [0]
+    copies: list[tuple[int, ...]] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    def copy(out: int, source: int, num_bytes: int, kind: str, stream: str) -> tuple[int]:
+        copies.append((current[0], source, num_bytes))
+        assert (kind, stream) == ("any", "stream of 1")
+        return (0,)
+
     runtime = SimpleNamespace(
         cudaIpcMemHandle_t=SimpleNamespace,
         cudaIpcMemLazyEnablePeerAccess=1,
-        cudaIpcOpenMemHandle=lambda handle, flags: (0, 4096),
-        cudaPointerGetAttributes=lambda pointer: (0, SimpleNamespace(device=pointer // 4096)),
+        cudaIpcOpenMemHandle=lambda handle, flags: (0, 4096 * current[0]),
         cudaIpcCloseMemHandle=lambda pointer: None,
+        cudaMemcpyKind=SimpleNamespace(cudaMemcpyDefault="any"),
+        cudaMemcpyAsync=copy,
     )
-
-    def as_tensor(data: object, device: object) -> torch.Tensor:
-        asked.append(device)
-        return torch.zeros(16, dtype=torch.uint8)
-
     monkeypatch.setattr(ring_memory, "_cuda_runtime", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    open_memory(RingAddress(cuda_ipc_handle=b"handle"), 16)
-    assert asked == [torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda: SimpleNamespace(cuda_stream=f"stream of {current[0]}"),
+    )
+    address, device = RingAddress(cuda_ipc_handle=b"handle"), torch.device("cuda", 1)
+    memory = open_memory(address, 16, device)
+    memory.copy(8, torch.empty((2, 4), dtype=DTYPE))
+    assert memory.device == device
+    assert copies == [(1, 4096 + 8, 16)]
 
 
 def test_copies_are_over_when_the_rings_own_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

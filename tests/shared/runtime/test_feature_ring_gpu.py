@@ -10,10 +10,13 @@ from tests.helpers.ring_reader import DTYPE, NUM_ROWS, WIDTH, read_elsewhere
 
 
 @pytest.mark.gpu
-def test_another_process_reads_the_rows() -> None:
-    ring = FeatureRings(torch.device("cuda")).open(NUM_ROWS, WIDTH, DTYPE)
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_another_process_reads_the_rows(device: str) -> None:
+    if torch.device(device).index >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    ring = FeatureRings(torch.device("cuda", 0)).open(NUM_ROWS, WIDTH, DTYPE)
     assert ring.address.cuda_ipc_handle
-    read_elsewhere(ring)
+    read_elsewhere(ring, device)
 
 
 @pytest.mark.gpu
