@@ -4,7 +4,7 @@ Target and draft are processes of their own, each on its own GPU where there are
 both run on the CPU, which shows that it works, not what it gains. Each of --temperatures with each
 of --concurrency is a case, in which every mode is measured in turn. Sections are printed as soon as
 they are there, and further ones, in the first case, follow in this order: --check-simulator,
---timeline, --delay-ms, --hurt.
+--turnaround, --timeline, --delay-ms, --hurt.
 
 With `--widen 8b` or `32b` the demo's models get the matrices of such a target and of a 1B draft, or
 of the head that `--algorithm` names, while they are loaded; what they say stays the same (see
@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import OutriderError
-from tests.bench import ahead_report, delays, hurts, simulator_check
+from tests.bench import ahead_report, delays, hurts, simulator_check, turnaround
 from tests.bench.ahead_flags import cases_of, modes_of, parse, settings_of
 from tests.bench.ahead_report import Compared
 from tests.bench.chat_prompts import chat_prompts, questions
 from tests.bench.hurts import DISORDERED, FROZEN, KILLED, SLOW, HurtBench, HurtPass
 from tests.bench.pair import Pair, PairFailed, PairSettings, running_pair
-from tests.bench.passes import Load, answer_all, measure, set_mode
+from tests.bench.passes import Case, Load, Mode, answer_all, measure, set_mode
 from tests.bench.recording import record
-from tests.bench.round_svg import picture
+from tests.bench.round_svg import Rounds, picture
 from tests.bench.scenario_file import write_scenarios
 from tests.bench.session import RequestFailed
 from tests.bench.widening import CannotWiden
@@ -73,6 +73,7 @@ class AheadBench:
         assert first is not None
         print(ahead_report.SPEED_NOTES)
         await self._check_simulator(first)
+        await self._take_apart(first)
         await self._draw(first)
         await self._hurt(first)
 
@@ -92,15 +93,26 @@ class AheadBench:
         path: Path | None = self.flags.timeline
         if path is None:
             return
-        mode, one = first.best_ahead, Load(self.load.prompts, 1, self.load.num_tokens)
+        mode = first.best_ahead
+        drawn = picture(await self._recorded(mode, first.case), _TIMELINE_STEPS)
+        await asyncio.to_thread(path.write_text, drawn.svg, encoding="utf-8")
+        self._say(f"{path}: {mode.name}, {drawn.title}")
+
+    async def _take_apart(self, first: Compared) -> None:
+        if self.flags.turnaround:
+            mode = first.best_synchronous
+            rounds = await self._recorded(mode, first.case)
+            self._say(f"{mode.name}, from a verdict to the next step", turnaround.report(rounds))
+
+    async def _recorded(self, mode: Mode, case: Case) -> Rounds:
+        """Returns what both did for one answer."""
+        one = Load(self.load.prompts, 1, self.load.num_tokens)
         await set_mode(self.pair, mode)
 
         async def answer() -> None:
-            await answer_all(self.pair, mode, first.case, one)
+            await answer_all(self.pair, mode, case, one)
 
-        drawn = picture(await record(self.pair, self.settings, answer), _TIMELINE_STEPS)
-        await asyncio.to_thread(path.write_text, drawn.svg, encoding="utf-8")
-        self._say(f"{path}: {mode.name}, {drawn.title}")
+        return await record(self.pair, self.settings, answer)
 
     async def _hurt(self, first: Compared) -> None:
         """Comes last: the first draft is killed on the way, and the second one frozen."""

@@ -89,6 +89,11 @@ def _add_sections(parser: argparse.ArgumentParser) -> None:
         "--timeline", type=Path, metavar="SVG", help="picture of some rounds of the best mode"
     )
     sections.add_argument(
+        "--turnaround",
+        action="store_true",
+        help="what lies between a verdict and its tree in the best synchronous mode, part by part",
+    )
+    sections.add_argument(
         "--check-simulator",
         action="store_true",
         help="what `tests.bench.simulate` makes of the times of this run",
@@ -161,7 +166,7 @@ def settings_of(flags: argparse.Namespace, folder: Path) -> PairSettings:
             *flags.draft_flags.split(),
         ),
         folder=folder,
-        logs_rounds=flags.timeline is not None,
+        logs_rounds=flags.timeline is not None or flags.turnaround,
     )
 
 
