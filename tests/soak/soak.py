@@ -55,12 +55,17 @@ ALWAYS_ON = AdaptiveConfig({1: Candidates(may_pause=False)})
 
 
 class SoakFailed(AssertionError):
-    """An output that is not plain decoding's; names request, output and what was due."""
+    """An output that is not plain decoding's, with request, output and what was due; or a soak that
+    shows nothing."""
 
 
 @dataclass(slots=True)
 class SoakFigures:
-    """What happened so far; a soak in which little happened proves little."""
+    """What happened so far; a soak in which little happened proves little.
+
+    Attributes:
+        num_compared: outputs of a token or more that were held to plain decoding's.
+    """
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -72,6 +77,7 @@ class SoakFigures:
     num_finished: int = 0
     num_cancelled: int = 0
     num_reconnects: int = 0
+    num_compared: int = 0
 
     def add(self, report: StepReport) -> None:
         self.num_steps += 1
@@ -118,7 +124,7 @@ class Soak:
         head: DraftHead | None = None,
     ) -> None:
         assert not (selects and head), "rounds have trees of one kind"
-        has_rounds = selects or head is not None
+        self._has_rounds = has_rounds = selects or head is not None
         self.figures = SoakFigures()
         self._decoder = decoder
         self._source = random.Random(seed)
@@ -142,7 +148,7 @@ class Soak:
         """Runs until `goes_on` says no, then to the end of what is open; yields now and then.
 
         Raises:
-            SoakFailed: an output is wrong.
+            SoakFailed: an output is wrong, or there was nothing to compare.
             AssertionError: a page is lost or has two owners, or the engine does not end.
         """
         while goes_on():
@@ -157,7 +163,14 @@ class Soak:
         assert not self._open, f"{len(self._open)} requests do not end"
         self._compare()
         settle(self._engine)
+        self._check_happened()
         yield self.figures
+
+    def _check_happened(self) -> None:
+        if not self.figures.num_compared:
+            raise SoakFailed(f"no output was compared with plain decoding's: {self.figures}")
+        if self._has_rounds and not self.figures.num_device_rounds:
+            raise SoakFailed(f"no round ran on the device: {self.figures}")
 
     def _build(self, overlaps: bool, selects: bool, choices: AdaptiveConfig | None) -> Engine:
         pool = KvPool(self._decoder.kv_layout(PAGE_SIZE), NUM_PAGES, self._decoder.device)
@@ -232,6 +245,7 @@ class Soak:
                     f"prompt {list(each.request.prompt_token_ids)} with {each.request.sampling} and"
                     f" {each.request.stop} gave {found}; plain decoding gives {due}"
                 )
+            self.figures.num_compared += bool(found)
 
 
 def plain_outputs(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[list[int]]:

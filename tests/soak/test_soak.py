@@ -11,7 +11,8 @@ from shared.models.decoder import Decoder
 from tests.helpers.lent_rounds import write_pair
 from tests.soak import soak as module
 from tests.soak.__main__ import decoders
-from tests.soak.soak import Soak, SoakFailed
+from tests.soak.soak import Soak, SoakFailed, SoakFigures
+from tests.soak.soak_time import SoakTime
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_nothing_is_lost(models: dict[str, Decoder], overlaps: bool) -> None:
     soak = Soak(models["target"], models, 5, overlaps=overlaps)
     _run(soak, 60)
     figures = soak.figures
-    assert figures.num_finished >= 60
+    assert figures.num_compared >= figures.num_finished >= 60
     assert min(figures.num_accepted, figures.num_outcome_hits, figures.num_cancelled) > 0
     assert figures.num_preempted > 0
     assert figures.num_reconnects > 0
@@ -67,3 +68,32 @@ def test_wrong_token_is_noticed(
     monkeypatch.setattr(module, "plain_outputs", changed)
     with pytest.raises(SoakFailed, match="plain decoding gives"):
         _run(Soak(models["target"], models, 5, overlaps=True), 20)
+
+
+def test_a_soak_that_compared_nothing_fails(models: dict[str, Decoder]) -> None:
+    with pytest.raises(SoakFailed, match="no output was compared"):
+        list(Soak(models["target"], models, 5, overlaps=True).run(lambda: False))
+
+
+def test_minutes_begin_when_the_first_request_has_finished() -> None:
+    now_s, figures = [100.0], SoakFigures()
+    time = SoakTime(figures, seconds=24.0, limit_s=300.0, clock=lambda: now_s[0])
+    assert time.goes_on()
+    now_s[0] += 34.0  # kernels are compiled
+    assert time.goes_on()
+    assert time.traffic_s == 0.0
+    figures.num_finished = 1
+    assert time.goes_on()
+    now_s[0] += 23.0
+    assert time.goes_on()
+    now_s[0] += 1.0
+    assert not time.goes_on()
+    assert (time.warm_up_s, time.traffic_s) == (34.0, 24.0)
+
+
+def test_a_warm_up_has_a_limit() -> None:
+    now_s = [0.0]
+    time = SoakTime(SoakFigures(), seconds=24.0, limit_s=60.0, clock=lambda: now_s[0])
+    now_s[0] = 61.0
+    with pytest.raises(SoakFailed, match=r"after 61 s; the warm-up may take 60 s"):
+        time.goes_on()
