@@ -26,7 +26,7 @@ from tests.bench.figure import Figure, read_figures
 from tests.bench.program import Program, Stop
 
 PROGRAMS = (
-    Program("wide", ("--batches", "1", "8", "32", "64")),
+    Program("wide", ("--batches", "1", "8", "32", "64", "--aims-only"), fills="--scratch"),
     Program("gpu"),
     Program("engine_gpu"),
     Program("products"),

@@ -85,8 +85,8 @@ class ModeRow:
             f"{self.over_plain:.2f}",
             f"{self.tokens_a_round:.2f}",
             f"{self.round_ms:.2f}",
-            f"{self.floor_ms:.2f}",
-            f"{self.floor_ms / self.round_ms:.0%}",
+            f"{self.floor_ms:.2f}" if self.floor_ms else "–",
+            f"{self.floor_ms / self.round_ms:.0%}" if self.floor_ms else "–",
             f"{self.num_same}/{self.batch}",
         )
 
@@ -96,13 +96,27 @@ class ModeRow:
             return
         found: dict[str, tuple[float, float | None]] = {}
         if self.mode == CHOSEN:
-            # Its rounds are of several shapes, so they have no floor of their own.
-            found[f"adaptive over plain, batch {self.batch}"] = (self.over_plain, None)
+            # It is to lose nothing to plain decoding, whatever its rounds could reach.
+            found[_chosen(self.batch)] = (self.over_plain, None)
         elif self.mode == ON_DEVICE:
             name = f"{shape_name(self.shape)}, batch {self.batch}"
-            found[f"EAGLE-3 round served, {name}"] = (self.round_ms, self.floor_ms or None)
+            found[_served(self.shape, self.batch)] = (self.round_ms, self.floor_ms or None)
             over_plain = (self.over_plain, self.over_plain_at_floor)
             found[f"accepted length × rounds over plain, {name}"] = over_plain
         for name, (measured, floor) in found.items():
             if name in AIMS:
                 yield figure(name, measured, floor, f"{self.tokens_a_round:.2f} tokens a round")
+
+
+def has_aim(mode: str, shape: TreeShape, batch: int) -> bool:
+    """Whether anything is aimed at that a mode with drafts of this shape shows."""
+    names = {CHOSEN: _chosen(batch), ON_DEVICE: _served(shape, batch)}
+    return names.get(mode) in AIMS
+
+
+def _chosen(batch: int) -> str:
+    return f"adaptive over plain, batch {batch}"
+
+
+def _served(shape: TreeShape, batch: int) -> str:
+    return f"EAGLE-3 round served, {shape_name(shape)}, batch {batch}"

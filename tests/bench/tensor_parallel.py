@@ -87,7 +87,7 @@ class ParallelBench:
     def _row(self, mode: str, run: Run, plain: Run, decoder: Decoder) -> ModeRow:
         first = self._plain.setdefault(len(run.answers), plain)
         weight_bytes = sum(layer.dense().nbytes for layer in linears(decoder))
-        bandwidth = self._wide.bandwidth
+        bandwidth = self._wide.floors.bandwidth
         floor_ms = weight_bytes / bandwidth if bandwidth else 0.0
         return ModeRow.of(mode, None, run, floor_ms, base=first, plain=plain)
 

@@ -12,9 +12,11 @@ from shared.model_options import Dtype
 from shared.tokens import TreeShape
 from tests.bench.draft_parallel import DraftBench, DraftPlan
 from tests.bench.head_ahead import LEVELS, PASSES, HeadBench, HeadPlan
-from tests.bench.mode_row import CHOSEN, ON_DEVICE
+from tests.bench.mode_row import CHOSEN, ON_DEVICE, ModeRow
 from tests.bench.tensor_parallel import ParallelBench
-from tests.bench.wide import CHAIN, Plan, WideBench, check_equality
+from tests.bench.wide import CHAIN, TREE, Plan, WideBench, check_equality
+from tests.bench.wide_engine import Run
+from tests.bench.wide_floors import mean_floor_ms
 from tests.bench.wide_head import WideHeadShape
 from tests.bench.wide_model import SPARE_TOKEN, WideModel, WideShape
 from tests.bench.wide_pair import DRAFT, PairShapes, chat_prompts
@@ -66,6 +68,31 @@ def test_every_draft_leaves_the_answers_as_they_are(bench: WideBench) -> None:
     chain = next(row for row in rows if row.mode == ON_DEVICE and row.shape == CHAIN)
     served = figures["EAGLE-3 round served, chain of 5, batch 1"]
     assert (served.measured, served.floor) == (chain.round_ms, None)
+
+
+def test_only_what_is_aimed_at(tmp_path: Path) -> None:
+    few = WideBench(replace(PLAN, has_host_rounds=False, aims_only=True), tmp_path)
+    rows = list(few.rows())
+    # Of batch 2 nothing is aimed at, and plain decoding is what the others are held against.
+    assert [(row.mode, row.batch) for row in rows] == [
+        *(("plain", 1), ("plain", 2)),
+        *((ON_DEVICE, 1), (ON_DEVICE, 1), (CHOSEN, 1)),
+    ]
+    plan = Plan(batches=(1, 8, 32, 64), aims_only=True)
+    assert plan.drafted_batches(ON_DEVICE, TREE) == (1, 8)
+    assert plan.drafted_batches(CHOSEN, TREE) == (1, 8, 32, 64)
+
+
+def test_a_floor_is_that_of_the_shapes_that_ran() -> None:
+    floors_ms = {None: 4.0, CHAIN: 6.0, TREE: 24.0}
+    assert mean_floor_ms({CHAIN: 30}, floors_ms.__getitem__) == 6.0
+    assert mean_floor_ms({CHAIN: 30, None: 10}, floors_ms.__getitem__) == 5.5
+
+
+def test_without_a_floor_there_is_no_share_of_it() -> None:
+    run = Run(200.0, 3.0, 15.0, ((1, 2),), {CHAIN: 4})
+    cells = ModeRow.of(CHOSEN, TREE, run, 0.0, base=run, plain=run).cells()
+    assert cells[6:8] == ("–", "–")
 
 
 def test_two_processes_leave_the_answers_as_they_are(tmp_path: Path) -> None:

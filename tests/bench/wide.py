@@ -2,32 +2,29 @@
 
 The demo's target and drafts, widened to the sizes of Llama-3.1-8B, Llama-3.2-1B and an EAGLE-3 head
 with 32,000 tokens, see `widening`. Conversations of 512 tokens, greedy. First the wide target in
-float32 must write what the small one writes. Each figure stands beside its floor of the same run:
-the matrix products of a round alone, in one CUDA graph, or the bytes of 8-bit weights over the copy
-bandwidth, plus the bytes of keys and values.
+float32 must write what the small one writes. Each figure stands beside its floor of the same run,
+see `wide_floors`; where shapes are chosen, that is the mean floor of the steps that were.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
-from shared.kernels.quantised import QuantisedWeight
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
-from shared.layers.memory import linears
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
@@ -42,16 +39,18 @@ from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
 from shared.tokens import TreeShape
 from tests.bench.aims import figure
-from tests.bench.device_clock import copy_bandwidth, device_ms
 from tests.bench.figure import add_figures_flag
-from tests.bench.mode_row import CHOSEN, HEADER, ON_DEVICE, ModeRow
+from tests.bench.mode_row import CHOSEN, HEADER, ON_DEVICE, ModeRow, has_aim
 from tests.bench.wide_engine import MAX_SEQUENCES, Drafting, Run, serve, warm_up
+from tests.bench.wide_floors import WideFloors, mean_floor_ms
 from tests.bench.wide_pair import PAIR_8B, TARGET, PairShapes, WidePair, chat_prompts
 from tests.load.figures import table
 
 CUDA = torch.device("cuda")
 PAGE_SIZE = 16
 MAX_CONTEXT = 2048
+PROMPT_TOKENS = 512
+FEW_PROMPTS, MANY_PROMPTS = 8, 20
 CHAIN, TREE = TreeShape(5, 1, 6), TreeShape(5, 8, 32)
 STANDALONE_SHAPE = TreeShape(3, 1, 4)
 NARROW = ModelOptions(quantisation=Quantisation.FP8)
@@ -64,16 +63,25 @@ class Plan:
     Attributes:
         num_checked: tokens of each prompt that the wide model must write as the small one does.
         has_host_rounds: whether rounds that the host leads are measured, too.
+        aims_only: leaves out what has no row in the table of aims: 8 bits, and rounds of one shape
+            at batches that nothing is aimed at.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
-    prompt_tokens: int = 512
+    prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = 128
     num_checked: int = 48
     shapes: PairShapes = PAIR_8B
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = CUDA
     has_host_rounds: bool = False
+    aims_only: bool = False
+
+    def drafted_batches(self, mode: str, shape: TreeShape) -> tuple[int, ...]:
+        """Returns the batches at which a mode is measured."""
+        return tuple(
+            batch for batch in self.batches if not self.aims_only or has_aim(mode, shape, batch)
+        )
 
 
 def runner_over(decoder: Decoder, plan: Plan, kv_dtype: torch.dtype | None = None) -> ModelRunner:
@@ -102,31 +110,6 @@ def check_equality(pair: WidePair, plan: Plan, prompts: Sequence[Sequence[int]])
     return sum(left == right for left, right in zip(few, many, strict=True))
 
 
-def products_ms(model: Decoder | DraftHead, num_rows: int, plan: Plan, bandwidth: float) -> float:
-    """Returns the time of a forward's matrix products alone."""
-    weights = [layer.weight for layer in linears(model)]
-    narrow = [each for each in weights if isinstance(each, QuantisedWeight)]
-    wide = [each.values for each in weights if not isinstance(each, QuantisedWeight)]
-    inputs = {
-        width: torch.randn(num_rows, width, device=plan.device).to(plan.dtype)
-        for width in {values.shape[1] for values in wide}
-    }
-    bytes_ms = sum(each.values.nbytes for each in narrow) / bandwidth
-    return bytes_ms + _graph_ms(wide, inputs)
-
-
-def _graph_ms(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
-    def products() -> None:
-        for values in weights:
-            F.linear(inputs[values.shape[1]], values)
-
-    products()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        products()
-    return device_ms(graph.replay, repeats=5)
-
-
 class WideBench:
     """Runs every mode over one wide pair and yields the rows of the table."""
 
@@ -135,9 +118,10 @@ class WideBench:
         self.pair = WidePair(plan.shapes, plan.device)
         self.prompts = chat_prompts(max(plan.batches), plan.prompt_tokens)
         self._scratch = scratch
-        is_cuda = plan.device.type == "cuda"
-        self.bandwidth = copy_bandwidth() if is_cuda else 0.0
-        self._passes = PassLimits(MAX_SEQUENCES, MAX_CONTEXT, has_graphs=is_cuda)
+        context_tokens = plan.prompt_tokens + plan.output_tokens // 2
+        self.floors = WideFloors(plan.device, plan.dtype, context_tokens)
+        has_graphs = plan.device.type == "cuda"
+        self._passes = PassLimits(MAX_SEQUENCES, MAX_CONTEXT, has_graphs=has_graphs)
         self._plain: dict[int, Run] = {}
 
     def rows(self) -> Iterator[ModeRow]:
@@ -147,7 +131,7 @@ class WideBench:
         for batch in plan.batches:
             run = serve(runner, self.prompts[:batch], plan.output_tokens)
             self._plain[batch] = run
-            yield self._row("plain", None, run, self._floor_ms(runner, batch, None))
+            yield self._row("plain", None, run, self.floors.step_ms(runner, batch, None))
         head = self.pair.eagle3(self._scratch, plan.dtype)
         for shape in (CHAIN, TREE):
             drafting = replace(self.eagle3(head, shape), is_on_device=True)
@@ -158,7 +142,8 @@ class WideBench:
             yield from self._host_rounds(runner, head)
         del runner, drafting
         gc.collect()
-        yield from self._narrow()
+        if not plan.aims_only:
+            yield from self._narrow()
 
     def _host_rounds(self, runner: ModelRunner, head: DraftHead) -> Iterator[ModeRow]:
         """Rounds that the host leads: with whole trees of the draft, and level by level."""
@@ -173,12 +158,13 @@ class WideBench:
         yield from self._drafted(runner, "STANDALONE 1B, levels on the host", drafting)
 
     def _drafted(self, runner: ModelRunner, mode: str, drafting: Drafting) -> Iterator[ModeRow]:
-        for batch in self.plan.batches:
-            warm_up(runner, self.prompts[:batch], drafting)
+        for batch in self.plan.drafted_batches(mode, drafting.shape):
+            if not drafting.warms_itself:
+                warm_up(runner, self.prompts[:batch], drafting)
             run = serve(runner, self.prompts[:batch], self.plan.output_tokens, drafting)
-            shape = drafting.shape
-            floor_ms = self._floor_ms(runner, batch, shape) + drafting.floor_ms(batch)
-            yield self._row(mode, shape, run, floor_ms)
+            floor_ms = functools.partial(self._floor_ms, runner, batch, drafting=drafting)
+            ran = run.num_steps if drafting.is_chosen else {drafting.shape: 1}
+            yield self._row(mode, drafting.shape, run, mean_floor_ms(ran, floor_ms))
 
     def _narrow(self) -> Iterator[ModeRow]:
         """Plain decoding in 8 bits; its answers are compared with the full target's."""
@@ -187,7 +173,8 @@ class WideBench:
             runner = runner_over(decoder, self.plan, kv_dtype)
             for batch in self.plan.batches:
                 run = serve(runner, self.prompts[:batch], self.plan.output_tokens)
-                yield self._row(f"plain, {name}", None, run, self._floor_ms(runner, batch, None))
+                floor_ms = self.floors.step_ms(runner, batch, None)
+                yield self._row(f"plain, {name}", None, run, floor_ms)
 
     def _standalone(self, runner: ModelRunner, *, grows_whole: bool = True) -> Drafting:
         """Returns how the smaller model drafts; see `eagle3`."""
@@ -207,7 +194,7 @@ class WideBench:
             "STANDALONE",
             STANDALONE_SHAPE,
             build,
-            lambda batch: self._draft_floor_ms(decoder, batch, STANDALONE_SHAPE),
+            functools.partial(self.floors.draft_ms, decoder),
         )
 
     def eagle3(self, head: DraftHead, shape: TreeShape, *, grows_whole: bool = True) -> Drafting:
@@ -232,24 +219,14 @@ class WideBench:
                 grower=grower if grows_whole else None,
             )
 
-        return Drafting(
-            "EAGLE3", shape, build, lambda batch: self._draft_floor_ms(head, batch, shape)
-        )
+        return Drafting("EAGLE3", shape, build, functools.partial(self.floors.draft_ms, head))
 
-    def _floor_ms(self, runner: ModelRunner, batch: int, shape: TreeShape | None) -> float:
-        if self.plan.device.type != "cuda":
-            return 0.0
-        num_rows = batch * (1 if shape is None else shape.num_draft_tokens)
-        context = self.plan.prompt_tokens + self.plan.output_tokens // 2
-        kv_bytes = runner.pool.layout.token_size_bytes * context * batch
-        products = products_ms(runner.decoder, num_rows, self.plan, self.bandwidth)
-        return products + kv_bytes / self.bandwidth
-
-    def _draft_floor_ms(self, model: Decoder | DraftHead, batch: int, shape: TreeShape) -> float:
-        if self.plan.device.type != "cuda":
-            return 0.0
-        one = products_ms(model, batch * shape.topk, self.plan, self.bandwidth)
-        return shape.num_steps * one
+    def _floor_ms(
+        self, runner: ModelRunner, batch: int, shape: TreeShape | None, drafting: Drafting
+    ) -> float:
+        """Returns the floor of a step: a round of this shape, or a plain one."""
+        draft_ms = 0.0 if shape is None else drafting.floor_ms(batch, shape)
+        return self.floors.step_ms(runner, batch, shape) + draft_ms
 
     def _row(self, mode: str, shape: TreeShape | None, run: Run, floor_ms: float) -> ModeRow:
         plain = self._plain[len(run.answers)]
@@ -257,37 +234,55 @@ class WideBench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=list(Plan().batches))
-    parser.add_argument("--output-tokens", type=int, default=Plan().output_tokens)
-    parser.add_argument("--skip-check", action="store_true", help="trust the widening")
-    parser.add_argument("--host-rounds", action="store_true", help="those led by the host, too")
-    add_figures_flag(parser)
-    flags = parser.parse_args()
+    start_s = time.monotonic()
+
+    def say(line: str) -> None:
+        """Prints a line as soon as it is known, with the time that has passed."""
+        print(f"{time.monotonic() - start_s:4.0f} s | {line}", flush=True)
+
+    flags = _flags()
     plan = Plan(
         batches=tuple(flags.batches),
         output_tokens=flags.output_tokens,
         has_host_rounds=flags.host_rounds,
+        aims_only=flags.aims_only,
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=flags.scratch) as scratch:
         bench = WideBench(plan, Path(scratch))
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print(f"copy {bench.bandwidth / 1e9:.2f} TB/s")
+        say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        say(f"copy {bench.floors.bandwidth / 1e9:.2f} TB/s")
         if not flags.skip_check:
-            prompts = chat_prompts(20, plan.prompt_tokens)
+            prompts = chat_prompts(FEW_PROMPTS if plan.aims_only else MANY_PROMPTS, PROMPT_TOKENS)
             same = check_equality(bench.pair, plan, prompts)
-            print(f"wide in float32 against small: {same}/{len(prompts)} answers are the same")
+            say(f"wide in float32 against small: {same}/{len(prompts)} answers are the same")
             share = 100 * same / len(prompts)
             note = f"{len(prompts)} prompts"
             flags.figures.add([figure("same answers, widened and small model", share, note=note)])
             gc.collect()
         rows = []
         for row in bench.rows():
-            print(" | ".join(row.cells()), flush=True)
+            say(" | ".join(row.cells()))
             rows.append(row.cells())
             flags.figures.add(row.figures())
     print(table(HEADER, rows))
     return 0
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(Plan().batches))
+    parser.add_argument("--output-tokens", type=int, default=Plan().output_tokens)
+    parser.add_argument("--skip-check", action="store_true", help="trust the widening")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--host-rounds", action="store_true", help="those led by the host, too")
+    modes.add_argument(
+        "--aims-only",
+        action="store_true",
+        help="leave out modes and batches that nothing is aimed at",
+    )
+    parser.add_argument("--scratch", type=Path, help="folder for a head, 1 GB; unset, a new one")
+    add_figures_flag(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ class Drafting:
 
     Attributes:
         build: returns a new drafter.
-        floor_ms: of the draft's part of a round of so many sequences.
+        floor_ms: of the draft's part of a round of so many sequences with trees of a shape.
         is_on_device: rounds run on the device, with the head that the drafter lends.
         is_chosen: a controller chooses between such rounds of several shapes and plain steps.
     """
@@ -50,15 +50,22 @@ class Drafting:
     algorithm: str
     shape: TreeShape
     build: Callable[[], Drafter]
-    floor_ms: Callable[[int], float]
+    floor_ms: Callable[[int, TreeShape], float]
     is_on_device: bool = False
     is_chosen: bool = False
 
     @property
-    def num_passes(self) -> int:
-        """Times that the prompts are answered; the last one is measured, so that a controller has
-        tried what there is."""
-        return _NUM_PASSES if self.is_chosen else 1
+    def warms_itself(self) -> bool:
+        """Whether the first pass is the warm-up. Every engine captures the graphs of its rounds
+        anew, so another one's would help little; but what a controller tries must be warm."""
+        return self.is_on_device and not self.is_chosen
+
+    def passes(self, num_tokens: int) -> tuple[int, ...]:
+        """Returns how many tokens the prompts are answered with, each time; the last one is
+        measured, so that a controller has tried what there is."""
+        if self.warms_itself:
+            return (min(_WARM_UP_TOKENS, num_tokens), num_tokens)
+        return (num_tokens,) * (_NUM_PASSES if self.is_chosen else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +76,14 @@ class Run:
         tokens_per_s: while no sequence has a prompt to compute and none has ended.
         tokens_a_round: committed, bonus included.
         round_ms: mean time from one round of a sequence to its next.
+        num_steps: by the shape of the trees of a round on the device; None is any other step.
     """
 
     tokens_per_s: float
     tokens_a_round: float
     round_ms: float
     answers: tuple[tuple[int, ...], ...]
+    num_steps: Mapping[TreeShape | None, int]
 
 
 def serve(
@@ -105,16 +114,16 @@ def _served(
     times = StepTimes()
     engine = _engine(runner, times, drafting)
     draft = None if drafting is None else _attached(engine, drafting, len(prompts))
-    num_passes = 1 if drafting is None else drafting.num_passes
-    passes = [Answers(len(prompts)) for _ in range(num_passes)]
+    counts = (num_tokens,) if drafting is None else drafting.passes(num_tokens)
+    passes = [Answers(len(prompts)) for _ in counts]
 
-    def submit(answers: Answers) -> None:
+    def submit(place: int) -> None:
         for key, prompt in enumerate(prompts):
-            engine.submit(_request(prompt, num_tokens), answers, key)
+            engine.submit(_request(prompt, counts[place]), passes[place], key)
 
-    for answers, following in itertools.pairwise(passes):
-        answers.when_ended = functools.partial(submit, following)
-    submit(passes[0])
+    for place in range(1, len(passes)):
+        passes[place - 1].when_ended = functools.partial(submit, place)
+    submit(0)
     engine.start()
     has_ended = passes[-1].all_ended.wait(_LONGEST_RUN_S)
     engine.stop()
@@ -138,6 +147,7 @@ def _figures(times: StepTimes, answers: Answers) -> Run:
         tokens_a_round=committed / num_rounds,
         round_ms=1e3 * span_s * num_sequences / num_rounds,
         answers=tuple(tuple(answers.token_ids[key]) for key in range(num_sequences)),
+        num_steps=Counter(report.round_shape for _, report in steps),
     )
 
 
@@ -192,7 +202,7 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
     """Returns what rounds on the device need of the drafter."""
     assert isinstance(drafter, EagleDrafter), "only EAGLE heads are lent"
     loan, shape = drafter.lend(), drafting.shape
-    trees = {shape: MAX_SEQUENCES}
+    trees = {shape: num_sequences}
     if drafting.is_chosen:
         trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
