@@ -30,8 +30,9 @@ PROGRAMS = (
     Program("gpu"),
     Program("engine_gpu"),
     Program("products"),
-    Program("tensor_parallel", fills="--scratch", num_gpus=2),
-    # Behind the others, so that the kernels that all of them need are compiled.
+    Program("tensor_parallel", ("--batches", "1", "--plain"), fills="--widen", num_gpus=2),
+    # Behind the others, so that the kernels that all of them need are compiled, and of the model
+    # that two GPUs have read.
     Program("start", ("--algorithm", "EAGLE3", "--repeats", "1"), fills="--widen"),
 )
 

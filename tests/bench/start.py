@@ -37,7 +37,7 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from tests.bench.figure import add_figures_flag
 from tests.bench.start_parts import FIRST_TOKEN, Part, Start, first_token_figure, report, told
-from tests.bench.wide_folders import widened, widened_with_head
+from tests.bench.wide_folders import target_folder, widened, widened_with_head
 
 DEMO_HEADS = DEMO_MODEL.parent / "heads"
 HEADS = ("EAGLE", "EAGLE3", "MTP", "DFLASH")
@@ -65,9 +65,10 @@ class Plan:
     timeout_s: float
 
 
-async def measure(plan: Plan, folder: Path) -> list[Start]:
-    """Returns the parts of every start, the first one's first."""
-    return [await _start(plan, folder / f"{number}.log") for number in range(1 + plan.repeats)]
+async def measure(plan: Plan, folder: Path) -> AsyncIterator[Start]:
+    """Yields the parts of every start."""
+    for number in range(1 + plan.repeats):
+        yield await _start(plan, folder / f"{number}.log")
 
 
 async def _start(plan: Plan, log: Path) -> Start:
@@ -187,7 +188,7 @@ def _demo_draft(algorithm: str | None) -> Path:
 
 
 def _widened(folder: Path, algorithm: str | None, model: Path, draft: Path) -> tuple[Path, Path]:
-    wide = folder / "target-8b"
+    wide = target_folder(folder)
     if algorithm in HEADS:
         return widened_with_head(wide, model, algorithm, draft)
     narrow = widened(folder / "draft-1b", draft, "1b") if algorithm == "STANDALONE" else draft
@@ -213,14 +214,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def run(flags: argparse.Namespace) -> list[Start]:
-    """Returns the parts of the starts that the flags ask for.
+    """Returns the parts of the starts that the flags ask for, the first one's first. What is known
+    after each of them goes to `--figures`.
 
     Raises:
         StartFailed: a start came to no token.
     """
     plan = Plan(target_arguments(flags), flags.repeats, flags.cold_kernels, flags.timeout_s)
+    starts: list[Start] = []
     with tempfile.TemporaryDirectory(prefix="outrider-bench-start-") as name:
-        return await measure(plan, Path(name))
+        async for start in measure(plan, Path(name)):
+            starts.append(start)
+            flags.figures.add([first_token_figure(starts)])
+    return starts
 
 
 def main() -> int:
@@ -231,7 +237,6 @@ def main() -> int:
         print(f"bench-start: {error}", file=sys.stderr)
         return 1
     print(report(starts))
-    flags.figures.add([first_token_figure(starts)])
     return 0
 
 

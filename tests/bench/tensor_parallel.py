@@ -1,7 +1,7 @@
 """`make bench-tp`: one model on one GPU and on several, with the demo's acceptance.
 
-Writes the widened target (16 GB) to --scratch, because every process reads its own part. Then plain
-decoding and EAGLE-3 chains, drafted on the first GPU. Floors are the matrix bytes of one GPU's
+Writes the widened target (16 GB), because every process reads its own part. Then plain decoding and
+EAGLE-3 chains, drafted on the first GPU. Floors are the matrix bytes of one GPU's
 part over the copy bandwidth; what a step takes beyond that of one GPU's half is communication.
 """
 
@@ -30,7 +30,8 @@ from tests.bench.aims import figure
 from tests.bench.figure import Figure, add_figures_flag
 from tests.bench.mode_row import HEADER, ModeRow
 from tests.bench.wide import CHAIN, Plan, WideBench
-from tests.bench.wide_engine import Run, serve, warm_up
+from tests.bench.wide_engine import Drafting, Run, serve, warm_up
+from tests.bench.wide_folders import is_written, target_folder
 from tests.load.figures import table
 
 
@@ -49,20 +50,29 @@ def target_settings(folder: Path, plan: Plan, size: int) -> TargetSettings:
 
 
 class ParallelBench:
-    """Runs the modes over targets of several sizes."""
+    """Runs the modes over targets of several sizes.
 
-    def __init__(self, plan: Plan, scratch: Path) -> None:
+    Args:
+        scratch: for a head, and for the target unless it has a folder of its own.
+        folder: for the target, which may be there already.
+        has_drafts: whether EAGLE-3 chains are measured, too.
+    """
+
+    def __init__(
+        self, plan: Plan, scratch: Path, folder: Path | None = None, *, has_drafts: bool = True
+    ) -> None:
         self.plan = plan
         self._wide = WideBench(plan, scratch)
-        self._folder = scratch / "target"
+        self._folder, self._scratch = target_folder(folder or scratch), scratch
+        self._has_drafts = has_drafts
         self._plain: dict[int, Run] = {}
         target = self._wide.pair.target
-        target.write(self._folder, dtype=plan.dtype, shard_size_bytes=2 * 10**9)
+        if not is_written(self._folder):
+            target.write(self._folder, dtype=plan.dtype, shard_size_bytes=4 * 10**9)
 
     def rows(self, sizes: tuple[int, ...]) -> Iterator[ModeRow]:
         """Yields the rows of the table; answers are compared with plain ones of the same size."""
-        head = self._wide.pair.eagle3(self._folder.parent, self.plan.dtype)
-        drafting = self._wide.eagle3(head, CHAIN)
+        drafting = self._drafting() if self._has_drafts else None
         for size in sizes:
             settings = target_settings(self._folder, self.plan, size)
             followers = start_followers(settings) if size > 1 else None
@@ -76,6 +86,8 @@ class ParallelBench:
                     prompts = self._wide.prompts[:batch]
                     plain = serve(runner, prompts, self.plan.output_tokens)
                     yield self._row(plain_mode(size), plain, plain, runner.decoder)
+                    if drafting is None:
+                        continue
                     warm_up(runner, prompts, drafting)
                     drafted = serve(runner, prompts, self.plan.output_tokens, drafting)
                     yield self._row(f"{size} × EAGLE3", drafted, plain, runner.decoder)
@@ -83,6 +95,10 @@ class ParallelBench:
             finally:
                 if followers is not None:
                     followers.stop()
+
+    def _drafting(self) -> Drafting:
+        head = self._wide.pair.eagle3(self._scratch, self.plan.dtype)
+        return self._wide.eagle3(head, CHAIN)
 
     def _row(self, mode: str, run: Run, plain: Run, decoder: Decoder) -> ModeRow:
         first = self._plain.setdefault(len(run.answers), plain)
@@ -124,7 +140,10 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--output-tokens", type=int, default=96)
-    parser.add_argument("--scratch", type=Path, help="folder for 17 GB; a temporary one when unset")
+    parser.add_argument("--plain", action="store_true", help="leave drafts out")
+    parser.add_argument(
+        "--widen", type=Path, metavar="DIR", help="folder for an 8B copy, 17 GB; unset, a new one"
+    )
     add_figures_flag(parser)
     flags = parser.parse_args()
     if sum(size > 1 for size in flags.sizes) > 1:
@@ -132,8 +151,8 @@ def main() -> int:
         parser.error(f"--sizes is {flags.sizes}; a process can lead one group, so one size above 1")
     plan = replace(Plan(), batches=tuple(flags.batches), output_tokens=flags.output_tokens)
     print(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, {torch.__version__}")
-    with tempfile.TemporaryDirectory(dir=flags.scratch) as scratch:
-        bench = ParallelBench(plan, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = ParallelBench(plan, Path(scratch), flags.widen, has_drafts=not flags.plain)
         rows = []
         for row in bench.rows(tuple(flags.sizes)):
             print(" | ".join(row.cells()), flush=True)

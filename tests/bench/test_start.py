@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from services.target.settings import DEMO_MODEL
+from tests.bench.figure import read_figures
 from tests.bench.start import parse, run, target_arguments
 from tests.bench.start_parts import FIRST_TOKEN, Part, first_token_figure, report, told
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -54,9 +55,12 @@ def test_a_head_goes_into_the_target() -> None:
 async def test_a_start_is_measured_to_its_first_token(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", TinyShape(vocab_size=32), seed=3)
     flags = f"--device cpu --max-total-tokens 512 --tokenizer-path {DEMO_MODEL}"
-    starts = await run(parse(["--model", str(tmp_path), "--repeats", "0", "--target-flags", flags]))
+    file = tmp_path / "figures"
+    told = ["--figures", str(file), "--target-flags", flags]
+    starts = await run(parse(["--model", str(tmp_path), "--repeats", "0", *told]))
     assert len(starts) == 1
     parts = starts[0].keys()
     assert {"imports", "weights", "warm-up", "serving", FIRST_TOKEN} <= parts
     found = first_token_figure(starts)
     assert found.measured == starts[0][FIRST_TOKEN].seconds > 0.0
+    assert read_figures(file) == [found]

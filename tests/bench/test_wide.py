@@ -17,8 +17,9 @@ from tests.bench.tensor_parallel import ParallelBench
 from tests.bench.wide import CHAIN, TREE, Plan, WideBench, check_equality
 from tests.bench.wide_engine import Run
 from tests.bench.wide_floors import mean_floor_ms
+from tests.bench.wide_folders import target_folder
 from tests.bench.wide_head import WideHeadShape
-from tests.bench.wide_model import SPARE_TOKEN, WideModel, WideShape
+from tests.bench.wide_model import INDEX_FILE, SPARE_TOKEN, WideModel, WideShape
 from tests.bench.wide_pair import DRAFT, PairShapes, chat_prompts
 
 SHAPES = PairShapes(
@@ -100,6 +101,16 @@ def test_two_processes_leave_the_answers_as_they_are(tmp_path: Path) -> None:
     assert [row.mode for row in rows] == ["1 × plain", "1 × EAGLE3", "2 × plain", "2 × EAGLE3"]
     assert all(row.num_same == row.batch == 2 for row in rows)
     assert rows[3].tokens_a_round == rows[1].tokens_a_round > 1.0
+
+
+def test_a_target_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    plan = replace(PLAN, batches=(1,))
+    index = target_folder(tmp_path) / INDEX_FILE
+    ParallelBench(plan, tmp_path, tmp_path, has_drafts=False)
+    index.write_text(text := index.read_text() + " ")
+    bench = ParallelBench(plan, tmp_path, tmp_path, has_drafts=False)
+    assert index.read_text() == text
+    assert [row.mode for row in bench.rows((1,))] == ["1 × plain"]
 
 
 def test_two_processes_grow_the_same_trees(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
+from shared.models.config import CONFIG_FILE
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
 from shared.models.heads.dflash_loader import load_dflash
@@ -20,8 +22,10 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.runner import ModelRunner
+from tests.bench import widen
+from tests.bench.wide_folders import is_written
 from tests.bench.wide_head import WideHead, WideHeadShape
-from tests.bench.wide_model import WideModel, WideShape
+from tests.bench.wide_model import INDEX_FILE, WideModel, WideShape
 from tests.bench.widening import Axis, CannotWiden, head_copies, shares_of
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
@@ -256,3 +260,21 @@ def test_block_heads_keep_their_layers_of_the_target(tmp_path: Path) -> None:
     for narrow, wide in zip(pools[0].keys, pools[1].keys, strict=True):
         assert narrow.abs().max() > 0
         torch.testing.assert_close(wide, narrow.repeat(1, copies, 1), atol=2e-5, rtol=1e-5)
+
+
+def test_what_is_whole_is_kept(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = tmp_path / "wide"
+    monkeypatch.setitem(widen.SHAPES, "8b", WIDE)
+    arguments = ["widen", "--model", str(small), "--out", str(wide), "--device", "cpu", "--keep"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert widen.main() == 0
+    assert is_written(wide)
+    (wide / CONFIG_FILE).write_text("{}")
+    assert widen.main() == 0
+    assert (wide / CONFIG_FILE).read_text() == "{}"
+    # As a program leaves it that is ended before all is written.
+    (wide / INDEX_FILE).unlink()
+    assert widen.main() == 0
+    assert "hidden_size" in (wide / CONFIG_FILE).read_text()

@@ -32,6 +32,7 @@ from tests.bench.widening import (
 
 EMBEDDING_KEY = "model.embed_tokens.weight"
 NORM_KEY = "model.norm.weight"
+INDEX_FILE = "model.safetensors.index.json"
 # A reserved token of the demo's vocabulary.
 SPARE_TOKEN = 3
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -225,7 +226,8 @@ def write_config(source: Path, target: Path, changes: Mapping[str, Any]) -> None
 def write_shards(
     folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_size_bytes: int
 ) -> None:
-    """Writes `model-*.safetensors` and their index."""
+    """Writes `model-*.safetensors`, and their index last."""
+    (folder / INDEX_FILE).unlink(missing_ok=True)
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     for key, tensor in tensors:
@@ -235,7 +237,7 @@ def write_shards(
         shard[key] = tensor.cpu().contiguous()
     _write_shard(folder, shard, weight_map)
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
 
 
 def _write_shard(folder: Path, shard: dict[str, Tensor], weight_map: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ import torch
 from services.target.settings import DEMO_MODEL
 from shared.errors import CheckpointError
 from shared.runtime.device import device_named
+from tests.bench.wide_folders import is_written
 from tests.bench.wide_head import WideHead, WideHeadShape
 from tests.bench.wide_model import SHAPE_1B, SHAPE_8B, SHAPE_32B, SPARE_TOKEN, WideModel
 from tests.bench.widening import CannotWiden
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--head", type=_head, action="append", default=[], metavar="ALGORITHM=DIR")
+    parser.add_argument("--keep", action="store_true", help="leave what is whole in --out as it is")
     parser.add_argument("--spare-token", type=int, default=SPARE_TOKEN)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="auto")
@@ -47,11 +49,14 @@ def main() -> int:
         model = WideModel(
             flags.model, SHAPES[flags.shape], spare_token=flags.spare_token, device=device
         )
-        model.write(flags.out, dtype=dtype, shard_size_bytes=int(flags.shard_gb * 1e9))
+        if not (flags.keep and is_written(flags.out)):
+            model.write(flags.out, dtype=dtype, shard_size_bytes=int(flags.shard_gb * 1e9))
         shape = WideHeadShape(model.config.intermediate_size, DRAFT_VOCABULARY)
         for algorithm, folder in flags.head:
-            head = WideHead(folder, model, shape, algorithm=algorithm)
-            print(head.write(flags.out / "heads" / algorithm.lower(), dtype=dtype))
+            wide = flags.out / "heads" / algorithm.lower()
+            if not (flags.keep and is_written(wide)):
+                WideHead(folder, model, shape, algorithm=algorithm).write(wide, dtype=dtype)
+            print(wide)
     except (CannotWiden, CheckpointError) as error:
         print(f"widen: {error}", file=sys.stderr)
         return 1
