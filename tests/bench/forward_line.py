@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.bench.aims import figure
@@ -54,13 +54,17 @@ def prefill_figure(line: Line) -> Figure:
     return figure("prefill of 8 × 2,048 tokens", line.time_ms, line.floor_ms, line.note)
 
 
-def same_bits_figures(found: Sequence[Company], steady: Sequence[Line]) -> Iterator[Figure]:
-    """Yields how often bits stay, and what the forward costs that pays most for it."""
+def same_bits_figure(found: Sequence[Company]) -> Figure:
+    """Returns how often bits stay."""
     share = sum(each.is_same for each in found) / len(found)
-    yield figure("same bits, alone and in company", 100.0 * share, note=f"{len(found)} cases")
+    return figure("same bits, alone and in company", 100.0 * share, note=f"{len(found)} cases")
+
+
+def steady_figure(steady: Sequence[Line]) -> Figure:
+    """Returns what the forward costs that pays most for the bits of its rows."""
     costs = [
         (line.time_ms / line.free_ms, line.floor_ms / line.free_ms, line.name)
         for line in steady
         if line.free_ms is not None
     ]
-    yield figure("cost of the same bits, steps of more rows", *max(costs))
+    return figure("cost of the same bits, steps of more rows", *max(costs))

@@ -34,7 +34,8 @@ from tests.bench.forward_line import (
     Company,
     Line,
     prefill_figure,
-    same_bits_figures,
+    same_bits_figure,
+    steady_figure,
     verification_figure,
 )
 from tests.bench.gpu_round import round_lines
@@ -253,11 +254,12 @@ def main() -> None:
     figures.add([prefill_figure(prefill)])
     steady = steady_lines(runner, bandwidth)
     print("\n".join(map(str, steady)), flush=True)
+    figures.add([steady_figure(steady)])
     for count in (1, 64):
         print(f"host gap, batch {count}: {host_gap_ms(runner, count) * 1e3:.0f} us")
     found = same_bits(runner)
     print("; ".join(map(str, found)))
-    figures.add(same_bits_figures(found, steady))
+    figures.add([same_bits_figure(found)])
     print(HEADER)
     for each in round_lines(decoder, pool):
         print(each, flush=True)

@@ -16,7 +16,8 @@ from tests.bench.forward_line import (
     Company,
     Line,
     prefill_figure,
-    same_bits_figures,
+    same_bits_figure,
+    steady_figure,
     verification_figure,
 )
 from tests.bench.mode_row import CHOSEN, ON_DEVICE, ModeRow
@@ -90,7 +91,8 @@ def _gpu() -> list[Figure]:
     return [
         verification_figure(PLAIN, VERIFICATION),
         prefill_figure(Line("prefill", 398.0, 301.0)),
-        *same_bits_figures(COMPANY, STEADY),
+        same_bits_figure(COMPANY),
+        steady_figure(STEADY),
         *(each for line in _rounds() for each in line.figures()),
     ]
 
