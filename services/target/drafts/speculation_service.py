@@ -11,6 +11,7 @@ from grpc import aio
 
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import draft_messages
+from services.target.drafts.draft_stream import DraftStream
 from services.target.drafts.reception_service import DraftReception, ReceivedDraft
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
@@ -42,7 +43,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         self._terms = terms
         self._reception = DraftReception(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
-        self._drains: dict[str, asyncio.Queue[pb.SpeculateResponse]] = {}
+        self._streams: dict[str, DraftStream] = {}
         windows = [each for each in engine.decoder.config.sliding_windows if each is not None]
         # No window may cut a node off from those before it in its tree.
         self._max_depth = min(windows) - 1 if windows else terms.max_nodes
@@ -56,14 +57,14 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         cause = "its connection broke or was closed"
         try:
             # All of it before the draft hears that it is attached: from then on it may rely on it.
-            drains = self._drains[attachment_id] = asyncio.Queue()
+            self._streams[attachment_id] = draft.stream
             self._engine.attach(draft.attachment)
             logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
             yield pb.SpeculateResponse(attached=draft.attached)
             meter = self._wire.stream(attachment_id)
             reader = asyncio.create_task(self._read(request_iterator, attachment_id, ring, meter))
             try:
-                async for response in self._responses(draft, drains, reader):
+                async for response in self._responses(draft, reader):
                     meter.sent(response.ByteSize(), response.WhichOneof("message") or "")
                     yield response
             finally:
@@ -73,47 +74,35 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             cause = error.message
             raise
         finally:
-            self._drains.pop(attachment_id, None)
+            self._streams.pop(attachment_id, None)
             self._engine.detach(attachment_id)
             self._reception.dismiss(draft)
             logger.info("draft %s detached from %s: %s", attach.worker_id, attachment_id, cause)
 
     def drain(self, grace_s: float) -> None:
         """Asks every draft to detach within the grace."""
-        message = pb.Drain()
-        message.grace_duration.FromNanoseconds(round(grace_s * 1e9))
-        for queue in self._drains.values():
-            queue.put_nowait(pb.SpeculateResponse(drain=message))
+        for stream in self._streams.values():
+            stream.drain(grace_s)
 
     async def _responses(
-        self,
-        draft: ReceivedDraft,
-        drains: asyncio.Queue[pb.SpeculateResponse],
-        reader: asyncio.Task[None],
+        self, draft: ReceivedDraft, reader: asyncio.Task[None]
     ) -> AsyncIterator[pb.SpeculateResponse]:
         """Yields messages for the draft until it half-closes, errs, or is detached."""
-        drain = asyncio.ensure_future(drains.get())
         stream = draft.stream
-        message = asyncio.ensure_future(stream.next())
-        try:
-            while True:
-                await asyncio.wait([message, drain, reader], return_when=asyncio.FIRST_COMPLETED)
-                if drain.done():
-                    yield drain.result()
-                    drain = asyncio.ensure_future(drains.get())
-                if message.done():
-                    news = message.result()
-                    if news is None:
-                        raise self._why_closed(draft)
-                    for response in draft_messages(news):
-                        yield response
-                    message = asyncio.ensure_future(stream.next())
-                if reader.done():
-                    reader.result()
-                    return
-        finally:
-            drain.cancel()
-            message.cancel()
+        # One wait for all that may come: several tasks cost turns of the loop on a verdict's way.
+        reader.add_done_callback(lambda _: stream.wake())
+        while True:
+            await stream.news()
+            while (grace_s := stream.take_grace_s()) is not None:
+                yield _drain(grace_s)
+            if (message := stream.take()) is not None:
+                for response in draft_messages(message):
+                    yield response
+            elif stream.is_over:
+                raise self._why_closed(draft)
+            if reader.done():
+                reader.result()
+                return
 
     def _why_closed(self, draft: ReceivedDraft) -> OutriderError:
         """Returns why the engine ended a draft's stream."""
@@ -191,6 +180,12 @@ def _free(ring: FeatureRingWriter | None, end: int) -> None:
         ring.free(end)
     except ValueError as error:
         raise InvalidArgument.of("RING_MALFORMED", "feature_ring_taken.end", str(error)) from error
+
+
+def _drain(grace_s: float) -> pb.SpeculateResponse:
+    message = pb.Drain()
+    message.grace_duration.FromNanoseconds(round(grace_s * 1e9))
+    return pb.SpeculateResponse(drain=message)
 
 
 def _attach_required(message: str) -> InvalidArgument:
