@@ -88,6 +88,7 @@ class Engine:
             waits_always=waits_always,
             speculation=speculation or SpeculationController(None),
             selection=selection,
+            rest=self._rest,
         )
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
@@ -257,6 +258,11 @@ class Engine:
             logger.exception("a command failed behind the engine")
             return False
         return True
+
+    def _rest(self, longest_s: float) -> None:
+        """Waits for a command, and runs none. By hand nobody else wants the interpreter."""
+        if self._thread is not None:
+            self._inbox.await_command(longest_s)
 
     def _wait(self) -> None:
         """Runs the next commands, or prepares for later steps while there are none."""

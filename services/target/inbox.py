@@ -27,6 +27,8 @@ class Inbox:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._refusal: Callable[[], OutriderError] | None = None
         self._closing = threading.Lock()
+        # What `await_command` has found.
+        self._next: Command | None = None
 
     def post(self, command: Command) -> None:
         """Queues a command.
@@ -79,12 +81,19 @@ class Inbox:
 
     def run_all(self, *, wait_s: float | None = 0.0) -> None:
         """Runs every queued command; waits up to `wait_s` for the first, for ever on None."""
-        command = self._next(wait_s)
-        while command is not None:
+        self.await_command(wait_s)
+        while (command := self._next) is not None:
+            self._next = None
             command()
-            command = self._next(0.0)
+            self.await_command(0.0)
 
-    def _next(self, wait_s: float | None) -> Command | None:
+    def await_command(self, wait_s: float | None) -> None:
+        """Waits up to `wait_s` for a command, for ever on None, and runs none. Only for the thread
+        that runs them."""
+        if self._next is None:
+            self._next = self._taken(wait_s)
+
+    def _taken(self, wait_s: float | None) -> Command | None:
         try:
             if wait_s is not None and wait_s <= 0.0:
                 return self._commands.get_nowait()

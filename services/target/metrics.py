@@ -136,6 +136,7 @@ class TargetMetrics:
             self._log.span(
                 "step",
                 report.duration_s,
+                end_s=report.end_s,
                 rows=report.num_rows,
                 committed=report.num_committed,
                 hits=report.outcomes.num_hits,

@@ -9,6 +9,9 @@ from services.target.drafts.attachments import Attachments
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 
+LONGEST_REST_S = 0.0003
+"""What the event loop needs to send a verdict or a few, on a slow processor."""
+
 
 class StepAccount:
     """Ends turns of the loop. Owned by the engine thread.
@@ -17,6 +20,7 @@ class StepAccount:
         commits: keeps the reports of a turn.
         attachments: whose controller learns from them.
         on_step: called with each.
+        rest: waits at most so many seconds, while other threads have the interpreter.
     """
 
     def __init__(
@@ -25,28 +29,40 @@ class StepAccount:
         attachments: Attachments,
         clock: Clock,
         on_step: Callable[[StepReport], None],
+        rest: Callable[[float], None],
     ) -> None:
         self._commits = commits
         self._attachments = attachments
         self._clock = clock
         self._on_step = on_step
+        self._rest = rest
         self._ended_s = 0.0
 
-    def end(self, start_s: float, *, is_timed: bool) -> None:
+    def end(self, start_s: float, *, is_timed: bool, idle_s: float = 0.0) -> None:
         """A turn ends, with or without a step.
 
         Args:
             start_s: when what was committed began. While everyone is told of a round, the device
                 may compute the next one already: that counts from the end of the turn before.
             is_timed: whether the time since then says how long the step took.
+            idle_s: how long there is nothing to do behind the turn but to wait for drafts, which
+                were told. What keeps the interpreter from the event loop then keeps the verdicts
+                from the drafts, so this lets them go first.
         """
         reports, now_s = self._commits.take_reports(), self._clock()
         start_s = max(start_s, self._ended_s)
+        rested_s = self._rested_s(idle_s) if reports and idle_s > 0.0 else None
         self._attachments.end_step(reports, start_s, now_s, is_timed=is_timed)
         if reports:
             self._ended_s = now_s
         for report in reports:
             self._on_step(report)
+        if rested_s is not None:
+            self._attachments.end_rest(rested_s)
+
+    def _rested_s(self, idle_s: float) -> float:
+        self._rest(min(idle_s, LONGEST_REST_S))
+        return self._clock()
 
     def end_aside(self) -> None:
         """A turn ends that was a round's with a lent head, which is measured elsewhere."""

@@ -64,6 +64,7 @@ class StepCommits:
         self._reports.append(
             StepReport(
                 duration_s=now_s - start_s,
+                end_s=now_s,
                 host_gap_s=step.host_gap_s,
                 num_rows=step.num_rows,
                 num_prompt_rows=step.num_prompt_rows,

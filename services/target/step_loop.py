@@ -64,6 +64,7 @@ class StepLoop:
         waits_always: bool,
         speculation: SpeculationController,
         selection: RoundLimits | None,
+        rest: Callable[[float], None],
     ) -> None:
         self._runner = runner
         self._leases = leases
@@ -106,7 +107,7 @@ class StepLoop:
             forget=self._forget,
             release=scheduler.release,
         )
-        self._account = StepAccount(self._commits, self.attachments, clock, on_step)
+        self._account = StepAccount(self._commits, self.attachments, clock, on_step, rest)
         # A target with trees of its own decides between two steps which to verify.
         has_trees = self._ladder.has_fallback
         self._selections = SelectionSteps(
@@ -139,7 +140,11 @@ class StepLoop:
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
             began_s = self._selections.began_s if turn is Turn.DONE else None
-            self._account.end(now_s if began_s is None else began_s, is_timed=began_s is not None)
+            self._account.end(
+                now_s if began_s is None else began_s,
+                is_timed=began_s is not None,
+                idle_s=self._idle_s(),
+            )
             now_s = self._clock()  # a step of the general path begins behind that
         elif turn is Turn.WAITING:
             self._subscriptions.deliver()  # what commands have left
@@ -174,7 +179,7 @@ class StepLoop:
         self.drafts.tell()
         if self._in_flight is not None or not self._runner.computes_aside:
             self._subscriptions.deliver()
-        self._account.end(now_s, is_timed=is_alike and not is_late)
+        self._account.end(now_s, is_timed=is_alike and not is_late, idle_s=self._idle_s())
         was_busy = bool(plan.scheduled or plan.preempted or last is not None)
         if not was_busy:
             self._host_gap.wait()
@@ -185,6 +190,13 @@ class StepLoop:
         tree = self.attachments.assignments.candidate_tree(sequence)
         return tree if tree.token_ids else self._ladder.tree(sequence)
 
+    def _idle_s(self) -> float:
+        """How long every sequence awaits a draft from now on; 0 if there is anything to do."""
+        is_computing = self._in_flight is not None or self._selections.is_under_way
+        if is_computing or self._scheduler.may_admit or not self._scheduler.num_running:
+            return 0.0
+        return self._until_ready_s()
+
     def patience_s(self) -> float | None:
         """How long an engine with nothing ready may sleep; None until a command comes."""
         if self._selections.is_under_way:
@@ -192,6 +204,9 @@ class StepLoop:
         if not self._scheduler.num_running:
             self.check_idle()
             return None
+        return self._until_ready_s()
+
+    def _until_ready_s(self) -> float:
         deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self._clock(), 0.0)
 

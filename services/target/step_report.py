@@ -17,6 +17,7 @@ class StepReport:
     Attributes:
         duration_s: from its plan, or from the commit of the step before if that was later, to its
             commit.
+        end_s: when it was committed, by the engine's clock.
         host_gap_s: how long the device had nothing to do before it because of the host: from
             reading the step before to launching this one; 0 when it was launched earlier.
         num_rows: rows of the forward.
@@ -36,6 +37,7 @@ class StepReport:
     """
 
     duration_s: float
+    end_s: float
     host_gap_s: float
     num_rows: int
     num_prompt_rows: int

@@ -26,9 +26,11 @@ class RoundLog:
         self._lock = threading.Lock()
         self._file: TextIO = path.open("w", encoding="utf-8")
 
-    def span(self, name: str, duration_s: float, **facts: Fact) -> None:
-        """Notes something that ends now."""
-        end_s = time.monotonic()
+    def span(
+        self, name: str, duration_s: float, *, end_s: float | None = None, **facts: Fact
+    ) -> None:
+        """Notes something that ends now, or ended before."""
+        end_s = time.monotonic() if end_s is None else end_s
         self._write({"name": name, "start_s": end_s - duration_s, "end_s": end_s, **facts})
 
     def instant(self, name: str, **facts: Fact) -> None:

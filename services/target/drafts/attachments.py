@@ -96,6 +96,11 @@ class Attachments:
             self.controller.end_step(report, duration_s, is_timed=is_alone)
         self.controller.rest(now_s)
 
+    def end_rest(self, now_s: float) -> None:
+        """Since the end of the last step there was nothing to do but to wait."""
+        self.controller.wake(now_s, was_idle=True)
+        self.controller.rest(now_s)
+
     def _status(self, attachment: Attachment) -> AttachmentStatus:
         wishes = [each.course.asked for each in self.assignments if each.attachment is attachment]
         counts = [wish.num_outcomes for wish in wishes if wish.num_outcomes is not None]

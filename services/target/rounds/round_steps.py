@@ -237,6 +237,7 @@ class RoundSteps:
         self._on_step(
             StepReport(
                 duration_s=now_s - start_s,
+                end_s=now_s,
                 host_gap_s=0.0,
                 num_rows=rounds.num_tree_rows * num_guests,
                 num_prompt_rows=0,

@@ -78,6 +78,7 @@ class SelectionCommits:
         self._report(
             StepReport(
                 duration_s=now_s - start_s,
+                end_s=now_s,
                 host_gap_s=round_.host_gap_s,
                 num_rows=round_.shape.num_draft_tokens * len(results),
                 num_prompt_rows=0,

@@ -17,6 +17,7 @@ def _report(host_gap_s: float, *verdicts: bool, shape: TreeShape | None = None) 
         outcomes.count(1, Foreseen(1, 0) if is_hit else None, was_prepared=True)
     return StepReport(
         duration_s=0.01,
+        end_s=1.0,
         host_gap_s=host_gap_s,
         num_rows=4,
         num_prompt_rows=0,

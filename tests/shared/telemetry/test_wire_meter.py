@@ -57,5 +57,13 @@ def test_span_ends_now(tmp_path: Path) -> None:
     assert record["rows"] == 3
 
 
+def test_span_may_have_ended_before(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path / "log.jsonl")
+    log.span("step", 0.5, end_s=7.0)
+    log.close()
+    record = json.loads((tmp_path / "log.jsonl").read_text())
+    assert (record["start_s"], record["end_s"]) == (6.5, 7.0)
+
+
 def test_no_path_is_no_log() -> None:
     assert open_round_log(None) is None

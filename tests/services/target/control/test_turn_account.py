@@ -20,6 +20,7 @@ STEP_S = 0.01
 def _report(num_rows: int, *, num_drafted: int = 0) -> StepReport:
     return StepReport(
         duration_s=0.0,
+        end_s=1.0,
         host_gap_s=0.0,
         num_rows=num_rows,
         num_prompt_rows=0,
