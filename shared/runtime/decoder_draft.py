@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from shared.runtime.plain_growth import PlainGrowth, plain_scores
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.runtime.tree_draft import Growth, Scores
+from shared.runtime.tree_draft import Growth, KnownLevel, Scores
 
 
 class DecoderForwards:
@@ -30,6 +30,12 @@ class DecoderForwards:
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """See `Forwards.next`."""
         return self._logits(batch)
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        """See `Forwards.walk`."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
 
     def states(self) -> None:
         """There are none."""

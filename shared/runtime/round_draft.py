@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,17 @@ from shared.runtime.plain_growth import PlainGrowth, plain_scores
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.runtime.tree_draft import Growth, Scores, grow
+from shared.runtime.tree_draft import Growth, KnownLevel, Scores, grow
 
 Level = Callable[[ForwardBatch, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+Logits = Callable[[Tensor], Tensor]
 
 
 class HeadForwards:
     """See `Forwards`: each level reads the states of the one before.
 
     Args:
-        level: see `RoundDraft.level`.
+        level, logits: see `RoundDraft`.
         hidden: `[any, H]`, what the open rows read.
         sources: `[R]` int64, the row of `hidden` that each of them reads; None takes them in order.
         keeps_states: those of all levels, not of the last alone.
@@ -33,36 +34,47 @@ class HeadForwards:
     def __init__(
         self,
         level: Level,
+        logits: Logits,
         batch: ForwardBatch,
         hidden: Tensor,
         sources: Tensor | None,
         *,
         keeps_states: bool,
     ) -> None:
-        self._level, self._batch, self._hidden, self._sources = level, batch, hidden, sources
+        self._level, self._logits = level, logits
+        self._batch, self._hidden, self._sources = batch, hidden, sources
         self._keeps_states, self._kept = keeps_states, list[Tensor]()
         self._num_slots = len(batch.logit_rows)
 
     def first(self) -> Tensor:
         """See `Forwards.first`."""
-        return self._advance(self._batch, self._sources, self._batch.logit_rows)
+        return self._logits(self._open())
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """See `Forwards.next`."""
-        return self._advance(batch, parents, None)
+        return self._logits(self._advance(batch, parents, None))
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
+        """See `Forwards.walk`. The matrix of the vocabulary is the largest, and read once."""
+        read = [self._open(), *(self._advance(*level, None) for level in levels)]
+        return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
 
     def states(self) -> Tensor:
         """See `Forwards.states`."""
         levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
         return torch.cat(levels, dim=1)
 
+    def _open(self) -> Tensor:
+        return self._advance(self._batch, self._sources, self._batch.logit_rows)
+
     def _advance(
         self, batch: ForwardBatch, sources: Tensor | None, wanted: Tensor | None
     ) -> Tensor:
-        self._hidden, logits = self._level(batch, self._hidden, sources, wanted)
+        """Computes a level; returns what its logits read."""
+        self._hidden, read = self._level(batch, self._hidden, sources, wanted)
         if self._keeps_states:
             self._kept.append(self._hidden)
-        return logits
+        return read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,10 +111,10 @@ class RoundDraft:
         """See `DraftCode.forwards`."""
         rows = self.source_rows
         if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
-            return HeadForwards(self.level, batch, rows, sources, keeps_states=keeps_states)
+            return self._forwards(batch, rows, sources, keeps_states=keeps_states)
         rows = rows.index_select(0, sources)
         hidden = rows if self.reads_states else self.head.fuse(rows)
-        return HeadForwards(self.level, batch, hidden, None, keeps_states=keeps_states)
+        return self._forwards(batch, hidden, None, keeps_states=keeps_states)
 
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
         """See `DraftCode.scores`."""
@@ -120,7 +132,7 @@ class RoundDraft:
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns states `[R, H]` and logits `[R, any]` of the wanted rows, None being all.
+        """Returns states `[R, H]` of the wanted rows, None being all, and what their logits read.
 
         Args:
             sources: the row of `hidden` that each row reads; None is its own.
@@ -128,4 +140,15 @@ class RoundDraft:
         read = hidden if sources is None else hidden.index_select(0, sources)
         states = self.head.forward(batch, read, self.pool)
         states = states if wanted is None else states.index_select(0, wanted)
-        return states, self.head.logits(states)
+        return states, states
+
+    def logits(self, read: Tensor) -> Tensor:
+        """Returns logits `[R, any]` of what levels return for that."""
+        return self.head.logits(read)
+
+    def _forwards(
+        self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, *, keeps_states: bool
+    ) -> HeadForwards:
+        return HeadForwards(
+            self.level, self.logits, batch, hidden, sources, keeps_states=keeps_states
+        )

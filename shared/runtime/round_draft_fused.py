@@ -21,7 +21,7 @@ class FusedRoundDraft(FusedCode, RoundDraft):
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `RoundDraft.level`; the logits are over the head's own vocabulary."""
+        """See `RoundDraft.level`."""
         head, layer = self.head, self.head.layers[0]
         assert isinstance(layer, SplitHeadLayer)
         rows = HeadRows(batch.token_ids, head.embedding, hidden, sources)
@@ -30,10 +30,13 @@ class FusedRoundDraft(FusedCode, RoundDraft):
         if norm is None:
             states = stream + total_of(update)
             states = states if wanted is None else states.index_select(0, wanted)
-            return states, head.vocabulary.lm_head(states)
+            return states, states
         states, normed = norm.add(stream, update, wanted)
-        logits = head.vocabulary.lm_head(normed)
-        return states if layer.state_norm is None else normed, logits
+        return states if layer.state_norm is None else normed, normed
+
+    def logits(self, read: Tensor) -> Tensor:
+        """See `RoundDraft.logits`; over the head's own vocabulary."""
+        return self.head.vocabulary.lm_head(read)
 
     def _context(self, batch: ForwardBatch) -> ForwardContext:
         head = self.head

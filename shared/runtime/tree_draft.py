@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -49,6 +49,10 @@ GrowthLevels: TypeAlias = Iterator[ScoredRows | ComputedRows | None]
 the end, where it was asked for, what is known of their rows."""
 
 
+KnownLevel: TypeAlias = tuple[ForwardBatch, Tensor]
+"""Rows, and for each the row of the level before whose state it reads; see `Growth.beam`."""
+
+
 class Scores(Protocol):
     """Finds the best tokens after the rows of S slots, level by level from the root on."""
 
@@ -88,6 +92,10 @@ class Forwards(Protocol):
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """Computes a level; returns its logits. See `Growth.beam`."""
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterable[Tensor]:
+        """Computes the open rows and levels that do not depend on what is found; returns the logits
+        of each, those of the open rows first."""
 
     def states(self) -> Tensor | None:
         """Returns the states of all rows, see `ComputedRows`."""
@@ -157,9 +165,8 @@ class TreeDraft:
         """
         forwards = self._forwards(state, sources)
         scores = self.code.scores(state, sampling, self.num_choices)
-        scores.look(forwards.first())
-        for batch, parents in self.batches.of_walks(state, walks):
-            scores.look(forwards.next(batch, parents))
+        for logits in forwards.walk(self.batches.of_walks(state, walks)):
+            scores.look(logits)
         return ComputedRows(scores.choices(), forwards.states())
 
     def _forwards(self, state: RoundState, sources: Tensor) -> Forwards:
