@@ -19,6 +19,14 @@ def joined_rows(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
     return _moved(torch.cat(tuple(pieces)), device)
 
 
+def write_rows(pieces: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the rows of all pieces, end to end, to `out` `[any, W]`; see `joined_rows`."""
+    if all(piece.device == out.device and piece.dtype == out.dtype for piece in pieces):
+        torch.cat(tuple(pieces), out=out)
+    else:
+        out.copy_(joined_rows(pieces, out.device))
+
+
 def _moved(rows: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or rows.device.type != "cpu":
         return rows.to(device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.kv.pages import PADDING_PAGE
-from shared.kv.upload import Array, uploaded
+from shared.kv.upload import Array, UploadBlock, uploaded
 from shared.runtime.round_state import (
     ACTIVE,
     LENGTH,
@@ -20,12 +20,13 @@ from shared.runtime.round_state import (
     TAIL,
     RoundState,
     empty_number_row,
+    num_numbers,
 )
 from shared.runtime.walked_tree import WalkedTree
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams
 
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY_COLUMNS = sampling_columns(SamplingParams(temperature=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class OpenInputs:
     """What S slots read.
 
     Attributes:
+        state: has one page table.
         sources: `[S, W]` int64, the row of what is read beside tokens that each open row reads.
         walks: `[S, any, any]` int64, see `WalkedTree.numbers`; none where trees grow.
     """
@@ -72,85 +74,84 @@ class OpenInputs:
     walks: Tensor
 
     @classmethod
-    def empty(
+    def of(cls, tensors: Sequence[Tensor], table: Tensor) -> OpenInputs:
+        """Names the tensors of `OpenArrays.fixed`, and of its `table`."""
+        numbers, columns, sources, walks = tensors
+        return cls(RoundState(numbers, columns.view(torch.float64), table, table), sources, walks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenArrays:
+    """`OpenInputs` in host memory.
+
+    Attributes:
+        fixed: numbers and sampling of the slots, sources, walks.
+        table: `[S, P]` int32, the page table.
+    """
+
+    fixed: Sequence[Array]
+    table: Array
+
+    @classmethod
+    def of(
         cls,
-        num_slots: int,
+        sequences: Sequence[OpenSequence],
         *,
+        num_slots: int,
         max_open_rows: int,
         num_pages: int,
         walk_size: tuple[int, int],
-        device: torch.device,
-    ) -> OpenInputs:
-        """Returns slots without sequences; see `RoundState.empty`."""
-        state = RoundState.empty(
-            num_slots, max_open_rows=max_open_rows, num_pages=num_pages, device=device
-        )
-        sources = torch.zeros((num_slots, max_open_rows), dtype=torch.int64, device=device)
-        walks = torch.zeros((num_slots, *walk_size), dtype=torch.int64, device=device)
-        return cls(state, sources, walks)
+    ) -> OpenArrays:
+        """Lays out sequences in the first of `num_slots` slots.
 
-    def first(self, num_slots: int) -> OpenInputs:
-        """Returns a view of the first slots."""
-        return OpenInputs(
-            self.state.first(num_slots), self.sources[:num_slots], self.walks[:num_slots]
-        )
+        Args:
+            max_open_rows: W, most open rows of one.
+            num_pages: P.
+            walk_size: of `WalkedTree.numbers`; zeros where trees grow.
+        """
+        numbers = np.empty((num_slots, num_numbers(max_open_rows)), np.int64)
+        numbers[:] = empty_number_row(max_open_rows)
+        columns = np.empty((num_slots, len(_GREEDY_COLUMNS)), np.float64)
+        columns[:] = _GREEDY_COLUMNS
+        table = np.full((num_slots, num_pages), PADDING_PAGE, np.int32)
+        sources = np.zeros((num_slots, max_open_rows), np.int64)
+        walks = np.zeros((num_slots, *walk_size), np.int64)
+        num_rows = 0
+        for slot, each in enumerate(sequences):
+            count = each.num_open
+            assert 1 <= count <= max_open_rows, f"{count} open rows; a pass takes {max_open_rows}"
+            _write_numbers(numbers[slot], each)
+            columns[slot] = sampling_columns(each.sampling)
+            pages = each.pages[:num_pages]
+            table[slot, : len(pages)] = pages
+            sources[slot, :count] = range(num_rows, num_rows + count)
+            if each.walk is not None:
+                walks[slot] = each.walk.numbers()
+            num_rows += count
+        return cls((numbers, columns.view(np.int64), sources, walks), table)
 
-    def emptied(self) -> OpenInputs:
-        """Returns as many slots without sequences."""
-        return OpenInputs(
-            self.state.emptied(), torch.zeros_like(self.sources), torch.zeros_like(self.walks)
-        )
-
-    def fill(self, inputs: OpenInputs) -> None:
-        """Copies inputs of as many slots, whose page table may be narrower."""
-        own, other = self.state, inputs.state
-        own.numbers.copy_(other.numbers)
-        own.sampling.copy_(other.sampling)
-        own.head_page_table[:, : other.head_page_table.shape[1]].copy_(other.head_page_table)
-        self.sources.copy_(inputs.sources)
-        self.walks.copy_(inputs.walks)
+    def upload(self, device: torch.device) -> OpenInputs:
+        """Returns them on the device. Does not wait for it."""
+        *fixed, table = uploaded((*self.fixed, self.table), device)
+        return OpenInputs.of(fixed, table)
 
 
-def open_inputs(
-    sequences: Sequence[OpenSequence],
-    *,
-    num_slots: int,
-    max_open_rows: int,
-    num_pages: int,
-    walk_size: tuple[int, int],
-    device: torch.device,
-) -> OpenInputs:
-    """Lays out sequences in the first of `num_slots` slots. Does not wait for the device.
+class OpenSlots:
+    """Inputs at addresses that never change, of slots without sequences at first.
 
     Args:
-        max_open_rows: W, most open rows of one.
-        num_pages: columns of the page table.
-        walk_size: of `WalkedTree.numbers`; zeros where trees grow.
+        empty: their sizes; no page table is wider.
     """
-    numbers = np.tile(np.array(empty_number_row(max_open_rows), np.int64), (num_slots, 1))
-    columns = np.tile(np.array(sampling_columns(_GREEDY), np.float64), (num_slots, 1))
-    table = np.full((num_slots, num_pages), PADDING_PAGE, np.int32)
-    sources = np.zeros((num_slots, max_open_rows), np.int64)
-    walks = np.zeros((num_slots, *walk_size), np.int64)
-    num_rows = 0
-    for slot, each in enumerate(sequences):
-        count = each.num_open
-        assert 1 <= count <= max_open_rows, f"{count} open rows; a pass takes {max_open_rows}"
-        _write_numbers(numbers[slot], each)
-        columns[slot] = sampling_columns(each.sampling)
-        pages = each.pages[:num_pages]
-        table[slot, : len(pages)] = pages
-        sources[slot, :count] = range(num_rows, num_rows + count)
-        if each.walk is not None:
-            walks[slot] = each.walk.numbers()
-        num_rows += count
-    arrays: list[Array] = [numbers, columns.view(np.int64), table, sources, walks]
-    numbers_on_device, columns_on_device, *others = uploaded(arrays, device)
-    table_on_device, sources_on_device, walks_on_device = others
-    state = RoundState(
-        numbers_on_device, columns_on_device.view(torch.float64), table_on_device, table_on_device
-    )
-    return OpenInputs(state, sources_on_device, walks_on_device)
+
+    def __init__(self, empty: OpenArrays, device: torch.device) -> None:
+        self._block = UploadBlock(empty.fixed, empty.table, device)
+        [self._table] = uploaded([empty.table], device)
+        self.inputs = OpenInputs.of(self._block.tensors, self._table)
+
+    def fill(self, arrays: OpenArrays) -> None:
+        """Queues the arrays of as many slots."""
+        pages = self._block.fill(arrays.fixed, arrays.table)
+        self._table[:, : pages.shape[1]].copy_(pages)
 
 
 def _write_numbers(row: Array, sequence: OpenSequence) -> None:

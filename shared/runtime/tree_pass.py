@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shared.runtime.capture import capturing
-from shared.runtime.joined_rows import joined_rows
-from shared.runtime.open_sequence import OpenInputs, OpenSequence, open_inputs
+from shared.runtime.joined_rows import write_rows
+from shared.runtime.open_sequence import OpenArrays, OpenInputs, OpenSequence, OpenSlots
 from shared.runtime.pass_codec import PackedRows, PackedTrees, Part, Parts, packed
 from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import WALK_LINE, RoundBatches, RoundShape
@@ -81,13 +81,7 @@ class TreePass:
             dtype=model.dtype,
             device=self._pool.device,
         )
-        self._inputs = OpenInputs.empty(
-            limits.max_sequences if limits.has_graphs else 0,
-            max_open_rows=self.max_open_rows,
-            num_pages=self._num_pages(shape.max_kv_length),
-            walk_size=self._walk_size,
-            device=self._pool.device,
-        )
+        self._slots: dict[int, OpenSlots] = {}
         # Graphs read what its batches hold, too.
         self._captured_draft = self._draft(shape)
         self._captured: dict[tuple[int, RoundSampling], _Captured | None] = {}
@@ -109,19 +103,12 @@ class TreePass:
         longest = max(each.length for each in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
         reach = longest + self._spare
-        widest = max(each.num_open for each in sequences)
-        inputs = open_inputs(
-            sequences,
-            num_slots=len(sequences) if captured is None else bucket,
-            max_open_rows=widest if captured is None else self.max_open_rows,
-            num_pages=self._num_pages(reach),
-            walk_size=self._walk_size,
-            device=self._pool.device,
-        )
         if captured is None:
+            widest = max(each.num_open for each in sequences)
+            arrays = self._arrays(sequences, len(sequences), widest, reach)
             shape = replace(self.shape, max_kv_length=reach)
-            return self._parts(self._draft(shape), inputs, sampling)
-        self._inputs.first(bucket).fill(inputs)
+            return self._parts(self._draft(shape), arrays.upload(self._pool.device), sampling)
+        self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, reach))
         return _replayed(captured)
 
     @torch.inference_mode()
@@ -205,9 +192,21 @@ class TreePass:
     def _take_sources(self, pieces: Sequence[Tensor]) -> None:
         if not pieces:
             return
-        rows = joined_rows(pieces, self._sources.device)
-        assert len(rows) <= len(self._sources), f"{len(rows)} open rows"
-        self._sources[: len(rows)].copy_(rows)
+        num_rows = sum(map(len, pieces))
+        assert num_rows <= len(self._sources), f"{num_rows} open rows"
+        write_rows(pieces, self._sources[:num_rows])
+
+    def _arrays(
+        self, sequences: Sequence[OpenSequence], num_slots: int, max_open_rows: int, reach: int
+    ) -> OpenArrays:
+        """`reach` is how many tokens the page table covers."""
+        return OpenArrays.of(
+            sequences,
+            num_slots=num_slots,
+            max_open_rows=max_open_rows,
+            num_pages=self._num_pages(reach),
+            walk_size=self._walk_size,
+        )
 
     def _draft(self, shape: RoundShape) -> TreeDraft:
         batches = RoundBatches(shape, self._pool.page_size)
@@ -241,10 +240,14 @@ class TreePass:
         return self._captured[key]
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> _Captured:
-        draft, inputs = self._captured_draft, self._inputs.first(num_slots)
+        draft, device = self._captured_draft, self._pool.device
+        nobody = self._arrays((), num_slots, self.max_open_rows, self.shape.max_kv_length)
         # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
-        for _ in self._parts(draft, inputs.emptied(), sampling):
+        for _ in self._parts(draft, nobody.upload(device), sampling):
             pass
+        if num_slots not in self._slots:
+            self._slots[num_slots] = OpenSlots(nobody, device)
+        inputs = self._slots[num_slots].inputs
         parts = self._parts(draft, inputs, sampling)
         captured: list[tuple[torch.cuda.CUDAGraph, Part]] = []
         while not captured or not self.ends_with(captured[-1][1]):

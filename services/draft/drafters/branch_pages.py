@@ -78,11 +78,10 @@ class BranchPages:
         other_pages: Sequence[int], targets: Iterable[int],
     ) -> None:  # fmt: skip
         """Adds copies from indices to indices to those that wait, which later ones may build on."""
-        slots = (self._slot(pages, index) for index in sources)
-        found = [self._moves.get(slot, slot) for slot in slots]
-        self._moves.update(
-            zip((self._slot(other_pages, index) for index in targets), found, strict=True)
-        )
+        moves = self._moves
+        # Slots of other branches may themselves be yet to be copied.
+        found = [moves.get(slot, slot) for slot in self._slots(pages, sources)]
+        moves.update(zip(self._slots(other_pages, targets), found, strict=True))
 
     def take_moves(self) -> list[tuple[int, int]]:
         """Returns the (source, target) slots to copy before the next forward, as if all were read
@@ -90,6 +89,6 @@ class BranchPages:
         moves, self._moves = self._moves, {}
         return [(source, target) for target, source in moves.items()]
 
-    def _slot(self, pages: Sequence[int], index: int) -> int:
-        page_size = self._leases.page_size
-        return pages[index // page_size] * page_size + index % page_size
+    def _slots(self, pages: Sequence[int], indices: Iterable[int]) -> list[int]:
+        size = self._leases.page_size
+        return [pages[index // size] * size + index % size for index in indices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shared.kv.upload import uploaded
+from shared.kv.upload import UploadBlock, uploaded
 
 CPU = torch.device("cpu")
 
@@ -35,3 +35,18 @@ def test_later_writes_to_an_array_do_not_reach_the_tensor() -> None:
     [tensor] = uploaded([array], CPU)
     array[0] = 9
     assert tensor.tolist() == [1, 2]
+
+
+def test_a_block_keeps_its_addresses_and_takes_new_values() -> None:
+    first = [np.arange(3), np.array([True, False])]
+    block = UploadBlock(first, np.zeros((2, 5), np.int32), CPU)
+    assert [tensor.tolist() for tensor in block.tensors] == [[0, 1, 2], [True, False]]
+    addresses = [tensor.data_ptr() for tensor in block.tensors]
+    beside = np.arange(6, dtype=np.int32).reshape(2, 3)
+    values = np.array([7, 8, 9])
+    brought = block.fill([values, np.array([False, True])], beside)
+    values[0] = 0
+    assert [tensor.tolist() for tensor in block.tensors] == [[7, 8, 9], [False, True]]
+    assert [tensor.data_ptr() for tensor in block.tensors] == addresses
+    assert brought.tolist() == beside.tolist()
+    assert not block.fill(first, beside[:0]).numel()
