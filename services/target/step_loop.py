@@ -32,7 +32,7 @@ from services.target.requests.subscriptions import Subscriptions
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_commits import SelectionCommits
-from services.target.rounds.selection_steps import POLL_S, SelectionSteps, Turn
+from services.target.rounds.selection_steps import SelectionSteps, Turn
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_account import StepAccount
@@ -199,8 +199,9 @@ class StepLoop:
 
     def patience_s(self) -> float | None:
         """How long an engine with nothing ready may sleep; None until a command comes."""
-        if self._selections.is_under_way:
-            return POLL_S
+        round_s = self._selections.patience_s()
+        if round_s is not None:
+            return round_s
         if not self._scheduler.num_running:
             self.check_idle()
             return None

@@ -20,6 +20,7 @@ from services.target.drafts.feature_feed import FeatureFeed
 from services.target.host_gap import HostGap
 from services.target.rounds.early_launch import EarlyLaunch
 from services.target.rounds.next_trees import NextTrees, TreeForecast
+from services.target.rounds.round_wait import RoundWait
 from services.target.rounds.selected_round import SelectedRound
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.rounds.selection_commits import SelectionCommits
@@ -27,9 +28,6 @@ from services.target.rounds.selection_terms import SelectionTerms
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from shared.tokens import TreeShape
-
-POLL_S = 1e-4
-"""How often to look whether a round is done while trees for its end are awaited."""
 
 
 class Turn(enum.Enum):
@@ -75,6 +73,8 @@ class SelectionSteps:
         self._terms = SelectionTerms(scheduler, attachments, clock)
         self._forecast = TreeForecast(scheduler, attachments, clock)
         self._early = EarlyLaunch()
+        self._wait = RoundWait()
+        self._read_s = 0.0
         self._launched: deque[SelectedRound] = deque()
         self._began_s: float | None = None
         self._has_captured = False
@@ -94,6 +94,14 @@ class SelectionSteps:
     def shape(self) -> TreeShape | None:
         """Of the trees of the round under way; None while there is none."""
         return self._launched[0].shape if self._launched else None
+
+    def patience_s(self) -> float | None:
+        """How long to wait for what drafts push until it is time to look whether the round under
+        way is done; None where there is none."""
+        if not self._launched:
+            return None
+        began_s = max(self._launched[0].start_s, self._read_s)
+        return self._wait.patience_s(self._clock() - began_s)
 
     def step(self, settle: Callable[[], None]) -> Turn:
         """Does what can be done of a round.
@@ -229,7 +237,9 @@ class SelectionSteps:
         now_s = self._clock()
         if next_round is None:
             self._host_gap.read(now_s)
+        self._read_s = now_s
         self._take_offers()
         duration_s = self._commits.commit(round_, results, next_round, now_s)
         self._early.timed(duration_s)
+        self._wait.timed(duration_s)
         self._began_s = now_s - duration_s

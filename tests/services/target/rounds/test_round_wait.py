@@ -1,0 +1,32 @@
+"""The host looks whether a round is done when it may be, and not before."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.target.rounds.round_wait import POLL_S, RoundWait
+
+
+def test_nothing_known_is_looked_at_all_the_time() -> None:
+    assert RoundWait().patience_s(0.0) == POLL_S
+
+
+def test_most_of_a_round_is_slept_through() -> None:
+    wait = RoundWait()
+    wait.timed(0.010)
+    assert wait.patience_s(0.001) == pytest.approx(0.008)
+    assert wait.patience_s(0.0088) == pytest.approx(0.0002)
+    assert wait.patience_s(0.009) == POLL_S
+    assert wait.patience_s(5.0) == POLL_S
+
+
+def test_a_quicker_round_counts_at_once_and_slower_ones_by_and_by() -> None:
+    wait = RoundWait()
+    wait.timed(0.010)
+    wait.timed(0.004)
+    assert wait.patience_s(0.0) == pytest.approx(0.0036)
+    wait.timed(0.010)
+    assert wait.patience_s(0.0) == pytest.approx(0.0036 * 1.02)
+    for _ in range(60):
+        wait.timed(0.010)
+    assert wait.patience_s(0.0) == pytest.approx(0.009)
