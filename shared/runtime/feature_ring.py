@@ -7,6 +7,7 @@ Rows are numbered from 0; row n lies at place n modulo the number of places.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -61,8 +62,10 @@ class FeatureRingWriter:
         if freed is None or self._end + len(rows) - freed > self.num_rows:
             return None
         start, self._end = self._end, self._end + len(rows)
-        places = _places(start, self._end, self._rows)
-        self._rows.index_copy_(0, places, rows.to(self._rows.device, self._rows.dtype))
+        first = 0
+        for place, count in _spans(start, len(rows), self.num_rows):
+            self._rows[place : place + count].copy_(rows[first : first + count])
+            first += count
         if self._rows.device.type == "cuda":
             # Bytes would be copied to the host here, which waits as well.
             _recorded(self._rows.device).synchronize()
@@ -140,13 +143,11 @@ class FeatureRingReader:
         """
         if start < 0 or not 0 <= count <= self.num_rows:
             raise ValueError(f"{count} rows from {start}; the ring has {self.num_rows}")
-        device, place = self._memory.device, start % self.num_rows
+        device, first = self._memory.device, 0
         rows = torch.empty((count, self._width), dtype=self._dtype, device=device)
-        num_straight = min(count, self.num_rows - place)
-        # The end of the ring, and what went on at its beginning.
-        for part, first in ((rows[:num_straight], place), (rows[num_straight:], 0)):
-            if len(part):
-                self._memory.copy(first * self._row_bytes, part)
+        for place, length in _spans(start, count, self.num_rows):
+            self._memory.copy(place * self._row_bytes, rows[first : first + length])
+            first += length
         if count:
             event = _recorded(device) if device.type == "cuda" else None
             self._copied.append((range(start, start + count), event))
@@ -166,9 +167,15 @@ class FeatureRingReader:
         return self._end
 
 
-def _places(start: int, end: int, ring: Tensor) -> Tensor:
-    """Returns where rows lie, `[end - start]`, without waiting for the device."""
-    return torch.arange(start, end, device=ring.device) % len(ring)
+def _spans(start: int, count: int, num_rows: int) -> Iterator[tuple[int, int]]:
+    """Yields the places of rows as spans, each its first place and its length: the end of the ring,
+    and what goes on at its beginning."""
+    place = start % num_rows
+    straight = min(count, num_rows - place)
+    if straight:
+        yield place, straight
+    if count > straight:
+        yield 0, count - straight
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event:
