@@ -26,7 +26,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import tensor_pb2
 from shared.rpc.sampling import sampling_from_message
 from shared.rpc.trees import (
-    candidate_batch_message,
+    add_candidates,
     shape_message,
     verdict_from_message,
     wish_from_message,
@@ -153,9 +153,9 @@ def event_from_response(
 def request_from_output(output: Output) -> pb.SpeculateRequest:
     """Returns the message of what the engine hands to a target's link."""
     if isinstance(output, CandidatesReady):
-        return pb.SpeculateRequest(
-            candidates=candidate_batch_message(output.candidates, output.report)
-        )
+        request = pb.SpeculateRequest()
+        add_candidates(request.candidates, output.candidates, output.report)
+        return request
     assert isinstance(output, SequencesReleased), "probes have no wire form"
     return pb.SpeculateRequest(release=pb.Release(sequence_ids=output.sequence_ids))
 

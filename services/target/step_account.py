@@ -9,8 +9,9 @@ from services.target.drafts.attachments import Attachments
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 
-LONGEST_REST_S = 0.0003
-"""What the event loop needs to send a verdict or a few, on a slow processor."""
+LONGEST_REST_S = 0.0005
+"""What the event loop needs to send verdicts, and a draft to begin with them if both share a slow
+processor; less than any draft takes to answer."""
 
 
 class StepAccount:

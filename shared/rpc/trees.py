@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from shared.errors import InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
@@ -51,11 +52,7 @@ def tree_from_message(message: token_tree_pb2.TokenTree) -> TokenTree:
 
 def tree_message(tree: TokenTree) -> token_tree_pb2.TokenTree:
     """Returns the message."""
-    return token_tree_pb2.TokenTree(
-        token_ids=tree.token_ids,
-        parent_indices=[-1 if parent is None else parent for parent in tree.parent_indices],
-        log_probs=tree.log_probs,
-    )
+    return token_tree_pb2.TokenTree(**_tree_fields(tree))
 
 
 def shape_from_message(message: token_tree_pb2.TreeShape) -> TreeShape:
@@ -65,11 +62,7 @@ def shape_from_message(message: token_tree_pb2.TreeShape) -> TreeShape:
 
 def shape_message(shape: TreeShape) -> token_tree_pb2.TreeShape:
     """Returns the message."""
-    return token_tree_pb2.TreeShape(
-        step_count=shape.num_steps,
-        topk=shape.topk,
-        draft_token_count=shape.num_draft_tokens,
-    )
+    return token_tree_pb2.TreeShape(**_shape_fields(shape))
 
 
 def candidate_from_message(message: pb.Candidate) -> Candidate:
@@ -89,18 +82,27 @@ def candidate_from_message(message: pb.Candidate) -> Candidate:
     )
 
 
-def candidate_batch_message(
-    candidates: Iterable[Candidate], report: DraftReport
-) -> pb.CandidateBatch:
-    """Returns the message of one step's candidates."""
-    batch = pb.CandidateBatch(
-        candidates=map(_candidate_message, candidates), warming=report.is_warming
-    )
+def add_candidates(
+    batch: pb.CandidateBatch, candidates: Iterable[Candidate], report: DraftReport
+) -> None:
+    """Puts one step's candidates into an empty message, where it is: copies of messages cost more
+    than their fields."""
+    for each in candidates:
+        batch.candidates.add(
+            sequence_id=each.sequence_id,
+            round=each.round,
+            committed_token_count=each.committed_token_count,
+            tree=_tree_fields(each.tree),
+            # None leaves a field absent.
+            condition=None if each.condition is None else _condition_fields(each.condition),
+            candidate_id=each.candidate_id,
+            shape=None if each.shape is None else _shape_fields(each.shape),
+        )
+    batch.warming = report.is_warming
     if report.draft_s is not None:
         batch.draft_duration.FromNanoseconds(round(report.draft_s * 1e9))
     if report.pinned_shape is not None:
         batch.pinned_shape.CopyFrom(shape_message(report.pinned_shape))
-    return batch
 
 
 def report_from_message(batch: pb.CandidateBatch) -> DraftReport:
@@ -165,9 +167,23 @@ def verdict_from_message(message: pb.Verdict) -> Verdict:
     )
 
 
-def verdict_batch_message(verdicts: Iterable[Verdict]) -> pb.VerdictBatch:
-    """Returns the message of one step's verdicts."""
-    return pb.VerdictBatch(verdicts=map(_verdict_message, verdicts))
+def add_verdicts(batch: pb.VerdictBatch, verdicts: Iterable[Verdict]) -> None:
+    """Puts one step's verdicts into an empty message, where it is."""
+    for each in verdicts:
+        wish = each.wish
+        batch.verdicts.add(
+            sequence_id=each.sequence_id,
+            round=each.round,
+            outcome=_OUTCOMES[each.outcome],
+            accepted_node_indices=each.accepted_node_indices,
+            committed_token_ids=each.committed_token_ids,
+            committed_token_count=each.committed_token_count,
+            wanted_shape=None if wish.shape is None else _shape_fields(wish.shape),
+            paused=wish.is_paused,
+            wanted_outcome_count=wish.num_outcomes,
+            candidate_id=each.candidate_id,
+            next_candidate_id=each.next_candidate_id,
+        )
 
 
 def _condition(message: pb.Condition) -> Condition:
@@ -178,41 +194,25 @@ def _condition(message: pb.Condition) -> Condition:
     )
 
 
-def _candidate_message(candidate: Candidate) -> pb.Candidate:
-    message = pb.Candidate(
-        sequence_id=candidate.sequence_id,
-        round=candidate.round,
-        committed_token_count=candidate.committed_token_count,
-        tree=tree_message(candidate.tree),
-        # None leaves a field absent.
-        candidate_id=candidate.candidate_id,
-    )
-    if candidate.condition is not None:
-        message.condition.CopyFrom(_condition_message(candidate.condition))
-    if candidate.shape is not None:
-        message.shape.CopyFrom(shape_message(candidate.shape))
-    return message
+def _tree_fields(tree: TokenTree) -> dict[str, Any]:
+    return {
+        "token_ids": tree.token_ids,
+        "parent_indices": [-1 if parent is None else parent for parent in tree.parent_indices],
+        "log_probs": tree.log_probs,
+    }
 
 
-def _condition_message(condition: Condition) -> pb.Condition:
-    return pb.Condition(
-        node_index=condition.node_index,
-        bonus_token_id=condition.bonus_token_id,
-        candidate_id=condition.candidate_id,
-    )
+def _shape_fields(shape: TreeShape) -> dict[str, int]:
+    return {
+        "step_count": shape.num_steps,
+        "topk": shape.topk,
+        "draft_token_count": shape.num_draft_tokens,
+    }
 
 
-def _verdict_message(verdict: Verdict) -> pb.Verdict:
-    return pb.Verdict(
-        sequence_id=verdict.sequence_id,
-        round=verdict.round,
-        outcome=_OUTCOMES[verdict.outcome],
-        accepted_node_indices=verdict.accepted_node_indices,
-        committed_token_ids=verdict.committed_token_ids,
-        committed_token_count=verdict.committed_token_count,
-        wanted_shape=wanted_shape_message(verdict.wish),
-        paused=verdict.wish.is_paused,
-        wanted_outcome_count=verdict.wish.num_outcomes,
-        candidate_id=verdict.candidate_id,
-        next_candidate_id=verdict.next_candidate_id,
-    )
+def _condition_fields(condition: Condition) -> dict[str, int | None]:
+    return {
+        "node_index": condition.node_index,
+        "bonus_token_id": condition.bonus_token_id,
+        "candidate_id": condition.candidate_id,
+    }

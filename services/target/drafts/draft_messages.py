@@ -10,7 +10,7 @@ from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.sampling import sampling_message
-from shared.rpc.trees import verdict_batch_message, wanted_shape_message
+from shared.rpc.trees import add_verdicts, wanted_shape_message
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
 from shared.tokens import Verdict
@@ -49,23 +49,25 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
         opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
         responses.append(pb.SpeculateResponse(opened=opened))
     rows = {each.sequence_id: each for each in message.features}
-    verdicts = verdict_batch_message(message.verdicts)
-    told = list(zip(message.verdicts, verdicts.verdicts, strict=True))
-    # Of a sequence that was paused there may be several: the rows end where the last one does.
-    for verdict, verdict_message in reversed(told):
-        found = rows.get(verdict.sequence_id)
-        if found is not None and _has_own(found, verdict):
-            del rows[verdict.sequence_id]
-            before, own = found.split(len(verdict.committed_token_ids))
-            responses += _chunks(before)
-            if own.ring_start is None:
-                verdict_message.features.CopyFrom(tensor_message(own.rows))
-            else:
-                verdict_message.ring_rows.CopyFrom(_ring_rows(own))
-    for rest in rows.values():
-        responses += _chunks(rest)
+    # Filled in where it is, as copies of messages cost more than their fields.
+    told = pb.SpeculateResponse()
+    add_verdicts(told.verdicts, message.verdicts)
+    if rows:
+        pairs = zip(message.verdicts, told.verdicts.verdicts, strict=True)
+        # Of a sequence that was paused there may be several: the rows end where the last one does.
+        for verdict, verdict_message in reversed(list(pairs)):
+            found = rows.get(verdict.sequence_id)
+            if found is not None and _has_own(found, verdict):
+                del rows[verdict.sequence_id]
+                num_own = len(verdict.committed_token_ids)
+                if len(found.rows) > num_own:  # splitting costs more than the rest of a message
+                    before, found = found.split(num_own)
+                    responses += _chunks(before)
+                _add_rows(verdict_message, found)
+        for rest in rows.values():
+            responses += _chunks(rest)
     if message.verdicts:
-        responses.append(pb.SpeculateResponse(verdicts=verdicts))
+        responses.append(told)
     return responses
 
 
@@ -99,6 +101,13 @@ def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
             last=part.completes_prompt,
         )
         yield pb.SpeculateResponse(feature_chunk=chunk)
+
+
+def _add_rows(message: pb.Verdict, rows: FeatureRows) -> None:
+    if rows.ring_start is None:
+        message.features.CopyFrom(tensor_message(rows.rows))
+    else:
+        message.ring_rows.start, message.ring_rows.row_count = rows.ring_start, len(rows.rows)
 
 
 def _ring_rows(rows: FeatureRows) -> pb.RingRows:

@@ -12,14 +12,14 @@ from shared.errors import InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import token_tree_pb2
 from shared.rpc.trees import (
-    candidate_batch_message,
+    add_candidates,
+    add_verdicts,
     candidate_from_message,
     report_from_message,
     shape_from_message,
     shape_message,
     tree_from_message,
     tree_message,
-    verdict_batch_message,
     verdict_from_message,
 )
 from shared.tokens import (
@@ -65,6 +65,12 @@ verdicts = st.builds(
 )
 
 
+def _sent(candidates: list[Candidate], report: DraftReport = NO_REPORT) -> bytes:
+    batch = pb.CandidateBatch()
+    add_candidates(batch, candidates, report)
+    return batch.SerializeToString()
+
+
 @given(trees())
 def test_tree_survives_the_wire(tree: TokenTree) -> None:
     sent = token_tree_pb2.TokenTree.FromString(tree_message(tree).SerializeToString())
@@ -73,15 +79,15 @@ def test_tree_survives_the_wire(tree: TokenTree) -> None:
 
 @given(st.lists(candidates, max_size=4))
 def test_candidates_survive_the_wire(candidates: list[Candidate]) -> None:
-    sent = candidate_batch_message(candidates, NO_REPORT).SerializeToString()
-    received = pb.CandidateBatch.FromString(sent).candidates
+    received = pb.CandidateBatch.FromString(_sent(candidates)).candidates
     assert [candidate_from_message(each) for each in received] == candidates
 
 
 @given(st.lists(verdicts, max_size=4))
 def test_verdicts_survive_the_wire(verdicts: list[Verdict]) -> None:
-    sent = verdict_batch_message(verdicts).SerializeToString()
-    received = pb.VerdictBatch.FromString(sent).verdicts
+    batch = pb.VerdictBatch()
+    add_verdicts(batch, verdicts)
+    received = pb.VerdictBatch.FromString(batch.SerializeToString()).verdicts
     assert [verdict_from_message(each) for each in received] == verdicts
 
 
@@ -95,14 +101,13 @@ def test_report_of_a_draft_survives_the_wire(
     draft_ns: int | None, pinned: TreeShape | None, is_warming: bool
 ) -> None:
     report = DraftReport(None if draft_ns is None else draft_ns / 1e9, pinned, is_warming)
-    sent = candidate_batch_message([], report).SerializeToString()
-    assert report_from_message(pb.CandidateBatch.FromString(sent)) == report
+    assert report_from_message(pb.CandidateBatch.FromString(_sent([], report))) == report
 
 
 def test_condition_on_no_node_is_not_the_condition_on_node_0() -> None:
     tree = TokenTree.chain([1])
     sent = [Candidate(1, 1, 1, tree, Condition(node, 7)) for node in (None, 0)]
-    first, second = candidate_batch_message(sent, NO_REPORT).candidates
+    first, second = pb.CandidateBatch.FromString(_sent(sent)).candidates
     assert candidate_from_message(first).condition == Condition(None, 7)
     assert candidate_from_message(second).condition == Condition(0, 7)
 
