@@ -9,6 +9,7 @@ a budget, so that a change of text is noticed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
@@ -62,6 +63,7 @@ class SpeculationController:
         self._is_quiet = True
         self._is_deciding = True
         self._counts = SpeculationCounts()
+        self._lessons: list[Callable[[], None]] = []
 
     @property
     def step_times(self) -> StepTimes:
@@ -110,12 +112,14 @@ class SpeculationController:
 
     def level_rates(self, attachment: Attachment) -> list[float]:
         """Returns the acceptance by level of a draft's kind."""
+        self._learn()
         return self._outlooks.level_rates(attachment)
 
     # Sequences come, move and go.
 
     def course(self, attachment: Attachment, sequence: Sequence) -> Course:
         """Returns the course of a sequence that comes to a draft."""
+        self._learn()
         course = self._outlooks.open(attachment, sequence, self._num_steps)
         course.wish = self._wishes.first(course, self.referee.freedom)
         course.asked = course.wish_of_request
@@ -123,10 +127,12 @@ class SpeculationController:
 
     def best_draft(self, sequence: Sequence, drafts: SequenceOf[Attachment]) -> Attachment:
         """Returns the draft for a sequence: of the kind that promises most, the least loaded."""
+        self._learn()
         return self._outlooks.best_draft(sequence, drafts, self._num_steps)
 
     def is_better(self, draft: Attachment, course: Course) -> bool:
         """Whether a draft of another kind promises a sequence clearly more than its own does."""
+        self._learn()
         return self._outlooks.is_better(draft, course, self._num_steps)
 
     def forget(self, sequence: Sequence) -> None:
@@ -159,6 +165,7 @@ class SpeculationController:
 
     def skip_turn(self) -> None:
         """A turn of the loop was a round's with a lent head; a `RoundChooser` measures those."""
+        self._learn()
         self._turns.skip()
 
     def judge(
@@ -229,6 +236,7 @@ class SpeculationController:
         Returns:
             For each of `ready` what to verify; None is the whole tree.
         """
+        self._learn()
         self._turns.num_decoding, self._is_quiet = len(courses) + num_plain, num_late == 0
         self._hear(ready)
         if self._config is None or not courses:
@@ -273,7 +281,7 @@ class SpeculationController:
         accepted: SequenceOf[int],
         max_levels: int,
     ) -> None:
-        """Learns from a verified tree.
+        """Learns from a verified tree, once its verdict is out or what is known is asked for.
 
         Args:
             tree: as it was drafted.
@@ -283,7 +291,9 @@ class SpeculationController:
         """
         shape = course.shape
         levels = min(shape.num_steps, max_levels)
-        course.observe(seen_round(tree, kept, accepted, levels, is_tree=shape.topk > 1))
+        self._lessons.append(
+            lambda: course.observe(seen_round(tree, kept, accepted, levels, is_tree=shape.topk > 1))
+        )
 
     def end_round(self, course: Course, num_accepted: int) -> TreeWish:
         """Returns what is wanted for the next round of a sequence whose verdict goes out."""
@@ -314,9 +324,17 @@ class SpeculationController:
 
     def rest(self, now_s: float) -> None:
         """A turn of the loop ended, with or without a step."""
+        self._learn()
         self._turns.end(now_s)
         self._told.end(now_s, self._num_committed)
         self._probes.pay(now_s, self._turns.num_decoding, self._num_committed)
+
+    def _learn(self) -> None:
+        """Reads the verdicts of the turn. That takes as long as to commit them, so that drafts are
+        told of them first; whoever needs what they say calls this."""
+        lessons, self._lessons = self._lessons, []
+        for lesson in lessons:
+            lesson()
 
     def _end_probe_round(self, course: Course) -> None:
         if not course.is_probing or course.told_s is None:

@@ -255,4 +255,6 @@ class Assignment:
             outcome, next_id = Outcome.VERIFIED_NEXT_READY, selected.candidate_id
         elif outcome is Outcome.MISSED and self.stale_in_round:
             outcome = Outcome.STALE
+        if outcome is verdict.outcome:
+            return verdict
         return replace(verdict, outcome=outcome, next_candidate_id=next_id)

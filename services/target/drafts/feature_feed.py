@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from services.target.drafts.attachment import Attachment
@@ -73,17 +74,15 @@ class FeatureFeed:
             starts.append(start)
             slots += own
         placed = attachment.outlet.place(store.read(slots))
+        # Of a single sequence no part has to be taken, which costs as much as the rest here.
+        counts = [need.end - start for need, start in zip(needs, starts, strict=True)]
+        parts = [placed.rows] if len(needs) == 1 else torch.split(placed.rows, counts)
         first = 0
-        for need, start in zip(needs, starts, strict=True):
+        for need, start, part, count in zip(needs, starts, parts, counts, strict=True):
             sequence = need.sequence
-            count = need.end - start
             ring_start = None if placed.ring_start is None else placed.ring_start + first
             rows = FeatureRows(
-                sequence.sequence_id,
-                start,
-                placed.rows[first : first + count],
-                sequence.num_prompt_tokens,
-                ring_start,
+                sequence.sequence_id, start, part, sequence.num_prompt_tokens, ring_start
             )
             self._needs.fill(need, rows)
             first += count
