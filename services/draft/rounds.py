@@ -266,8 +266,8 @@ class Rounds:
         if wished is not None and self._needs_graphs(sequence):
             wished = self._preparation.shape_for(wished, self.shape, len(self._roster))
         shape = sequence.shape or wished or self.shape
-        num_draft_tokens = min(shape.num_draft_tokens, sequence.max_nodes + 1)
-        return replace(shape, num_draft_tokens=num_draft_tokens)
+        most = sequence.max_nodes + 1
+        return replace(shape, num_draft_tokens=most) if shape.num_draft_tokens > most else shape
 
     @staticmethod
     def _needs_graphs(sequence: DraftSequence) -> bool:

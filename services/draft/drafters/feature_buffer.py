@@ -33,10 +33,11 @@ class FeatureBuffer:
         if rows.position_offset > self._end:
             self._pieces.clear()
             self._end = rows.position_offset
-        new = rows.rows[self._end - rows.position_offset :]
-        if len(new):
-            self._pieces.append(FeatureRows(self._end, new))
-            self._end += len(new)
+        num_known = self._end - rows.position_offset
+        new = FeatureRows(self._end, rows.rows[num_known:]) if num_known else rows
+        if len(new.rows):
+            self._pieces.append(new)
+            self._end += len(new.rows)
 
     def drop_before(self, position: int) -> None:
         """Frees pieces that end at `position` or before it."""

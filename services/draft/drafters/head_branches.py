@@ -114,7 +114,8 @@ class HeadBranches:
         """
         key, path = sequence.key, tuple(token_ids)
         growing = self._growing(key, path)
-        if key in self._rows:
+        # Without a budget no pass finds what may follow a node, so there is nothing to learn from.
+        if self._budget and key in self._rows:
             self._likely.observe(self._rows[key], path)
         self.drop(sequence)
         if growing is not None:

@@ -29,11 +29,10 @@ def grows_whole(sequence: DraftSequence) -> bool:
 def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
     """Returns a shape without what would be grown in vain: levels beyond the last kept node of a
     chain, and children beyond the vocabulary."""
-    return replace(
-        shape,
-        num_steps=min(shape.num_steps, shape.max_node_count),
-        topk=min(shape.topk, vocab_size),
-    )
+    num_steps, topk = min(shape.num_steps, shape.max_node_count), min(shape.topk, vocab_size)
+    if (num_steps, topk) == (shape.num_steps, shape.topk):
+        return shape
+    return replace(shape, num_steps=num_steps, topk=topk)
 
 
 def pass_sampling(sequence: DraftSequence) -> SamplingParams:
