@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+
+class PinnedMemory:
+    """Memory of the host for one copy at a time, and an event behind that copy.
+
+    To ask for pinned memory costs the host as much as to queue a copy, so copies that come again
+    and again keep theirs.
+
+    Args:
+        size: most elements.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._elements = torch.empty(size, dtype=dtype, pin_memory=True)
+        self._views: dict[tuple[int, ...], Tensor] = {}
+        self._ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def of(self, shape: tuple[int, ...]) -> Tensor:
+        """Returns its beginning as a tensor of a shape, which is one of few."""
+        view = self._views.get(shape)
+        if view is None:
+            view = self._elements[: math.prod(shape)].view(shape)
+            self._views[shape] = view
+        return view
+
+    def queued(self) -> torch.cuda.Event:
+        """The copy was queued on this thread's stream; returns the event behind it."""
+        self._ran.record()
+        return self._ran
+
+    def wait(self) -> None:
+        """Waits until the copy that was queued last has run; nothing is to wait for at first."""
+        wait_for(self._ran)
 
 
 class HostCopy:
     """Starts to copy a tensor behind the work queued so far, without waiting for any of it.
 
     Tensors of the host are taken as they are: nothing may write to them before `read`.
+
+    Args:
+        memory: for the copy, and for no other one before `read`; None asks for some.
     """
 
-    def __init__(self, source: Tensor) -> None:
+    def __init__(self, source: Tensor, memory: PinnedMemory | None = None) -> None:
         self._host = source
         self._is_done: torch.cuda.Event | None = None
         if source.is_cuda:
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            memory = memory or PinnedMemory(source.numel(), source.dtype)
+            self._host = memory.of(source.shape)
             self._host.copy_(source, non_blocking=True)
-            self._is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._is_done.record()
+            self._is_done = memory.queued()
 
     @property
     def is_done(self) -> bool:
@@ -29,5 +67,12 @@ class HostCopy:
     def read(self) -> Tensor:
         """Waits until the copy is there and returns it."""
         if self._is_done is not None:
-            self._is_done.synchronize()
+            wait_for(self._is_done)
         return self._host
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Waits for an event; without a chance for other threads to take the interpreter where there is
+    nothing to wait for."""
+    if not event.query():  # type: ignore[no-untyped-call]
+        event.synchronize()

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kv.upload import Array
+from shared.runtime.upload_ring import UploadRing
 from shared.speculation.tree_rows import NO_TOKEN
 from shared.tokens import TokenTree
 
@@ -68,6 +67,7 @@ class PreparedBlock:
         size = num_slots * (2 + MAX_PREPARED * _num_columns(max_rows))
         # No slot has a tree.
         self._numbers = torch.zeros(size, dtype=torch.int64, device=device)
+        self._upload = UploadRing(self._numbers)
 
     @property
     def slots(self) -> Tensor:
@@ -84,55 +84,49 @@ class PreparedBlock:
         start = 2 * self._num_slots
         return self._numbers[start : start + num_trees * num_columns].view(-1, num_columns)
 
-    def upload(self, prepared: Mapping[int, Sequence[PreparedTree]], num_rows: int) -> None:
+    def upload(
+        self, prepared: Mapping[int, Sequence[PreparedTree]], num_rows: int
+    ) -> torch.cuda.Event | None:
         """Replaces all trees by those of some slots, in one copy that nobody waits for: rounds that
         are queued already read what was there before.
 
         Args:
             num_rows: T, at least the nodes of every tree and the root.
+
+        Returns:
+            An event behind the copy, until the second call from now; None on a CPU.
         """
-        slots = np.zeros((self._num_slots, 2), np.int64)
-        columns = _num_columns(num_rows)
-        trees = np.empty((sum(map(len, prepared.values())), columns), np.int64)
+        numbers = [0] * (2 * self._num_slots)
         place = 0
         for slot, own in prepared.items():
             assert len(own) <= MAX_PREPARED, f"{len(own)} trees for one sequence"
-            slots[slot] = place, len(own)
+            numbers[2 * slot + FIRST], numbers[2 * slot + COUNT] = place, len(own)
+            place += len(own)
             for each in own:
-                _write(trees[place], each, num_rows)
-                place += 1
-        size = slots.size + trees.size
-        is_cuda = self._numbers.is_cuda
-        host = torch.empty(size, dtype=torch.int64, pin_memory=is_cuda)
-        memory = host.numpy()
-        memory[: slots.size] = slots.reshape(-1)
-        memory[slots.size :] = trees.reshape(-1)
-        # The pinned memory is not given out again before the copy has run.
-        self._numbers[:size].copy_(host, non_blocking=True)
+                numbers += _row(each, num_rows)
+        return self._upload.copy(numbers)
 
 
 def _num_columns(num_rows: int) -> int:
     return TREE + 2 * (num_rows - 1)
 
 
-def _write(row: Array, prepared: PreparedTree, num_rows: int) -> None:
+def _row(prepared: PreparedTree, num_rows: int) -> list[int]:
+    """Returns the columns of a tree."""
     tree, ending = prepared.tree, prepared.ending
-    tokens, parents = row[TREE : TREE + num_rows - 1], row[TREE + num_rows - 1 :]
-    row[LENGTH] = prepared.num_tokens
-    row[ENDED] = ANY if ending is None else ending.row
-    row[BONUS] = ANY if ending is None else ending.bonus_token_id
-    tokens.fill(NO_TOKEN)
-    parents.fill(0)
-    tokens[: len(tree)] = _distinct(tree)
-    parents[: len(tree)] = [0 if each is None else each + 1 for each in tree.parent_indices]
+    row, bonus = (ANY, ANY) if ending is None else (ending.row, ending.bonus_token_id)
+    num_spare = num_rows - 1 - len(tree)
+    parents = [0 if each is None else each + 1 for each in tree.parent_indices]
+    tokens = [*_distinct(tree), *[NO_TOKEN] * num_spare]
+    return [prepared.num_tokens, row, bonus, *tokens, *parents, *[0] * num_spare]
 
 
-def _distinct(tree: TokenTree) -> list[int]:
+def _distinct(tree: TokenTree) -> Sequence[int]:
     """Returns the tokens; of siblings with one token all but the first have none, so that at most
     one is accepted."""
     seen = set(zip(tree.parent_indices, tree.token_ids, strict=True))
     if len(seen) == len(tree):
-        return list(tree.token_ids)
+        return tree.token_ids
     tokens: list[int] = []
     for key in zip(tree.parent_indices, tree.token_ids, strict=True):
         tokens.append(key[1] if key in seen else NO_TOKEN)

@@ -6,6 +6,7 @@ sampling. The trees pass from the first to the second on the device.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,17 +73,16 @@ class RoundGraphs:
         if not self.is_made(num_slots, sampling):
             self.of(num_slots, sampling)
 
-    @torch.inference_mode()
     def grow(self, num_slots: int, sampling: RoundSampling) -> None:
         """Runs the first part of a round of the first slots, at least `num_slots` of them."""
         if self._memory is None:
-            state = self._state.first(self.num_computed(num_slots))
-            self._grown = state, self._draft.grow(state, sampling), sampling
+            with torch.inference_mode():
+                state = self._state.first(self.num_computed(num_slots))
+                self._grown = state, self._draft.grow(state, sampling), sampling
         else:
             self._replayed = self.of(num_slots, sampling)
             self._replayed.draft.replay()
 
-    @torch.inference_mode()
     def verify(self) -> Tensor:
         """Runs the second part of the round that was grown last.
 
@@ -93,14 +93,15 @@ class RoundGraphs:
             self._replayed.verification.replay()
             return self._replayed.result
         assert self._grown is not None, "nothing was grown"
-        return self._verification.decide(*self._grown)
+        with torch.inference_mode():
+            return self._verification.decide(*self._grown)
 
-    @torch.inference_mode()
     def of(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs for at least `num_slots`, captured when first asked for."""
         key = (self.num_computed(num_slots), sampling)
         if key not in self._captured:
-            self._captured[key] = self._capture(*key)
+            with torch.inference_mode():
+                self._captured[key] = self._capture(*key)
         return self._captured[key]
 
     @property
@@ -127,5 +128,5 @@ class RoundGraphs:
 
 def num_computed(num_slots: int, max_slots: int) -> int:
     """Returns how many of `max_slots` slots a round of the first `num_slots` computes."""
-    bucket = next((size for size in ROUND_SIZES if size >= num_slots), num_slots)
-    return min(bucket, max_slots)
+    place = bisect_left(ROUND_SIZES, num_slots)
+    return min(ROUND_SIZES[place] if place < len(ROUND_SIZES) else num_slots, max_slots)

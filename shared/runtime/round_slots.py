@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from shared.runtime.host_copy import HostCopy
+from shared.runtime.host_copy import HostCopy, PinnedMemory
+from shared.runtime.round_batches import MAX_PENDING_ROUNDS
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification import RESULT_COUNTS
 from shared.tokens import SamplingParams
 
 
@@ -53,17 +56,24 @@ class PendingRound:
 
 
 class RoundSlots:
-    """The sequences of one state and the rounds over it that nobody has read."""
+    """The sequences of one state and the rounds over it that nobody has read.
+
+    Attributes:
+        placed: by the sequence's number.
+        num_used: slots up to the last one that is taken; those of sequences that left stay empty.
+        sampling: what a round of all that are placed needs.
+    """
 
     def __init__(self, state: RoundState) -> None:
         self.state = state
         self.placed: dict[int, PlacedSequence] = {}
+        self.num_used, self.sampling = 0, RoundSampling.GREEDY
         self._pending: deque[PendingRound] = deque()
-
-    @property
-    def num_used(self) -> int:
-        """Slots up to the last one that is taken; those of sequences that left stay empty."""
-        return 1 + max((each.slot for each in self.placed.values()), default=-1)
+        # Of the results, which are read in the order of their rounds.
+        self._memory: deque[PinnedMemory] = deque()
+        if state.numbers.is_cuda:
+            size = state.num_slots * (RESULT_COUNTS + state.open_tokens.shape[1])
+            self._memory.extend(PinnedMemory(size, torch.int64) for _ in range(MAX_PENDING_ROUNDS))
 
     @property
     def num_pending(self) -> int:
@@ -74,11 +84,6 @@ class RoundSlots:
     def oldest(self) -> PendingRound:
         """The oldest unread round."""
         return self._pending[0]
-
-    @property
-    def sampling(self) -> RoundSampling:
-        """What a round of all that are placed needs."""
-        return RoundSampling.of(each.sampling for each in self.placed.values())
 
     def take(self, newcomers: Sequence[Newcomer]) -> dict[int, Newcomer]:
         """Gives each newcomer a slot, which `fill` has yet to write; returns them by slot."""
@@ -92,11 +97,16 @@ class RoundSlots:
             self.placed[each.sequence_id] = PlacedSequence(
                 slot, len(each.token_ids), each.sampling, list(each.pages), list(each.head_pages)
             )
+        self._look()
         return slots
 
     def fill(self, slots: dict[int, Newcomer]) -> None:
         """Writes sequences to the slots they took."""
         self.state.place({slot: each.in_slot for slot, each in slots.items()})
+
+    def lacks(self, sequence_id: int, pages: Sequence[int]) -> bool:
+        """Whether a placed sequence has got pages that its slot does not know."""
+        return len(pages) > len(self.placed[sequence_id].pages)
 
     def set_pages(
         self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int] = ()
@@ -107,13 +117,15 @@ class RoundSlots:
             (placed.pages, pages, False),
             (placed.head_pages, head_pages, True),
         ):
-            self.state.set_pages(placed.slot, len(known), now[len(known) :], of_head=of_head)
-            known.extend(now[len(known) :])
+            if len(now) > len(known):
+                self.state.set_pages(placed.slot, len(known), now[len(known) :], of_head=of_head)
+                known.extend(now[len(known) :])
 
     def remove(self, sequence_ids: Iterable[int]) -> None:
         """Leaves sequences out from the next launch on."""
         slots = [self.placed.pop(each).slot for each in sequence_ids]
         if slots:
+            self._look()
             self.state.clear(slots)
 
     def launched(self, result: Tensor, sampling: RoundSampling, max_committed: int) -> None:
@@ -125,7 +137,10 @@ class RoundSlots:
         for each in self.placed.values():
             each.num_pending += max_committed
         sequences = tuple(self.placed.items())
-        copy, num_slots = HostCopy(result), len(result)
+        if self._memory:
+            assert self.num_pending < len(self._memory), "the oldest result would be overwritten"
+            self._memory.rotate(1)
+        copy, num_slots = HostCopy(result, self._memory[0] if self._memory else None), len(result)
         self._pending.append(PendingRound(copy, sequences, num_slots, sampling, max_committed))
 
     def result(self) -> tuple[SequenceRound, ...]:
@@ -139,3 +154,9 @@ class RoundSlots:
             placed.num_pending -= pending.max_committed
             rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted))
         return tuple(rounds)
+
+    def _look(self) -> None:
+        """Somebody came or left."""
+        placed = self.placed.values()
+        self.num_used = 1 + max((each.slot for each in placed), default=-1)
+        self.sampling = RoundSampling.of(each.sampling for each in placed)

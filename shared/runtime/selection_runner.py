@@ -82,7 +82,7 @@ class SelectionRunner:
         self._stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        self._begun: torch.cuda.Event | None = None
+        self._uploaded: torch.cuda.Event | None = None
 
     @property
     def sequence_ids(self) -> frozenset[int]:
@@ -130,10 +130,11 @@ class SelectionRunner:
         """Gives sequences a slot each; what newcomers say of a head is not read."""
         self._slots.fill(self._slots.take(newcomers))
 
-    @torch.inference_mode()
     def set_pages(self, sequence_id: int, pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""
-        self._slots.set_pages(sequence_id, pages)
+        if self._slots.lacks(sequence_id, pages):
+            with torch.inference_mode():
+                self._slots.set_pages(sequence_id, pages)
 
     @torch.inference_mode()
     def remove(self, sequence_ids: Iterable[int]) -> None:
@@ -159,33 +160,30 @@ class SelectionRunner:
         for each in placed.values():
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         self._prepared = None
-        if self._stream is not None:
-            self._begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._begun.record(torch.cuda.current_stream(self._pool.device))
         rounds, sampling = self._rounds_of(shape), self._slots.sampling
         # Graphs that are missing are made before the trees that they will read are queued.
         rounds.make(self._slots.num_used, sampling)
         by_slot = {placed[sequence_id].slot: trees for sequence_id, trees in prepared.items()}
-        self._block.upload(by_slot, shape.num_draft_tokens)
+        self._uploaded = self._block.upload(by_slot, shape.num_draft_tokens)
         rounds.grow(self._slots.num_used, sampling)
-        taking_part = HostCopy(self._slots.state.is_active.contiguous())
-        self._prepared = _Prepared(rounds, shape, sampling, taking_part)
+        self._prepared = _Prepared(rounds, shape, sampling)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What the body queues comes behind everything that was queued before the last round was
-        prepared, and beside that round. It may read what earlier rounds committed."""
-        if self._stream is None or self._begun is None:
+        """What the body queues comes behind the upload of the last round's trees, and everything
+        that was queued before, and beside that round. It may read what earlier rounds committed."""
+        if self._stream is None or self._uploaded is None:
             yield
             return
-        self._stream.wait_event(self._begun)
+        self._stream.wait_event(self._uploaded)
         with torch.cuda.stream(self._stream):
             yield
 
     def has_chosen(self) -> bool:
         """Waits for the choice that was prepared; whether any sequence takes part."""
         assert self._prepared is not None, "nothing was prepared"
-        return bool(self._prepared.taking_part.read().any())
+        # Nothing is queued behind the choice yet, and few launches wait for it.
+        return bool(HostCopy(self._slots.state.is_active.contiguous()).read().any())
 
     def launch(self) -> None:
         """Queues the verification of what was prepared."""
@@ -217,13 +215,8 @@ class SelectionRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A round whose trees are chosen, and which is not launched.
-
-    Attributes:
-        taking_part: `[S]` int64, on its way to the host.
-    """
+    """A round whose trees are chosen, and which is not launched."""
 
     rounds: RoundGraphs
     shape: TreeShape
     sampling: RoundSampling
-    taking_part: HostCopy

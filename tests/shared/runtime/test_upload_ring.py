@@ -1,0 +1,16 @@
+"""What is copied lies at the beginning of the target, however much it is."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.runtime.upload_ring import UploadRing
+
+
+def test_each_copy_replaces_the_beginning_of_the_target() -> None:
+    target = torch.zeros(200, dtype=torch.int64)
+    ring = UploadRing(target)
+    for size in (3, 64, 65, 200, 1, 130):
+        numbers = list(range(size, 2 * size))
+        assert ring.copy(numbers) is None
+        assert target[:size].tolist() == numbers
