@@ -182,6 +182,7 @@ class SelectionSteps:
             self.settle()
             return Turn.ELSEWHERE
         self._launch(rounds, shape, trees)
+        self._revise(trees)
         return Turn.DONE
 
     def _go_on(self, rounds: SelectedRounds) -> Turn:
@@ -205,11 +206,14 @@ class SelectionSteps:
         if shape is None:
             return
         known = [each.patience.response_s or 0.0 for each in self._attachments.drafts.live]
-        if not self._early.pays(trees.hit_rates, min(known, default=0.0)):
-            if not rounds.has_chosen():
-                return
+        if self._early.pays(trees.hit_rates, min(known, default=0.0)):
+            self._launch(rounds, shape, trees)
+            self._revise(trees)
+            return
+        self._revise(trees)
+        if rounds.has_chosen():
             self._host_gap.read(self._clock())
-        self._launch(rounds, shape, trees)
+            self._launch(rounds, shape, trees)
 
     def _prepare(self, rounds: SelectedRounds, trees: NextTrees) -> TreeShape | None:
         """Hands trees to the device; None where they cannot be a round."""
@@ -218,11 +222,14 @@ class SelectionSteps:
         if rounds.num_captured != num_captured:
             self._has_captured = True
             self._attachments.controller.found_cold()
-        if shape is not None:
-            readiness = self._attachments.readiness
-            readiness.prepare_round(self._scheduler.running, self._clock())
-            readiness.begin_rounds(trees.sure)
         return shape
+
+    def _revise(self, trees: NextTrees) -> None:
+        """Revises what is wanted of drafts, trees being chosen. The device waits for none of it, so
+        it comes behind the launch, or while the round under way computes."""
+        readiness = self._attachments.readiness
+        readiness.prepare_round(self._scheduler.running, self._clock())
+        readiness.begin_rounds(trees.sure)
 
     def _launch(self, rounds: SelectedRounds, shape: TreeShape, trees: NextTrees) -> None:
         rounds.launch()
