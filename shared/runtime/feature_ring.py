@@ -68,7 +68,7 @@ class FeatureRingWriter:
             first += count
         if self._rows.device.type == "cuda":
             # Bytes would be copied to the host here, which waits as well.
-            _recorded(self._rows.device).synchronize()
+            torch.cuda.current_stream(self._rows.device).synchronize()
         return start
 
 

@@ -86,8 +86,10 @@ class DraftExchange:
 
     def tell(self) -> None:
         """Sends each draft what it does not know yet, in one message."""
-        with self._selections.aside():
-            self._features.send()
+        unmet = self._features.unmet()
+        if unmet:
+            with self._selections.aside():
+                self._features.send(unmet)
         for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):
                 logger.warning("draft %s does not keep up", attachment.identity.worker_id)

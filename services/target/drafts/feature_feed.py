@@ -52,10 +52,14 @@ class FeatureFeed:
         """Follows an accepted path that the KV pool moves."""
         self._stores.move(source, target)
 
-    def send(self) -> None:
-        """Puts the rows that are computed and not yet sent into the drafts' messages."""
+    def unmet(self) -> list[FeatureNeed]:
+        """Returns what drafts lack that is computed and not yet sent."""
+        return self._needs.unmet()
+
+    def send(self, unmet: Sequence[FeatureNeed]) -> None:
+        """Puts the rows that drafts lack into their messages."""
         needs: dict[Attachment, list[FeatureNeed]] = defaultdict(list)
-        for need in self._needs.unmet():
+        for need in unmet:
             needs[need.attachment].append(need)
         for attachment, group in needs.items():
             assert attachment.feature_spec is not None
