@@ -177,9 +177,10 @@ class StepLoop:
         if not self._runs_ahead():
             self._settle()
         self.drafts.tell()
-        if self._in_flight is not None or not self._runner.computes_aside:
-            self._subscriptions.deliver()
-        self._account.end(now_s, is_timed=is_alike and not is_late, idle_s=self._idle_s())
+        idle_s = self._idle_s()
+        if self._in_flight is not None or not self._runner.computes_aside or idle_s > 0.0:
+            self._subscriptions.deliver()  # what nothing is launched before waits for nothing
+        self._account.end(now_s, is_timed=is_alike and not is_late, idle_s=idle_s)
         was_busy = bool(plan.scheduled or plan.preempted or last is not None)
         if not was_busy:
             self._host_gap.wait()
@@ -193,7 +194,8 @@ class StepLoop:
     def _idle_s(self) -> float:
         """How long every sequence awaits a draft from now on; 0 if there is anything to do."""
         is_computing = self._in_flight is not None or self._selections.is_under_way
-        if is_computing or self._scheduler.may_admit or not self._scheduler.num_running:
+        is_news = self._scheduler.may_admit or bool(self.drafts.offers)
+        if is_computing or is_news or not self._scheduler.num_running:
             return 0.0
         return self._until_ready_s()
 

@@ -444,3 +444,18 @@ def test_tokens_go_out_while_the_device_computes_what_follows(decoder: Decoder) 
         assert journal[begin:end] == ["launch", "tokens", "verdict"]
     assert journal[-1] == "tokens"
     assert collector.finished(0).num_output_tokens == 12
+
+
+def test_tokens_do_not_wait_for_a_draft(decoder: Decoder) -> None:
+    journal: list[str] = []
+    collector = _NotingCollector(journal=journal)
+    engine = build_engine(decoder, make_runner=partial(_AsideRunner, journal=journal))
+    _NotingDraft(
+        engine, random_trees(1), disturb=lambda batch: [], wait_s=50.0, journal=journal
+    ).attach()
+    engine.submit(request([1, 2, 3], GREEDY, StopParams(12)), collector, 0)
+    for _ in range(3):
+        del journal[:]
+        while "verdict" not in journal:
+            engine.step()
+        assert journal == ["launch", "verdict", "tokens"]

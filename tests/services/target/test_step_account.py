@@ -14,7 +14,7 @@ from services.target.engine import Engine
 from services.target.step_account import LONGEST_REST_S, StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
-from shared.tokens import TokenTree
+from shared.tokens import StopParams, TokenTree
 from tests.helpers.engines import ScriptedDraft, build_engine, request, run, tiny_decoder
 
 REPORT = StepReport(
@@ -90,14 +90,21 @@ def test_there_is_no_rest_where_anything_is_to_do_or_nobody_was_told() -> None:
     assert turn.reported == [REPORT]
 
 
-@pytest.mark.parametrize("num_plain", [0, 1])
+@pytest.mark.parametrize(
+    ("answers", "num_plain", "rests"), [(False, 0, True), (False, 1, False), (True, 0, False)]
+)
 def test_an_engine_rests_only_while_all_sequences_await_a_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_plain: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, num_plain: int, rests: bool
 ) -> None:
     rests_s: list[float] = []
     monkeypatch.setattr(Engine, "_rest", lambda engine, longest_s: rests_s.append(longest_s))
     engine = build_engine(tiny_decoder(tmp_path))
-    ScriptedDraft(engine, lambda tokens: TokenTree((1,), (None,), (-0.5,)), wait_s=1e6).attach()
-    plain = [request([4, 5, 6], speculation_disabled=True)] * num_plain
-    run(engine, [request([1, 2, 3]), *plain])
-    assert bool(rests_s) == (not num_plain)
+    ScriptedDraft(
+        engine,
+        lambda tokens: TokenTree((1,), (None,), (-0.5,)),
+        disturb=lambda batch: batch if answers else [],
+        wait_s=20.0,
+    ).attach()
+    plain = [request([4, 5, 6], stop=StopParams(150), speculation_disabled=True)] * num_plain
+    run(engine, [request([1, 2, 3], stop=StopParams(6)), *plain])
+    assert bool(rests_s) == rests
