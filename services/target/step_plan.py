@@ -104,6 +104,8 @@ def pruned(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]
     """
     if not tree.token_ids:
         return tree, ()
+    if len(tree) <= max_depth:
+        return tree, tuple(range(len(tree)))
     depths = tree.depths
     kept = tuple(node for node, depth in enumerate(depths) if depth <= max_depth)
     if len(kept) == len(depths):

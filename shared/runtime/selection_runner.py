@@ -142,7 +142,6 @@ class SelectionRunner:
         before anything that is queued later."""
         self._slots.remove(sequence_ids)
 
-    @torch.inference_mode()
     def prepare(self, prepared: Mapping[int, Sequence[PreparedTree]], shape: TreeShape) -> None:
         """Queues the choice of trees for the next round, in place of any that was not launched.
 
@@ -199,18 +198,22 @@ class SelectionRunner:
 
     def _rounds_of(self, shape: TreeShape) -> RoundGraphs:
         if shape not in self._rounds:
-            sizes = RoundShape(shape, shape.num_draft_tokens, self._max_kv_length)
-            batches = RoundBatches(sizes, self._pool.page_size)
-            parts = SelectionParts.of(self._pool.device)
-            self._rounds[shape] = RoundGraphs(
-                parts.selection(self._block, batches),
-                parts.verification(
-                    self._decoder, self._pool, sizes, self._features, self._feature_rows
-                ),
-                self._slots.state,
-                self._graph_memory,
-            )
+            self._rounds[shape] = self._made(shape)
         return self._rounds[shape]
+
+    @torch.inference_mode()
+    def _made(self, shape: TreeShape) -> RoundGraphs:
+        sizes = RoundShape(shape, shape.num_draft_tokens, self._max_kv_length)
+        batches = RoundBatches(sizes, self._pool.page_size)
+        parts = SelectionParts.of(self._pool.device)
+        return RoundGraphs(
+            parts.selection(self._block, batches),
+            parts.verification(
+                self._decoder, self._pool, sizes, self._features, self._feature_rows
+            ),
+            self._slots.state,
+            self._graph_memory,
+        )
 
 
 @dataclass(frozen=True, slots=True)

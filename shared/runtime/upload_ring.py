@@ -49,7 +49,7 @@ class UploadRing:
         """
         part = self._part(len(numbers))
         if not part.memory:
-            part.target[: len(numbers)] = torch.tensor(numbers)
+            part.target.numpy()[: len(numbers)] = numbers
             return None
         memory = part.memory[0]
         part.memory.rotate(-1)

@@ -61,6 +61,12 @@ class TreeForecast:
             for assignment in map(self._assignment, self._scheduler.running)
         )
 
+    @property
+    def is_any_ready(self) -> bool:
+        """Whether a running sequence waits for nothing, unless it is under way."""
+        now_s = self._clock()
+        return any(self._readiness.is_ready(each, now_s) for each in self._scheduler.running)
+
     def of_ready(self) -> NextTrees:
         """Returns the trees, perhaps empty, of the sequences that wait for nothing. None of them is
         under way."""

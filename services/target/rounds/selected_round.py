@@ -68,10 +68,10 @@ def as_step(
 
 def _accepted_nodes(tree: TokenTree, token_ids: SequenceOf[int]) -> tuple[int, ...]:
     """Returns the nodes that spell out tokens, the first one among siblings with one token."""
-    children: dict[tuple[int | None, int], int] = {}
-    for node, key in enumerate(zip(tree.parent_indices, tree.token_ids, strict=True)):
-        children.setdefault(key, node)
     path: list[int] = []
+    nodes = enumerate(zip(tree.parent_indices, tree.token_ids, strict=True))
     for token_id in token_ids:
-        path.append(children[path[-1] if path else None, token_id])
+        # Children come behind their parents, so no node is looked at twice.
+        wanted = (path[-1] if path else None, token_id)
+        path.append(next(node for node, found in nodes if found == wanted))
     return tuple(path)

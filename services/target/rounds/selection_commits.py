@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from services.target.committer import Committer
 from services.target.drafts.attachments import Attachments
+from services.target.draw import Decision
 from services.target.miss_ladder import MissLadder
 from services.target.rounds.selected_round import SelectedRound, as_step
 from services.target.sequence import Sequence
+from services.target.step_plan import ScheduledSequence
 from services.target.step_report import StepReport
 from shared.runtime.round_sequences import SequenceRound
-from shared.tokens import TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """What a round did to a sequence."""
-
-    num_committed: int
-    num_drafted: int
-    num_accepted: int
 
 
 class SelectionCommits:
@@ -63,18 +54,22 @@ class SelectionCommits:
         """
         start_s, self._committed_s = max(round_.start_s, self._committed_s), now_s
         self._ladder.stepped(now_s - start_s)
-        commits: list[_Commit] = []
+        num_rounds = num_committed = num_drafted = num_accepted = num_gone = 0
         for sequence, result in results:
             if sequence is None:
+                num_gone += bool(result.token_ids)
                 continue
             tree = round_.trees.get(sequence.sequence_id)
             took_part = bool(result.token_ids)
             assert took_part == (tree is not None), "device and host differ on who took part"
             if tree is not None:
-                commits.append(self._commit(sequence, result, tree, start_s, now_s))
+                entry, decision = as_step(sequence, tree, result.token_ids)
+                num_rounds += 1
+                num_committed += self._commit(entry, decision, start_s, now_s)
+                num_drafted += len(entry.tree)
+                num_accepted += len(decision.accepted_nodes)
                 if sequence.finish_reason is None and next_round is not None:
                     self._follow(sequence, next_round)
-        num_gone = sum(sequence is None and bool(each.token_ids) for sequence, each in results)
         self._report(
             StepReport(
                 duration_s=now_s - start_s,
@@ -82,10 +77,10 @@ class SelectionCommits:
                 host_gap_s=round_.host_gap_s,
                 num_rows=round_.shape.num_draft_tokens * len(results),
                 num_prompt_rows=0,
-                num_rounds=len(commits),
-                num_committed=sum(each.num_committed for each in commits),
-                num_drafted=sum(each.num_drafted for each in commits),
-                num_accepted=sum(each.num_accepted for each in commits),
+                num_rounds=num_rounds,
+                num_committed=num_committed,
+                num_drafted=num_drafted,
+                num_accepted=num_accepted,
                 num_preempted=0,
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.controller.take_counts(),
@@ -96,20 +91,15 @@ class SelectionCommits:
         return now_s - start_s
 
     def _commit(
-        self,
-        sequence: Sequence,
-        result: SequenceRound,
-        tree: TokenTree,
-        start_s: float,
-        now_s: float,
-    ) -> _Commit:
-        """Commits a sequence's part of a round."""
-        entry, decision = as_step(sequence, tree, result.token_ids)
+        self, entry: ScheduledSequence, decision: Decision, start_s: float, now_s: float
+    ) -> int:
+        """Commits a sequence's part of a round; returns how many tokens that were."""
+        sequence = entry.sequence
         sequence.num_computed += 1
         num_committed = self._committer.commit(entry, decision, start_s, now_s)
         if sequence.finish_reason is not None:
             self._forget(sequence)
-        return _Commit(num_committed, len(entry.tree), len(decision.accepted_nodes))
+        return num_committed
 
     def _follow(self, sequence: Sequence, next_round: SelectedRound) -> None:
         """Notes which of the prepared trees the device has taken for the next round: the one that

@@ -195,9 +195,17 @@ class SelectionSteps:
             return Turn.WAITING
         self._commit(rounds)
         self._attachments.readiness.weigh(self._scheduler.running, self._clock())
-        if not self._launched and self._terms.suit(rounds):
-            self._launch_ready(rounds, is_idle=False)
+        if not self._launched:
+            self._launch_next(rounds)
         return Turn.DONE
+
+    def _launch_next(self, rounds: SelectedRounds) -> None:
+        """Launches a round behind one that was read, if it can be. Mostly all sequences wait for
+        their drafts, which are yet to be told: that is asked first, since it is quick."""
+        if not (self._forecast.is_any_ready or self._scheduler.may_admit):
+            self._host_gap.wait()
+        elif self._terms.suit(rounds):
+            self._launch_ready(rounds, is_idle=False)
 
     def _launch_ahead(self, rounds: SelectedRounds, trees: NextTrees) -> None:
         """Has trees chosen for the end of the round under way, and launches the next one: at once,
