@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shared.kv.pages import PADDING_PAGE
+from shared.kv.upload import Array, uploaded
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams
 
@@ -127,39 +128,56 @@ class RoundState:
         )
 
     def place(self, sequences: Mapping[int, SlotSequence]) -> None:
-        """Puts sequences into slots, their heads' rows computed but for the last ones. It takes as
-        many copies for one as for all."""
-        width, num_pages = self.open_tokens.shape[1], self.page_table.shape[1]
-        placed = sequences.values()
-        tables = np.full((2, len(sequences), num_pages), PADDING_PAGE, np.int32)
+        """Puts sequences into slots, their heads' rows computed but for the last ones. It takes one
+        copy from the host, however many there are."""
+        width, placed = self.open_tokens.shape[1], sequences.values()
+        tables = self._no_pages(len(sequences))
         for row, each in enumerate(placed):
             for table, pages in zip(tables, (each.pages, each.head_pages), strict=True):
                 # Larger trees may have had more than rounds of this shape reach.
-                table[row, : len(pages)] = pages[:num_pages]
-        slots = torch.tensor(list(sequences))
+                table[row, : len(pages)] = pages[: table.shape[1]]
         columns = [sampling_columns(each.sampling) for each in placed]
-        _write_rows(self.numbers, slots, torch.tensor([each.numbers(width) for each in placed]))
-        _write_rows(self.sampling, slots, torch.tensor(columns, dtype=torch.float64))
-        _write_rows(self.page_table, slots, torch.from_numpy(tables[0]))
-        _write_rows(self.head_page_table, slots, torch.from_numpy(tables[1]))
+        self._write(list(sequences), [each.numbers(width) for each in placed], columns, tables)
 
     def clear(self, slots: Sequence[int]) -> None:
         """Takes the sequences out of slots."""
-        index = _to_device(torch.tensor(slots), self.numbers.device)
-        empty = torch.tensor(_number_row((), 0, self.open_tokens.shape[1]))
-        greedy = torch.tensor(sampling_columns(_GREEDY), dtype=torch.float64)
-        self.numbers[index] = _to_device(empty, index.device)
-        self.sampling[index] = _to_device(greedy, index.device)
-        for table in (self.page_table, self.head_page_table):
-            table.index_fill_(0, index, PADDING_PAGE)
+        count, width = len(slots), self.open_tokens.shape[1]
+        columns = [sampling_columns(_GREEDY)] * count
+        self._write(slots, [empty_number_row(width)] * count, columns, self._no_pages(count))
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int], *, of_head: bool) -> None:
         """Writes the pages of a slot from the `first`-th on, as far as rounds reach."""
         table = self.head_page_table if of_head else self.page_table
         pages = pages[: max(table.shape[1] - first, 0)]
-        if pages:
-            row = table[slot, first : first + len(pages)]
-            _upload(row, torch.tensor(list(pages), dtype=torch.int32))
+        row = table[slot, first : first + len(pages)]
+        if len(pages) == 1:  # as mostly, and nothing has to be uploaded for it
+            row.fill_(pages[0])
+        elif pages:
+            host = torch.tensor(list(pages), dtype=torch.int32)
+            # The pinned memory is not given out again before the copy has run.
+            row.copy_(host.pin_memory() if row.is_cuda else host, non_blocking=True)
+
+    def _no_pages(self, num_slots: int) -> Array:
+        """Returns page tables of the host, `[2, num_slots, P]`."""
+        return np.full((2, num_slots, self.page_table.shape[1]), PADDING_PAGE, np.int32)
+
+    def _write(
+        self,
+        slots: Sequence[int],
+        numbers: Sequence[Sequence[int]],
+        sampling: Sequence[Sequence[float]],
+        tables: Array,
+    ) -> None:
+        """Writes slots without waiting: work already queued on the device reads what was there."""
+        as_numbers = np.array(sampling, np.float64).view(np.int64)
+        rows = [np.array(numbers, np.int64), as_numbers, *tables]
+        index, own, columns, *pages = uploaded(
+            [np.array(slots, np.int64), *rows], self.numbers.device
+        )
+        self.numbers.index_copy_(0, index, own)
+        self.sampling.index_copy_(0, index, columns.view(torch.float64))
+        self.page_table.index_copy_(0, index, pages[0])
+        self.head_page_table.index_copy_(0, index, pages[1])
 
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -201,19 +219,3 @@ def empty_number_row(max_open_rows: int) -> list[int]:
 def _number_row(tokens: Sequence[int], seed: int, max_open_rows: int) -> list[int]:
     padding = [0] * (max_open_rows - len(tokens))
     return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, 0, 0, *tokens, *padding]
-
-
-def _write_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Writes some rows without waiting."""
-    device = target.device
-    target.index_copy_(0, _to_device(index, device), _to_device(rows, device))
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies without waiting. The pinned block is not given out again before the copy has run."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def _upload(target: Tensor, host: Tensor) -> None:
-    """Copies without waiting: work already queued on the device reads the values before."""
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
