@@ -3,8 +3,8 @@
 Target and draft are processes of their own, each on its own GPU where there are two; without CUDA
 both run on the CPU, which shows that it works, not what it gains. Each of --temperatures with each
 of --concurrency is a case, in which every mode is measured in turn. Sections are printed as soon as
-they are there, and further ones, in the first case, follow in this order: --check-simulator,
---turnaround, --timeline, --delay-ms, --hurt.
+they are there. Further ones belong to the first case: --check-simulator, --turnaround and
+--timeline come right behind it, --delay-ms and --hurt at the end.
 
 With `--widen 8b` or `32b` the demo's models get the matrices of such a target and of a 1B draft, or
 of the head that `--algorithm` names, while they are loaded; what they say stays the same (see
@@ -69,12 +69,14 @@ class AheadBench:
                 ahead_report.account(compared),
                 ahead_report.foreseen(compared, compared.best_ahead),
             )
-            first = first or compared
+            if first is None:
+                first = compared
+                # At once: what a target learns in later cases is about these.
+                await self._check_simulator(first)
+                await self._take_apart(first)
+                await self._draw(first)
         assert first is not None
         print(ahead_report.SPEED_NOTES)
-        await self._check_simulator(first)
-        await self._take_apart(first)
-        await self._draw(first)
         await self._hurt(first)
 
     async def _check_simulator(self, first: Compared) -> None:
