@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from services.target.draft_metrics import wanted_figures
 from services.target.drafts.attachment import AttachmentStatus
+from services.target.engine_gauges import EngineGauges
 from services.target.settings import TargetSettings
-from services.target.step_report import EngineGauges, Gain, shape_name
+from services.target.step_report import Gain, shape_name
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.settings import shown_settings
 

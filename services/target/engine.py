@@ -17,12 +17,13 @@ from services.target.clock import Clock
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
 from services.target.drafts.feature_store import FeatureSpec
+from services.target.engine_gauges import EngineGauges
 from services.target.fallback import NgramFallback
 from services.target.inbox import Inbox
 from services.target.requests.request import EventSink, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler
 from services.target.step_loop import StepLoop
-from services.target.step_report import EngineGauges, StepReport
+from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases

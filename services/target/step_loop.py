@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 from services.target.clock import Clock
 from services.target.committer import Committer
-from services.target.control.regime import Stance
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_store import FeatureStores
+from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback
 from services.target.host_gap import HostGap
 from services.target.launched_step import LaunchedStep
@@ -37,7 +37,7 @@ from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_account import StepAccount
 from services.target.step_commits import StepCommits
-from services.target.step_report import EngineGauges, StepReport
+from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
@@ -232,22 +232,12 @@ class StepLoop:
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
-        standing = self._rounds.standing
-        return EngineGauges(
-            self._scheduler.num_waiting,
-            self._scheduler.num_running,
-            self._leases.num_pages,
-            self._leases.num_free_pages,
-            self._leases.num_cached_pages,
-            self._leases.num_held_pages,
-            self.attachments.assignments.num_drafted_for + standing.num_drafted_for,
-            self.attachments.assignments.num_paused + standing.num_paused,
-            self.attachments.controller.budget.spent_s + standing.probe_s,
-            self.attachments.controller.stance is Stance.ON,
-            self.attachments.controller.gains(),
-            self.attachments.controller.step_times.measured(),
-            standing.shape or self._selections.shape,
-            standing.round_s,
+        return engine_gauges(
+            self._scheduler,
+            self._leases,
+            self.attachments,
+            self._rounds.standing,
+            self._selections.shape,
         )
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:

@@ -1,8 +1,7 @@
-"""Figures of the engine: of one step, and live."""
+"""Figures of one step of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.target.control.speculation_counts import SpeculationCounts
@@ -72,34 +71,3 @@ class Gain:
     mean: float
     deviation: float
     num_trials: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineGauges:
-    """Live figures; free + cached + held pages are all pages.
-
-    Attributes:
-        num_drafted_for: running sequences for which trees are wanted.
-        num_paused: running sequences that have a draft, but go without trees.
-        probe_s: time that probes and trials have cost beyond plain decoding.
-        speculates: whether the controller lets speculation run now, or has no say in it.
-        gains: what it knows of the gain over plain decoding, by about how many sequences decode.
-        step_s: usual time of a decode step, by its rows.
-        round_shape: of the trees of rounds on the device; None while there are none.
-        round_s: usual time of such a round, by shape and sequences.
-    """
-
-    num_waiting: int
-    num_running: int
-    num_pages: int
-    num_free_pages: int
-    num_cached_pages: int
-    num_held_pages: int
-    num_drafted_for: int
-    num_paused: int
-    probe_s: float
-    speculates: bool
-    gains: Mapping[int, Gain]
-    step_s: Mapping[int, float]
-    round_shape: TreeShape | None
-    round_s: Mapping[tuple[TreeShape, int], float]

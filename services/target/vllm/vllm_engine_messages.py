@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.target.engine_gauges import EngineGauges
 from services.target.requests.request import Delta, ModelLimits
-from services.target.step_report import EngineGauges
 from services.target.vllm.choice_output import ChoiceOutput
 from services.target.vllm.model_facts import ModelFacts
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb

@@ -1,0 +1,77 @@
+"""Live figures of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.target.control.regime import Stance
+from services.target.drafts.attachments import Attachments
+from services.target.rounds.round_standing import RoundStanding
+from services.target.scheduler import Scheduler
+from services.target.step_report import Gain
+from shared.kv.leases import KvLeases
+from shared.tokens import TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    """Live figures; free + cached + held pages are all pages.
+
+    Attributes:
+        num_drafted_for: running sequences for which trees are wanted.
+        num_paused: running sequences that have a draft, but go without trees.
+        probe_s: time that probes and trials have cost beyond plain decoding.
+        speculates: whether the controller lets speculation run now, or has no say in it.
+        gains: what it knows of the gain over plain decoding, by about how many sequences decode.
+        step_s: usual time of a decode step, by its rows.
+        round_shape: of the trees of rounds on the device; None while there are none.
+        round_s: usual time of such a round, by shape and sequences.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_held_pages: int
+    num_drafted_for: int
+    num_paused: int
+    probe_s: float
+    speculates: bool
+    gains: Mapping[int, Gain]
+    step_s: Mapping[int, float]
+    round_shape: TreeShape | None
+    round_s: Mapping[tuple[TreeShape, int], float]
+
+
+def engine_gauges(
+    scheduler: Scheduler,
+    leases: KvLeases,
+    attachments: Attachments,
+    standing: RoundStanding,
+    selected_shape: TreeShape | None,
+) -> EngineGauges:
+    """Returns the live figures.
+
+    Args:
+        standing: of rounds with a lent head.
+        selected_shape: of the round under way whose trees the device selects; None without one.
+    """
+    assignments, controller = attachments.assignments, attachments.controller
+    return EngineGauges(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running,
+        num_pages=leases.num_pages,
+        num_free_pages=leases.num_free_pages,
+        num_cached_pages=leases.num_cached_pages,
+        num_held_pages=leases.num_held_pages,
+        num_drafted_for=assignments.num_drafted_for + standing.num_drafted_for,
+        num_paused=assignments.num_paused + standing.num_paused,
+        probe_s=controller.budget.spent_s + standing.probe_s,
+        speculates=controller.stance is Stance.ON,
+        gains=controller.gains(),
+        step_s=controller.step_times.measured(),
+        round_shape=standing.shape or selected_shape,
+        round_s=standing.round_s,
+    )
