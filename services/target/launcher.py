@@ -18,7 +18,7 @@ from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
 from shared.kv.batch import ForwardBatch, build_batch
 from shared.kv.decode_batch import DecodeBatches
-from shared.kv.upload import uploaded_numbers
+from shared.kv.upload import uploaded_pairs
 from shared.runtime.runner import ModelRunner
 
 
@@ -115,7 +115,7 @@ def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) 
     ]
     if not filled:
         return batch
-    rows, sources = uploaded_numbers(filled, batch.token_ids.device).unbind(1)
+    rows, sources = uploaded_pairs(filled, batch.token_ids.device)
     token_ids = batch.token_ids.index_copy(0, rows, drawn_token_ids.index_select(0, sources))
     return replace(batch, token_ids=token_ids)
 

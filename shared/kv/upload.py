@@ -77,10 +77,11 @@ def uploaded_numbers(
     return numbers
 
 
-def uploaded_moves(moves: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the sources and the targets of one move or more, `[N]` int64 each, on the device."""
-    sources, targets = uploaded_numbers(tuple(zip(*moves, strict=True)), device).unbind()
-    return sources, targets
+def uploaded_pairs(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the first and the second numbers of one pair or more, `[N]` int64 each, on the
+    device."""
+    first, second = uploaded_numbers(tuple(zip(*pairs, strict=True)), device).unbind()
+    return first, second
 
 
 def _aligned(num_bytes: int) -> int:

@@ -20,7 +20,6 @@ from shared.runtime.round_state import (
     TAIL,
     RoundState,
     empty_number_row,
-    num_numbers,
 )
 from shared.runtime.walked_tree import WalkedTree
 from shared.speculation.row_sampling import sampling_columns, signed_seed
@@ -109,10 +108,8 @@ class OpenArrays:
             num_pages: P.
             walk_size: of `WalkedTree.numbers`; zeros where trees grow.
         """
-        numbers = np.empty((num_slots, num_numbers(max_open_rows)), np.int64)
-        numbers[:] = empty_number_row(max_open_rows)
-        columns = np.empty((num_slots, len(_GREEDY_COLUMNS)), np.float64)
-        columns[:] = _GREEDY_COLUMNS
+        numbers = np.array([empty_number_row(max_open_rows)] * num_slots, np.int64)
+        columns = np.array([_GREEDY_COLUMNS] * num_slots, np.float64)
         table = np.full((num_slots, num_pages), PADDING_PAGE, np.int32)
         sources = np.zeros((num_slots, max_open_rows), np.int64)
         walks = np.zeros((num_slots, *walk_size), np.int64)

@@ -206,11 +206,6 @@ class SlotSequence:
         return row
 
 
-def num_numbers(max_open_rows: int) -> int:
-    """Returns the columns of `RoundState.numbers`."""
-    return TAIL + max_open_rows
-
-
 def empty_number_row(max_open_rows: int) -> list[int]:
     """Returns the numbers of a slot without a sequence."""
     return _number_row((), 0, max_open_rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
-from shared.kv.upload import uploaded_moves
+from shared.kv.upload import uploaded_pairs
 from shared.models.decoder import Decoder
 from shared.runtime.compiled import compile_small
 from shared.runtime.graphs import CapturedForward, ForwardGraphs
@@ -104,7 +104,7 @@ class ModelRunner:
         """
         if self._leader is not None:
             self._leader.move(moves)
-        source_slots, target_slots = uploaded_moves(moves, self.device)
+        source_slots, target_slots = uploaded_pairs(moves, self.device)
         self.pool.move(source_slots, target_slots)
         return source_slots, target_slots
 

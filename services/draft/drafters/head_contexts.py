@@ -20,7 +20,7 @@ from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
-from shared.kv.upload import uploaded_moves
+from shared.kv.upload import uploaded_pairs
 from shared.runtime.head_runner import HeadOutput, HeadRunner
 from shared.runtime.joined_rows import joined_rows
 from shared.runtime.open_sequence import OpenSequence
@@ -183,7 +183,7 @@ class HeadContexts:
         """Moves the keys and values that wait to be, which is due before a branch is computed."""
         moves = self._kv.take_moves()
         if moves:
-            self._runner.pool.move(*uploaded_moves(moves, self._runner.device))
+            self._runner.pool.move(*uploaded_pairs(moves, self._runner.device))
 
     def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
         """Computes rows of any kind from the hidden states they read."""
