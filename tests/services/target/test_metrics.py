@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import Foreseen, OutcomeTally
 from services.target.metrics import TargetMetrics
 from services.target.step_report import StepReport
 from shared.tokens import TreeShape
+from tests.helpers.step_reports import step_report
 
 
 def _report(host_gap_s: float, *verdicts: bool, shape: TreeShape | None = None) -> StepReport:
     outcomes = OutcomeTally()
     for is_hit in verdicts:
         outcomes.count(1, Foreseen(1, 0) if is_hit else None, was_prepared=True)
-    return StepReport(
+    return step_report(
         duration_s=0.01,
-        end_s=1.0,
         host_gap_s=host_gap_s,
         num_rows=4,
-        num_prompt_rows=0,
-        num_rounds=1,
         num_committed=2,
         num_drafted=3,
         num_accepted=1,
-        num_preempted=0,
         outcomes=outcomes,
-        num_discarded=0,
-        speculation=SpeculationCounts(),
         round_shape=shape,
         num_fallback_rounds=1,
         num_fallback_committed=2,

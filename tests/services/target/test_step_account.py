@@ -7,31 +7,16 @@ from typing import Any
 
 import pytest
 
-from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.engine import Engine
 from services.target.step_account import LONGEST_REST_S, StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 from shared.tokens import StopParams, TokenTree
 from tests.helpers.engines import ScriptedDraft, build_engine, request, run, tiny_decoder
+from tests.helpers.step_reports import step_report
 
-REPORT = StepReport(
-    duration_s=1.0,
-    end_s=1.0,
-    host_gap_s=0.0,
-    num_rows=1,
-    num_prompt_rows=0,
-    num_rounds=1,
-    num_committed=1,
-    num_drafted=0,
-    num_accepted=0,
-    num_preempted=0,
-    outcomes=OutcomeTally(),
-    num_discarded=0,
-    speculation=SpeculationCounts(),
-)
+REPORT = step_report()
 
 
 class _Turn:

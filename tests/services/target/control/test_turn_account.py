@@ -9,30 +9,15 @@ from services.target.control.probe_budget import ProbeBudget
 from services.target.control.referee import Referee
 from services.target.control.regime import Stance
 from services.target.control.speculation_controller import SpeculationController
-from services.target.control.speculation_counts import SpeculationCounts
 from services.target.control.turn_account import TurnAccount
-from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.step_report import StepReport
+from tests.helpers.step_reports import step_report
 
 STEP_S = 0.01
 
 
 def _report(num_rows: int, *, num_drafted: int = 0) -> StepReport:
-    return StepReport(
-        duration_s=0.0,
-        end_s=1.0,
-        host_gap_s=0.0,
-        num_rows=num_rows,
-        num_prompt_rows=0,
-        num_rounds=1,
-        num_committed=1,
-        num_drafted=num_drafted,
-        num_accepted=0,
-        num_preempted=0,
-        outcomes=OutcomeTally(),
-        num_discarded=0,
-        speculation=SpeculationCounts(),
-    )
+    return step_report(duration_s=0.0, num_rows=num_rows, num_drafted=num_drafted)
 
 
 class _Loop:
