@@ -194,28 +194,29 @@ async def test_depth_of_trees_travels_with_the_request(
     assert target.submits[0].request.speculation_params.step_count == 5
 
 
-async def test_number_of_verdicts_to_prepare_for_travels_with_the_request(
-    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+@pytest.mark.parametrize(
+    ("speculation", "field", "wanted"),
+    [
+        ({"outcome_budget": 0}, "outcome_budget", 0),
+        ({"num_steps": 5}, "outcome_budget", None),
+        ({"num_draft_tokens": 1}, "draft_token_count", 1),
+        ({"num_steps": 5}, "draft_token_count", None),
+    ],
+)
+async def test_wishes_travel_with_the_request_if_there_are_any(
+    client: httpx.AsyncClient,
+    target: FakeTarget,
+    tokenizer: Tokenizer,
+    speculation: dict[str, int],
+    field: str,
+    wanted: int | None,
 ) -> None:
-    for speculation, wanted in (({"outcome_budget": 0}, 0), ({"num_steps": 5}, None)):
-        await say(target, tokenizer, TEXT)
-        body = {**CHAT, "speculation": speculation}
-        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        params = target.submits[-1].request.speculation_params
-        found = params.outcome_budget if params.HasField("outcome_budget") else None
-        assert found == wanted
-
-
-async def test_size_of_trees_travels_with_the_request(
-    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
-) -> None:
-    for speculation, wanted in (({"num_draft_tokens": 1}, 1), ({"num_steps": 5}, None)):
-        await say(target, tokenizer, TEXT)
-        body = {**CHAT, "speculation": speculation}
-        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        params = target.submits[-1].request.speculation_params
-        found = params.draft_token_count if params.HasField("draft_token_count") else None
-        assert found == wanted
+    await say(target, tokenizer, TEXT)
+    body = {**CHAT, "speculation": speculation}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    params = target.submits[-1].request.speculation_params
+    found = getattr(params, field) if params.HasField(field) else None
+    assert found == wanted
 
 
 @pytest.mark.parametrize(
