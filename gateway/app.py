@@ -17,6 +17,7 @@ from gateway import bodies, failures
 from gateway.chunks import ChatChunks, CompletionChunks
 from gateway.event_stream import EventStream, whole_answer
 from gateway.inbox import ClientGone
+from gateway.json_body import JsonRoute, MalformedBody
 from gateway.messages.routes import add_message_routes
 from gateway.middleware import Access, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
@@ -41,7 +42,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     """Returns the ASGI application."""
     # FastAPI's own pages load their scripts from elsewhere.
     app = DocumentedApp(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     app.add_exception_handler(OutriderError, failures.on_outrider_error)
+    app.add_exception_handler(MalformedBody, failures.on_malformed_body)
     app.add_exception_handler(RequestValidationError, failures.on_validation_error)
     app.add_exception_handler(HTTPException, failures.on_http_exception)
     app.add_exception_handler(ClientGone, _on_client_gone)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
+from gateway.json_body import parse_json
 from gateway.limits import RequestLimits
 from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
 from gateway.refusals import refuse_unimplemented_message
@@ -118,12 +120,27 @@ def _template_call(field: str, call: ToolCall) -> dict[str, Any]:
     """Returns a call with its arguments as an object: templates write them as JSON themselves."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            message = f"{field}.function.arguments is not JSON: {error}"
-            raise InvalidArgument.of(
-                "FIELD_INVALID", f"{field}.function.arguments", message
-            ) from error
+        arguments = read_arguments(arguments, f"{field}.function.arguments")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def read_arguments(text: str, field: str) -> Any:
+    """Returns what the arguments of a call say.
+
+    `max_tokens` cuts calls, and clients send them back in the history: of those, what is whole.
+
+    Raises:
+        InvalidArgument: they are no beginning of JSON either.
+    """
+    content = text.encode(errors="surrogatepass") or b"{}"
+    try:
+        return parse_json(content, field)
+    except InvalidArgument as error:
+        if error.reason != "JSON_INVALID":
+            raise
+        try:
+            # Where a value is cut, its object ends before it.
+            return from_json(content, allow_partial=True, allow_inf_nan=False)
+        except ValueError:
+            raise error from None

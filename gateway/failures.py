@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.json_body import MalformedBody
 from shared.errors import InvalidArgument, OutriderError, StatusCode
 from shared.telemetry.request_id import current_request_id
 
@@ -117,6 +118,11 @@ async def on_outrider_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.url.path)
 
 
+async def on_malformed_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MalformedBody)
+    return error_response(error.error, request.url.path)
+
+
 async def on_validation_error(request: Request, error: Exception) -> Response:
     """OpenAI answers 400 where FastAPI would answer 422."""
     assert isinstance(error, RequestValidationError)
@@ -134,15 +140,13 @@ async def on_bug(request: Request, _error: Exception) -> Response:
     """The traceback goes to the log; the client learns that it is not its fault."""
     message = "the gateway failed; see its log"
     problem = Problem(HTTPStatus.INTERNAL_SERVER_ERROR, message, "gateway_failed")
-    return problem.response(request.url.path)
+    # The server ends the connection after an exception; a client must not send the next request.
+    return problem.response(request.url.path, {"connection": "close"})
 
 
 def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
     """Returns the first problem. Of a union, that is the first form that did not fit."""
     problem = problems[0]
-    if problem["type"] == "json_invalid":
-        reason = problem.get("ctx", {}).get("error", problem["msg"])
-        return InvalidArgument(f"the body is not JSON: {reason}", reason="JSON_INVALID")
     field = _field(problem["loc"][1:])
     if not field:
         message = "the body must be a JSON object, sent as content-type application/json"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.flight import Deliver, Flight
 from gateway.generation import Failed, Generation, TargetModel, TargetState
+from gateway.target_codec import is_retryable
 from gateway.target_link import LinkTiming, TargetLink
 from gateway.waiting_room import WaitingRoom
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
@@ -125,7 +126,7 @@ class TargetPool:
             try:
                 flight.place(link)
             except OutriderError as next_error:
-                flight.receive(Failed(next_error, may_retry=True))
+                flight.receive(Failed(next_error, may_retry=is_retryable(next_error)))
             return
         # A full target will be full for a while, and the client can decide better whether to wait.
         if error.code is StatusCode.RESOURCE_EXHAUSTED:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 _SEED_LIMIT = 2**63
 _MAX_ALGORITHM_CHARACTERS = 64
-_PRIORITY_LIMIT = 2**31
+_INT32_LIMIT = 2**31
 
 
 def sampling_params(
@@ -29,6 +29,8 @@ def sampling_params(
     if not -_SEED_LIMIT <= seed < _SEED_LIMIT:
         raise InvalidArgument.out_of_range("seed", seed, "[-2^63, 2^63)")
     top_k = _given(body.top_k, defaults.top_k)
+    if top_k >= _INT32_LIMIT:
+        raise InvalidArgument.out_of_range("top_k", top_k, "[-1, 2^31)")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
         top_k=0 if top_k == -1 else top_k,
@@ -103,7 +105,7 @@ def check_priority(priority: int | None) -> int:
         InvalidArgument: it does not fit the wire.
     """
     priority = priority or 0
-    if not -_PRIORITY_LIMIT <= priority < _PRIORITY_LIMIT:
+    if not -_INT32_LIMIT <= priority < _INT32_LIMIT:
         raise InvalidArgument.out_of_range("priority", priority, "[-2^31, 2^31)")
     return priority
 

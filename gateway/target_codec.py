@@ -46,6 +46,11 @@ _CLASSES: dict[int, type[OutriderError]] = {
 _RETRYABLE = frozenset({StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE})
 
 
+def is_retryable(error: OutriderError) -> bool:
+    """Returns whether another target may do better."""
+    return error.code in _RETRYABLE
+
+
 def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest:
     """Returns the message that starts a generation."""
     sampling = sampling_message(generation.sampling)

@@ -149,6 +149,9 @@ class TargetLink:
             return TargetState.MISMATCHED, error.message
         except SessionEnded:
             return TargetState.CONNECTING, "the target closed the session"
+        except Exception as error:  # a link that ends is never dialled again
+            _log.exception("the link to target %s failed", self.address)
+            return TargetState.CONNECTING, f"{type(error).__name__} on the gateway; see its log"
         raise AssertionError("a session ends by raising only")
 
     async def _greet(self, channel: aio.Channel) -> None:

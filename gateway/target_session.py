@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,13 +13,14 @@ from grpc import aio
 
 from gateway.generation import Delta, Event, Failed, Generation, PromptScored, Started
 from gateway.target_codec import cancel_message, event_from_message, submit_message
-from shared.errors import OutriderError, QueueFull
+from shared.errors import InvalidArgument, OutriderError, QueueFull
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 
 Receive = Callable[[Event], None]
 SessionCall = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
+_log = logging.getLogger(__name__)
 _MAX_UNSENT_MESSAGES = 4096
 
 
@@ -60,14 +62,16 @@ class TargetSession:
 
         Raises:
             QueueFull: the target does not read what it is sent.
+            InvalidArgument: the request does not fit the wire.
         """
         if self._unsent.qsize() >= _MAX_UNSENT_MESSAGES:
             raise QueueFull.of(self._unsent.qsize(), _MAX_UNSENT_MESSAGES)
         request_id = next(self._request_ids)
+        message = _encoded(request_id, generation)  # before anything is counted
         live = _Live(receive, generation.num_reserved_tokens)
         self._live[request_id] = live
         self.num_reserved_tokens += live.num_reserved_tokens
-        self._unsent.put_nowait(submit_message(request_id, generation))
+        self._unsent.put_nowait(message)
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -79,7 +83,10 @@ class TargetSession:
         """Fails everything that is live; another target may do better."""
         lost, self._live, self.num_reserved_tokens = self._live, {}, 0
         for live in lost.values():
-            live.receive(Failed(error, may_retry=True))
+            try:
+                live.receive(Failed(error, may_retry=True))
+            except Exception:  # the others must hear of it all the same
+                _log.exception("a request could not be told that its target was lost")
 
     def open(self, channel: aio.Channel) -> SessionCall:
         """Opens the stream; nothing moves unless `read` and `write` run."""
@@ -123,3 +130,14 @@ class TargetSession:
         if live is not None:
             self.num_reserved_tokens -= live.num_reserved_tokens
         return live
+
+
+def _encoded(request_id: int, generation: Generation) -> pb.SessionRequest:
+    """Raises:
+    InvalidArgument: a value that no check has named is too large, or no Unicode.
+    """
+    try:
+        return submit_message(request_id, generation)
+    except (ValueError, TypeError, OverflowError) as error:
+        message = f"the request cannot be sent to a target: {error}"
+        raise InvalidArgument(message, reason="REQUEST_UNENCODABLE") from error

@@ -261,7 +261,7 @@ async def test_gateway_without_a_parser_refuses_tools(
 async def test_arguments_that_are_no_json_are_refused(
     make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
 ) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "f(1)"}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
     gateway = await make_gateway(target, text=tool_text)
     response = await _chat(gateway, {**CHAT, "messages": messages})

@@ -1,0 +1,143 @@
+"""JSON as clients send it: only what can be passed on is let in.
+
+Python's own parser takes lone surrogates, `NaN`, integers of any length and any depth. Nothing
+behind it can encode those: neither UTF-8, nor protobuf, nor another JSON writer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import orjson
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared.errors import InvalidArgument
+
+MAX_DEPTH = 128
+_OPENING = (b"{", b"[")
+_MAX_SHOWN_PATH = 200  # characters of a field's name in a message
+
+
+class MalformedBody(HTTPException):
+    """A body that is refused while it is read. FastAPI passes on no other kind of exception then.
+
+    Attributes:
+        error: what is wrong.
+    """
+
+    def __init__(self, error: InvalidArgument) -> None:
+        super().__init__(400, error.message)
+        self.error = error
+
+
+class JsonRoute(APIRoute):
+    """A route that reads its body by `parse_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def with_parser(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return with_parser
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return parse_json(await self.body())
+        except InvalidArgument as error:
+            raise MalformedBody(error) from error
+
+
+def parse_json(content: bytes, field: str = "") -> Any:
+    """Returns what `content` says.
+
+    Args:
+        field: that `content` came in; empty for a whole body.
+
+    Raises:
+        InvalidArgument: it is no JSON, holds a lone surrogate or is nested too deeply.
+    """
+    try:
+        value = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise _malformed(content, field, error) from error
+    # Where there are too few brackets for it, nothing needs to be looked at.
+    if sum(content.count(bracket) for bracket in _OPENING) > MAX_DEPTH:
+        _check_depth(value, field)
+    return value
+
+
+def _malformed(content: bytes, field: str, error: orjson.JSONDecodeError) -> InvalidArgument:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        value = None
+    for path, text in _texts(value, field):
+        if _has_surrogate(text):
+            return _not_unicode(path)
+    what = field or "the body"
+    if "depth" in error.msg:
+        return _too_deep(what)
+    message = f"{what} is not JSON: {error.msg} at character {error.pos}"
+    return InvalidArgument.of("JSON_INVALID", field, message) if field else InvalidArgument(
+        message, reason="JSON_INVALID"
+    )  # fmt: skip
+
+
+def _not_unicode(path: str) -> InvalidArgument:
+    message = f"{path or 'the body'} holds half a surrogate pair; text must be Unicode"
+    if not path:
+        return InvalidArgument(message, reason="TEXT_NOT_UNICODE")
+    return InvalidArgument.of("TEXT_NOT_UNICODE", path, message)
+
+
+def _too_deep(path: str) -> InvalidArgument:
+    message = f"{path} is nested too deeply; JSON may have {MAX_DEPTH} levels"
+    return InvalidArgument.of("JSON_TOO_DEEP", path, message)
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yields each text with the field it is in; a key counts as text of its object."""
+    waiting = [(path, value)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                yield path, key
+                shown = f"{path}.{key}" if path else key
+                waiting.append((shown[:_MAX_SHOWN_PATH], inner))
+        elif isinstance(value, list):
+            waiting += [(f"{path}[{n}]", inner) for n, inner in enumerate(value)]
+
+
+def _check_depth(value: Any, field: str) -> None:
+    """Walks level by level, so that depth costs no stack."""
+    level: list[tuple[str, Any]] = [(field, value)]
+    for _ in range(MAX_DEPTH):
+        inner: list[tuple[str, Any]] = []
+        for top, each in level:
+            if isinstance(each, dict):
+                inner += [(top or key, v) for key, v in each.items() if type(v) in (dict, list)]
+            elif isinstance(each, list):
+                inner += [(top, v) for v in each if type(v) in (dict, list)]
+        if not inner:
+            return
+        level = inner
+    raise _too_deep(level[0][0] or "the body")
