@@ -14,7 +14,15 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 from shared.model_options import LoadFormat
-from shared.models.config_file import ConfigFile
+from shared.models.config_file import CONFIG_FILE, ConfigFile
+from shared.models.scaled_weights import (
+    EIGHT_BIT_DTYPES,
+    SCALE_SUFFIXES,
+    ScaleBlock,
+    scale_block,
+    scale_keys,
+    spread_scales,
+)
 
 _SAFETENSORS = ("model", "safetensors")
 _PICKLED = ("pytorch_model", "bin")
@@ -54,16 +62,28 @@ class WeightFile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredScales:
+    """Where the scales of a weight in 8 bits are."""
+
+    key: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Which file of a folder holds which tensor.
 
     Attributes:
         folder: the model folder.
-        files: file of each key.
+        files: file of each key but those of scales.
+        scales: those of each weight that is stored in 8 bits.
+        block: what shares a scale; None for a channel or the whole weight.
     """
 
     folder: Path
     files: Mapping[str, Path]
+    scales: Mapping[str, StoredScales]
+    block: ScaleBlock | None
 
     @classmethod
     def open(cls, folder: Path, load_format: LoadFormat = LoadFormat.AUTO) -> Checkpoint:
@@ -78,12 +98,39 @@ class Checkpoint:
             single = folder / f"{stem}.{suffix}"
             if index.is_file():
                 weight_map = ConfigFile.read(index).nested("weight_map")
-                return cls(folder, {key: folder / weight_map.text(key) for key in weight_map})
+                return cls._of(folder, {key: folder / weight_map.text(key) for key in weight_map})
             if single.is_file():
                 keys = open_weights(single).keys()
-                return cls(folder, dict.fromkeys(keys, single))
+                return cls._of(folder, dict.fromkeys(keys, single))
         names = " nor ".join(f"{stem}.{suffix}" for stem, suffix in files)
         raise CheckpointError(f"{folder} has {'neither' if len(files) > 1 else 'no'} {names}")
+
+    @classmethod
+    def _of(cls, folder: Path, files: Mapping[str, Path]) -> Checkpoint:
+        config, keys = folder / CONFIG_FILE, scale_keys(files)
+        return cls(
+            folder,
+            {key: path for key, path in files.items() if key not in keys.values()},
+            {weight: StoredScales(key, files[key]) for weight, key in keys.items()},
+            scale_block(ConfigFile.read(config)) if config.is_file() else None,
+        )
+
+    def open_file(self, path: Path) -> WeightFile:
+        """Opens one of `files`; weights in 8 bits are read as the float32 that they stand for.
+
+        Raises:
+            CheckpointError: as `open_weights`; when read, also for scales that are missing or of
+                a wrong shape.
+        """
+        return _ScaledFile(path, self)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Returns the shape of one of `files`."""
+        return open_weights(self.files[key]).shape(key)
+
+    def read(self, key: str) -> Tensor:
+        """Returns one of `files`, see `open_file`."""
+        return self.open_file(self.files[key]).read(key)
 
 
 def open_weights(path: Path) -> WeightFile:
@@ -97,6 +144,53 @@ def open_weights(path: Path) -> WeightFile:
     if path.suffix == ".safetensors":
         return _SafetensorsFile(path)
     return _PickledFile(path)
+
+
+class _ScaledFile:
+    """A file of a checkpoint whose scales may be in other files."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        self._path = path
+        self._checkpoint = checkpoint
+        self._files = {path: open_weights(path)}
+
+    def keys(self) -> frozenset[str]:
+        return self._files[self._path].keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._files[self._path].shape(key)
+
+    def read(self, key: str, cut: Cut | None = None) -> Tensor:
+        weight = self._files[self._path].read(key, cut)
+        stored, is_packed = self._checkpoint.scales.get(key), weight.dtype in EIGHT_BIT_DTYPES
+        if stored is None and not is_packed:
+            return weight
+        if stored is None:
+            missing = " or ".join(f"{key}{suffix}" for suffix in SCALE_SUFFIXES)
+            raise CheckpointError(f"{self._path}: {key} is {weight.dtype} and {missing} is missing")
+        if not is_packed:
+            raise CheckpointError(
+                f"{self._path}: {key} is {weight.dtype} and has {stored.key}; with scales it must "
+                f"be one of {', '.join(map(str, EIGHT_BIT_DTYPES))}"
+            )
+        return weight.float() * self._scales(key, stored, cut)
+
+    def _scales(self, key: str, stored: StoredScales, cut: Cut | None) -> Tensor:
+        """Returns factors that broadcast to what is read of a weight."""
+        if stored.path not in self._files:
+            self._files[stored.path] = open_weights(stored.path)
+        weights, block = self._files[stored.path], self._checkpoint.block
+        if stored.key not in weights.keys():  # noqa: SIM118  not a mapping
+            raise CheckpointError(f"{stored.path} lacks {stored.key}, which the index places there")
+        scales, shape = weights.read(stored.key), self.shape(key)
+        factors = spread_scales(scales, shape, block, () if cut is None else cut.slices)
+        if factors is None:
+            each = [shape[0], 1] if block is None or len(shape) != 2 else list(block.shape(shape))
+            raise CheckpointError(
+                f"{stored.path}: {stored.key} has shape {list(scales.shape)}; {key} of shape "
+                f"{list(shape)} needs {each} or [1]"
+            )
+        return factors
 
 
 class _SafetensorsFile:

@@ -10,11 +10,11 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.layers.rotary import RopeConfig
-from shared.models.config_file import ConfigFile
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.families import FAMILIES, Family, WindowRule
 from shared.models.rope_config import read_rope
+from shared.models.scaled_weights import scale_block
 
-CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -118,10 +118,7 @@ def check_supported(config: ConfigFile) -> None:
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"{config.path}: hidden_act is {activation!r}; it must be 'silu'")
-    if "quantization_config" in config:
-        raise CheckpointError(
-            f"{config.path} has a quantization_config; only unquantised weights are supported"
-        )
+    scale_block(config)
 
 
 def _head_dim(config: ConfigFile, family: Family, num_heads: int) -> int:

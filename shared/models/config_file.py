@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from shared.errors import CheckpointError
 
+CONFIG_FILE = "config.json"
+
 _T = TypeVar("_T", int, float, bool, str)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import Checkpoint, Cut, WeightFile, open_weights
+from shared.models.checkpoint import Checkpoint, Cut, WeightFile
 from shared.models.weight_copies import WeightCopy, copy_weights
 
 # How many names a message lists before it only counts.
@@ -82,7 +82,7 @@ def _copies(
     checkpoint: Checkpoint, parts: Sequence[WeightPart], places: Mapping[str, Tensor]
 ) -> Iterator[WeightCopy]:
     for path, file_parts in _by_file(checkpoint, parts).items():
-        weights = open_weights(path)
+        weights = checkpoint.open_file(path)
         for part in file_parts:
             _check_shape(path, weights, part)
             source = weights.read(part.key, part.cut)

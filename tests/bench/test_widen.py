@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
-from shared.models.config import CONFIG_FILE
+from shared.models.config_file import CONFIG_FILE
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
 from shared.models.heads.dflash_loader import load_dflash

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.models.checkpoint import Checkpoint, open_weights
-from shared.models.config import CONFIG_FILE
-from shared.models.config_file import ConfigFile
+from shared.models.checkpoint import Checkpoint
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.dflash_config import DflashConfig
 from tests.bench.wide_model import (
@@ -115,7 +114,7 @@ class WideHead:
         return self._axes.stream.shared().repeated(num_streams, self._small.hidden_size)
 
     def _num_streams(self, key: str, dim: int) -> int:
-        width = open_weights(self._checkpoint.files[key]).shape(key)[dim]
+        width = self._checkpoint.shape(key)[dim]
         return width // self._small.hidden_size
 
     def _token_map(self) -> Tensor:
@@ -224,4 +223,4 @@ class WideHead:
         return dict(config.get(key) or {})
 
     def _read(self, key: str) -> Tensor:
-        return open_weights(self._checkpoint.files[key]).read(key)
+        return self._checkpoint.read(key)

@@ -14,11 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shared.model_options import ModelOptions
-from shared.models.checkpoint import Checkpoint, open_weights
-from shared.models.config import CONFIG_FILE, ModelConfig
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
+from shared.models.config_file import CONFIG_FILE
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import LM_HEAD_KEY, decoder_parts
 from shared.models.loader import build_decoder
+from shared.models.scaled_weights import QUANTIZATION_CONFIG
 from shared.models.weights import stack_weights
 from tests.bench.widening import (
     Axis,
@@ -214,12 +216,16 @@ class WideModel:
                 (folder / name).write_bytes((self.folder / name).read_bytes())
 
     def _small(self, key: str) -> Tensor:
-        return open_weights(self._checkpoint.files[key]).read(key).to(self._device)
+        return self._checkpoint.read(key).to(self._device)
 
 
 def write_config(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
-    """Writes the config of `source` to the folder `target`, with other values of some keys."""
+    """Writes the config of `source` to the folder `target`, with other values of some keys.
+
+    Weights are written as the numbers that they stand for, so a quantisation is left out.
+    """
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    config.pop(QUANTIZATION_CONFIG, None)
     (target / CONFIG_FILE).write_text(json.dumps(config | dict(changes), indent=2))
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from gateway.settings import DEMO_MODEL
+from services.draft.training.causal_model import load_causal_model
 
 # Sums of up to twenty log probabilities in float32, whose sums of products have another order.
 _TOLERANCE = 1e-3
@@ -21,7 +22,7 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = load_causal_model(folder, torch.float32).eval()
 
     @torch.no_grad()
     def log_likelihood(self, context: str, continuation: str) -> tuple[float, bool]:

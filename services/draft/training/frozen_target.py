@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
+from services.draft.training.causal_model import load_causal_model
 from services.draft.training.head_shape import Algorithm, HeadShape, default_feature_layers
 from shared.errors import CheckpointError
 from shared.models.heads.block_size import MAX_BLOCK_SIZE
@@ -70,7 +70,7 @@ class FrozenTarget:
         """Raises: CheckpointError if transformers cannot load the folder, or the decoder has
         no `layers` or no `norm`."""
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model: Any = load_causal_model(folder, dtype)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
         decoder = model.get_decoder()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from services.draft.training.block_head import BlockHead
@@ -21,6 +21,7 @@ from services.draft.training.recurrent_head import (
     build_recurrent,
 )
 from shared.errors import CheckpointError
+from shared.models.checkpoint import Checkpoint
 
 SHAPE_FILE = "training_shape.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -70,7 +71,8 @@ def load_head(folder: Path) -> Head:
     """
     try:
         shape = HeadShape.from_json(json.loads((folder / SHAPE_FILE).read_text()))
-        tensors = load_file(folder / WEIGHTS_FILE)
+        checkpoint = Checkpoint.open(folder)
+        tensors = {key: checkpoint.read(key) for key in checkpoint.files}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} holds no trained head: {error}") from error
     head = build_head(shape, _token_ids(tensors))

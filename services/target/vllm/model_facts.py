@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from services.target.settings import TargetSettings
-from shared.models.config import CONFIG_FILE
-from shared.models.config_file import ConfigFile
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.sampling_defaults import SamplingDefaults
 
 

@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from shared.demo.recipe.model import Llama, Shape
 from shared.demo.recipe.tokenizer import SPECIALS, TURN_END
+from shared.models.checkpoint import Checkpoint
 
 PART_BYTES = 15_000_000
 END_OF_TEXT_ID, TURN_END_ID = 0, SPECIALS.index(TURN_END)
@@ -61,7 +62,7 @@ def save(model: Llama, folder: Path) -> None:
 
 
 def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
-    """The model of a folder written by ``save``."""
+    """The model of a folder written by ``save``, or of one brought to 8 bits."""
     c = json.loads((folder / "config.json").read_text())
     shape = Shape(
         hidden=c["hidden_size"], layers=c["num_hidden_layers"], heads=c["num_attention_heads"],
@@ -70,7 +71,8 @@ def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
         positions=c["max_position_embeddings"], theta=c["rope_theta"], eps=c["rms_norm_eps"],
     )  # fmt: skip
     model = Llama(shape)
-    model.load_state_dict(load_file(str(folder / "model.safetensors")))
+    stored = Checkpoint.open(folder)
+    model.load_state_dict({key: stored.read(key) for key in stored.files})
     model = model.to(device=device, dtype=dtype).eval()
     model.cos, model.sin = (table.to(device) for table in model.tables())
     return model

@@ -11,8 +11,8 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.layers.rotary import RopeConfig
-from shared.models.config import CONFIG_FILE, ModelConfig, check_supported, saved_dtype
-from shared.models.config_file import ConfigFile
+from shared.models.config import ModelConfig, check_supported, saved_dtype
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.rope_config import read_rope
 
 

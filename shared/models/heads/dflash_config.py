@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Self
 
 from shared.errors import CheckpointError
-from shared.models.config import CONFIG_FILE, ModelConfig
-from shared.models.config_file import ConfigFile
+from shared.models.config import ModelConfig
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.heads.block_size import read_block_size
 
 _LAYERS_OF = "Qwen3ForCausalLM"

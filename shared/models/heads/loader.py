@@ -14,7 +14,7 @@ from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import ModelOptions
-from shared.models.checkpoint import Checkpoint, open_weights
+from shared.models.checkpoint import Checkpoint
 from shared.models.decoder_weights import IGNORED_SUFFIXES
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
@@ -205,7 +205,7 @@ def _own_token_map(
     if not has_own_lm_head(config, keys) or TOKEN_MAP_KEY not in keys.keys:
         return None
     path = checkpoint.files[TOKEN_MAP_KEY]
-    offsets = open_weights(path).read(TOKEN_MAP_KEY).to(device, torch.int64)
+    offsets = checkpoint.read(TOKEN_MAP_KEY).to(device, torch.int64)
     size = config.draft_vocab_size or config.vocab_size
     if tuple(offsets.shape) != (size,):
         raise CheckpointError(

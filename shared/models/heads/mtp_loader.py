@@ -15,8 +15,8 @@ from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
-from shared.models.config import CONFIG_FILE, ModelConfig
-from shared.models.config_file import ConfigFile
+from shared.models.config import ModelConfig
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead

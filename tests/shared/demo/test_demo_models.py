@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from services.draft.training.causal_model import load_causal_model
 
 DEMO = Path(__file__).parents[3] / "shared" / "demo"
 BOUNDS = {"target": (15_000_000, 25_000_000), "draft": (2_000_000, 5_000_000)}
@@ -16,7 +18,7 @@ BOUNDS = {"target": (15_000_000, 25_000_000), "draft": (2_000_000, 5_000_000)}
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_model_loads_and_is_finite(name: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32)
+    model = load_causal_model(DEMO / name, torch.float32)
     low, high = BOUNDS[name]
     assert low <= sum(p.numel() for p in model.parameters()) <= high
     with torch.inference_mode():
@@ -50,7 +52,7 @@ def test_ends_of_generation() -> None:
 
 def test_target_knows_the_capital_of_france() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
-    model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
+    model = load_causal_model(DEMO / "target", torch.float32)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt.endswith("<|im_start|>assistant\n")
