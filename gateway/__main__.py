@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import uvloop
 
@@ -22,6 +23,7 @@ from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
 from gateway.text.model_text import ModelText
 from shared.errors import OutriderError
+from shared.hub import local_path
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind
@@ -40,6 +42,8 @@ def main() -> None:
         settings = load_settings(
             GatewaySettings, service="gateway", arguments=sys.argv[1:], env=os.environ
         )
+        folder = local_path(settings.tokenizer, flag="--tokenizer")
+        settings = replace(settings, tokenizer=folder)
         configure_logs("gateway", level=settings.log_level, log_format=settings.log_format)
         uvloop.run(_serve(settings))
     except OutriderError as error:

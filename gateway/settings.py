@@ -43,7 +43,10 @@ class GatewaySettings(DialingSettings):
         (), "HOST:PORT of a target's maintenance port, for /flush_cache; repeat for several"
     )
     tokenizer: Path = setting(
-        DEMO_MODEL, "folder with tokenizer.json, chat template and generation_config.json"
+        DEMO_MODEL,
+        "folder with tokenizer.json, chat template and generation_config.json, or an id on the Hub",
+        aliases=("tokenizer-path",),
+        is_model=True,
     )
     tool_call_parser: ToolCallParser = setting(
         ToolCallParser.AUTO, "how the model writes calls of tools; auto: read off its template"

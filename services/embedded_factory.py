@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.draft.drafter_factory import build_drafter, use_device, worker_identity
@@ -14,17 +14,17 @@ from services.draft.drafters.host import Host
 from services.draft.engine import DraftEngine
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
-from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings
+from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
-from services.embedded_problems import check_drafter, check_embedded
+from services.embedded_problems import check_drafter
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.process import attachment_terms
 from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
-from shared.settings import load_settings, shown_settings
+from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.tokens import TreeShape
@@ -51,32 +51,6 @@ class BuiltDraft:
     port: EmbeddedDraft
     settings: Mapping[str, str]
     metrics: DraftMetrics
-
-
-def embedded_settings(
-    settings: TargetSettings, arguments: Sequence[str], env: Mapping[str, str]
-) -> DraftSettings:
-    """Reads the settings of the draft a target hosts; it shares the target's device and dtype, and
-    unless told otherwise its page size, without which no round can stay on the device.
-
-    Args:
-        arguments: flags that are not the target's own.
-        env: `OUTRIDER_DRAFT_*` is read.
-
-    Raises:
-        SettingsError: names every bad setting of the draft, alone or together with the target's.
-    """
-    inherited = [f"--device={settings.device}", f"--dtype={settings.dtype.value}"]
-    given = {name: value for name, value in env.items() if value}
-    if settings.page_size <= MOST_PAGE_TOKENS:
-        given = {"OUTRIDER_DRAFT_PAGE_SIZE": str(settings.page_size), **given}
-    chosen = load_settings(
-        DraftSettings, service="draft", arguments=[*arguments, *inherited], env=given
-    )
-    check_embedded(settings, chosen)
-    if chosen.algorithm.reads_features and chosen.target_model_path is None:
-        return replace(chosen, target_model_path=settings.model_path)
-    return chosen
 
 
 def build_embedded_draft(

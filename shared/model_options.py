@@ -5,6 +5,32 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from types import MappingProxyType
+
+DTYPE_SYNONYMS = MappingProxyType(
+    {
+        "bf16": "bfloat16",
+        "half": "float16",
+        "fp16": "float16",
+        "float": "float32",
+        "fp32": "float32",
+    }
+)
+"""Names of element types in other servers, with ours."""
+
+BACKEND_SYNONYMS = MappingProxyType(
+    {
+        "torch_native": "torch",
+        **dict.fromkeys(
+            (
+                *("fa3", "fa4", "flashinfer", "flashmla", "flash_attn", "cutlass_mla", "aiter"),
+                *("trtllm_mha", "trtllm_mla", "dual_chunk_flash_attn", "nsa", "flex_attention"),
+            ),
+            "auto",
+        ),
+    }
+)
+"""Names of SGLang's attention backends; those whose kernels are not here stand for `auto`."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 

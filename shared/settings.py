@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from shared.errors import SettingsError
-from shared.settings_argv import scan
+from shared.settings_argv import Syntax, scan
 from shared.settings_field import REQUIRED, Field, declared_fields, setting
 from shared.settings_help import help_text
 from shared.telemetry.logs import LogFormat
@@ -94,7 +94,7 @@ def split_arguments(cls: type, arguments: Sequence[str]) -> tuple[list[str], lis
     """
     fields = declared_fields(cls)
     declared = {field.flag for field in fields} | {"--help"}
-    scanned = scan(arguments, frozenset(field.flag for field in fields if field.is_switch))
+    scanned = scan(arguments, Syntax.of(fields))
     own, other = list(scanned.strays), list[str]()
     for flag, texts in scanned.flags.items():
         words = [f"{flag}={text}" for text in texts] or [flag]
@@ -146,7 +146,7 @@ def _read_env(
 def _read_arguments(
     fields: Sequence[Field], arguments: Sequence[str], problems: list[str]
 ) -> dict[str, _Given]:
-    scanned = scan(arguments, frozenset(field.flag for field in fields if field.is_switch))
+    scanned = scan(arguments, Syntax.of(fields))
     problems += [f"unexpected argument {text!r}" for text in scanned.strays]
     by_flag = {field.flag: field for field in fields}
     given: dict[str, _Given] = {}

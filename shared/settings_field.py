@@ -7,7 +7,7 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ class _Declaration:
 
     help: str
     flag: str | None
+    aliases: tuple[str, ...]
     minimum: float | None
     maximum: float | None
     choices: tuple[str, ...]
+    synonyms: Mapping[str, str]
     is_secret: bool
     is_shared: bool
+    is_model: bool
 
 
 def setting(
@@ -34,11 +37,14 @@ def setting(
     help: str,  # noqa: A002 - the word argparse uses
     *,
     flag: str | None = None,
+    aliases: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Sequence[str] = (),
+    synonyms: Mapping[str, str] | None = None,
     is_secret: bool = False,
     is_shared: bool = False,
+    is_model: bool = False,
 ) -> Any:
     """Declares a field of a settings dataclass.
 
@@ -49,12 +55,26 @@ def setting(
         default: value when nothing is given; `REQUIRED` makes the setting required.
         help: one line for `--help`.
         flag: name on the command line; the field's name with dashes when not given.
+        aliases: other names on the command line, without dashes in front.
         minimum, maximum: inclusive limits of a number.
         choices: the only texts that are accepted, in any case.
+        synonyms: other spellings of values, each with the value that it stands for.
         is_secret: never shown.
         is_shared: `OUTRIDER_<NAME>` sets it for every service.
+        is_model: a path that may be a model of the Hugging Face Hub, see `shared.hub`.
     """
-    declaration = _Declaration(help, flag, minimum, maximum, tuple(choices), is_secret, is_shared)
+    declaration = _Declaration(
+        help=help,
+        flag=flag,
+        aliases=tuple(f"--{alias}" for alias in aliases),
+        minimum=minimum,
+        maximum=maximum,
+        choices=tuple(choices),
+        synonyms=synonyms or {},
+        is_secret=is_secret,
+        is_shared=is_shared,
+        is_model=is_model,
+    )
     return dataclasses.field(default=default, metadata={_KEY: declaration})
 
 
@@ -77,6 +97,9 @@ class Field:
     choices: tuple[str, ...]
     is_secret: bool
     is_shared: bool
+    aliases: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_model: bool = False
 
     @property
     def is_required(self) -> bool:
@@ -129,6 +152,7 @@ class Field:
         return "" if self.maximum is None else f", at most {self.maximum:g}"
 
     def _parse_one(self, text: str) -> Any:
+        text = self.synonyms.get(text.lower(), text)
         if self.choices:
             text = self._choice(text)
         if self.kind is bool:
@@ -181,6 +205,9 @@ def _field(field: dataclasses.Field[Any], annotation: Any) -> Field:
         choices=declaration.choices or values,
         is_secret=declaration.is_secret,
         is_shared=declaration.is_shared,
+        aliases=declaration.aliases,
+        synonyms=declaration.synonyms,
+        is_model=declaration.is_model,
     )
 
 

@@ -28,11 +28,12 @@ def _add(parser: argparse.ArgumentParser, field: Field) -> None:
     default = "(required)" if field.is_required else field.render(field.default) or "none"
     if field.is_secret:
         default = "(secret)"
+    names = (field.flag, *field.aliases)
     if field.is_switch:
         parser.add_argument(
-            field.flag, action=argparse.BooleanOptionalAction, default=default, help=text
+            *names, action=argparse.BooleanOptionalAction, default=default, help=text
         )
     else:
         metavar = "TEXT" if field.choices else field.kind.__name__.upper()
         action = "append" if field.is_repeated else "store"
-        parser.add_argument(field.flag, metavar=metavar, action=action, default=default, help=text)
+        parser.add_argument(*names, metavar=metavar, action=action, default=default, help=text)

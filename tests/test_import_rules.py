@@ -26,6 +26,7 @@ TORCH_LAYERS = ("kernels", "kv", "layers", "models", "runtime")
 TORCH_FREE = (
     "gateway",
     "shared.errors",
+    "shared.hub",
     "shared.model_options",
     "shared.settings",
     "shared.settings_argv",
@@ -44,6 +45,9 @@ TORCH_FREE = (
     "shared.kv.pages",
     "shared.ngram",
     "services.serve",
+    "services.embedded_settings",
+    "services.draft.settings",
+    "services.target.settings",
     "services.target.drafts.attachments",
     "services.target.scheduler",
     "services.target.sequence",

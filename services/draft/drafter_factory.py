@@ -13,6 +13,7 @@ from services.draft.drafters.ngram import NgramDrafter
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
 from shared.errors import SettingsError
+from shared.hub import shown_name
 from shared.tokenizer_files import tokenizer_sha256
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def model_id(settings: DraftSettings) -> str:
     """Returns the name shown to targets and operators."""
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return "ngram"
-    return settings.model_folder.resolve().name
+    return shown_name(settings.model_folder)
 
 
 def tokenizer_identity(settings: DraftSettings) -> str | None:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
 from services.draft.fan_out import MAX_BUDGET, FanOut
-from services.draft.model_folders import DEMO_TARGET, default_model_folder
-from services.draft.settings_problems import settings_problems
-from services.draft.shapes import MAX_TREE_DEPTH, model_shape, ngram_shape
+from services.draft.model_folders import DEMO_TARGET, default_model_folder, has_next_token_layers
+from services.draft.settings_problems import missing_model, settings_problems
+from services.draft.shapes import (
+    CHAIN_SHAPE,
+    MAX_TREE_DEPTH,
+    GivenShape,
+    completed,
+    completed_ngram,
+    model_shape,
+)
 from shared.errors import SettingsError
+from shared.hub import local_path
 from shared.model_options import (
+    BACKEND_SYNONYMS,
+    DTYPE_SYNONYMS,
     AttentionBackend,
     Dtype,
     LoadFormat,
@@ -54,12 +64,18 @@ class DraftSettings(DialingSettings):
         None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
     worker_id: str | None = setting(None, "name of this worker; made up when unset")
-    speculative_algorithm: Algorithm = setting(Algorithm.STANDALONE, "drafter")
+    speculative_algorithm: Algorithm = setting(
+        Algorithm.STANDALONE, "drafter", aliases=("speculative-algo", "algorithm")
+    )
     speculative_draft_model_path: Path | None = setting(
-        None, "folder of the draft model or head; the demo's when unset"
+        None,
+        "draft model or head: a Hugging Face folder, or its id on the Hub; unset: the target's own "
+        "next-token layers, or the demo's draft for the demo model",
+        aliases=("speculative-draft-model", "speculative-draft", "draft-model"),
+        is_model=True,
     )
     speculative_draft_model_revision: str | None = setting(
-        None, "refused: a local folder has one revision"
+        None, "branch, tag or commit of a draft model that is an id on the Hub"
     )
     speculative_draft_load_format: LoadFormat = setting(
         LoadFormat.AUTO, "auto prefers safetensors to pt, which is pytorch_model.bin"
@@ -71,10 +87,15 @@ class DraftSettings(DialingSettings):
         AttentionMode.PREFILL, "no effect: one kernel serves prefill, decode and trees"
     )
     speculative_draft_attention_backend: AttentionBackend = setting(
-        AttentionBackend.AUTO, "auto: triton on CUDA, else torch"
+        AttentionBackend.AUTO,
+        "auto: triton on CUDA, else torch; SGLang's fa3, flashinfer and the like are taken as auto",
+        synonyms=BACKEND_SYNONYMS,
     )
     speculative_draft_window_size: int | None = setting(
-        None, "committed tokens the draft looks back on at most; its context when unset", minimum=64
+        None,
+        "committed tokens the draft looks back on at most; its context when unset",
+        aliases=("speculative-dflash-draft-window-size",),
+        minimum=64,
     )
     enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
     enable_cuda_graph: bool | None = setting(
@@ -86,14 +107,20 @@ class DraftSettings(DialingSettings):
         None, f"sequences of a compiled forward at most; {COMPILED_SEQUENCES} when unset", minimum=1
     )
     target_model_path: Path | None = setting(
-        None, "folder of the target a draft head belongs to; the demo target's when unset"
+        None,
+        "target that a draft head belongs to: a folder, or its id on the Hub; the demo target's "
+        "when unset",
+        is_model=True,
     )
     speculative_token_map: Path | None = setting(
-        None, "token ids an EAGLE head is confined to (.pt, .safetensors or .json)"
+        None,
+        "token ids an EAGLE head is confined to (.pt, .safetensors or .json); a file, or one on "
+        "the Hub as OWNER/MODEL/FILE",
+        is_model=True,
     )
     speculative_num_steps: int | None = setting(
         None,
-        "depth of trees; set all three of a shape, which pins it, or none",
+        "depth of trees; what is set of a shape pins it",
         minimum=1,
         maximum=MAX_TREE_DEPTH,
     )
@@ -131,13 +158,18 @@ class DraftSettings(DialingSettings):
         None, "text (.txt) or JSON lines (.jsonl) of texts or token ids to draft from"
     )
     tokenizer: Path | None = setting(
-        None, "folder whose tokenizer the target must share; the model's when unset"
+        None, "folder whose tokenizer the target must share; the model's when unset", is_model=True
     )
-    dtype: Dtype = setting(Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU")
+    dtype: Dtype = setting(
+        Dtype.AUTO,
+        "auto: the checkpoint's on a GPU, float32 on a CPU",
+        synonyms=DTYPE_SYNONYMS,
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     tp_size: int = setting(
         1,
         "processes that hold a STANDALONE draft's model together, one a GPU from the device on",
+        aliases=("tp", "tensor-parallel-size"),
         minimum=1,
         maximum=64,
     )
@@ -151,7 +183,11 @@ class DraftSettings(DialingSettings):
         None, "tokens the KV pool holds; what memory allows when unset", minimum=64
     )
     mem_fraction_static: float | None = setting(
-        None, "share of free memory for KV pages; automatic when unset", minimum=0.01, maximum=1.0
+        None,
+        "share of free memory for KV pages; automatic when unset",
+        aliases=("mem-fraction",),
+        minimum=0.01,
+        maximum=1.0,
     )
     disable_radix_cache: bool = setting(False, "share no prompt prefixes between sequences")
     chunked_prefill_size: int = setting(
@@ -172,10 +208,19 @@ class DraftSettings(DialingSettings):
 
     @property
     def algorithm(self) -> Algorithm:
-        """The drafter's own name."""
-        if self.speculative_algorithm is Algorithm.NEXTN:
+        """The drafter's own name. EAGLE and NEXTN without a head of their own are the target's
+        next-token layers, where it has any."""
+        if self.speculative_algorithm not in (Algorithm.EAGLE, Algorithm.NEXTN):
+            return self.speculative_algorithm
+        has_own_head = self.speculative_draft_model_path is not None or self.is_of_demo
+        if has_own_head or not has_next_token_layers(self.target_folder):
             return Algorithm.EAGLE
-        return self.speculative_algorithm
+        return Algorithm.MTP
+
+    @property
+    def is_of_demo(self) -> bool:
+        """Whether it drafts for the demo's target, which has drafts of its own."""
+        return self.target_folder.resolve() == DEMO_TARGET.resolve()
 
     @property
     def model_folder(self) -> Path:
@@ -190,7 +235,7 @@ class DraftSettings(DialingSettings):
         return self.target_model_path or DEMO_TARGET
 
     @property
-    def given_shape(self) -> tuple[int | None, int | None, int | None]:
+    def given_shape(self) -> GivenShape:
         """Steps, topk and tokens, as far as they are set."""
         return (
             self.speculative_num_steps,
@@ -200,8 +245,10 @@ class DraftSettings(DialingSettings):
 
     @property
     def is_shape_pinned(self) -> bool:
-        """Whether trees keep to the shape that is set, instead of what targets wish."""
-        return any(value is not None for value in self.given_shape)
+        """Whether trees keep to the shape that is set, instead of what targets wish. A topk alone
+        leaves the depth open."""
+        steps, _, tokens = self.given_shape
+        return steps is not None or tokens is not None
 
     @property
     def shape(self) -> TreeShape:
@@ -210,21 +257,22 @@ class DraftSettings(DialingSettings):
         Raises:
             CheckpointError: a head's default depends on its target, whose config is not readable.
         """
-        steps, topk, tokens = self.given_shape
-        if steps is not None and topk is not None and tokens is not None:
-            return TreeShape(steps, topk, tokens)
+        given = self.given_shape
         if self.algorithm is Algorithm.NGRAM:
-            return ngram_shape(
+            return completed_ngram(
+                given,
                 self.speculative_ngram_max_trie_depth,
                 self.speculative_ngram_max_bfs_breadth,
-                num_draft_tokens=tokens,
             )
-        return model_shape(
+        if None not in given:
+            return completed(given, CHAIN_SHAPE, is_block=self.algorithm is Algorithm.DFLASH)
+        default = model_shape(
             self.algorithm,
             self.model_folder,
             self.target_folder,
             block_size=self.speculative_dflash_block_size,
         )
+        return completed(given, default, is_block=self.algorithm is Algorithm.DFLASH)
 
     @property
     def model_options(self) -> ModelOptions:
@@ -257,9 +305,38 @@ class DraftSettings(DialingSettings):
 
 
 def read_settings(arguments: Sequence[str]) -> DraftSettings:
-    """Reads flags and environment.
+    """Reads flags and environment; fetches models that are named by their id on the Hub.
 
     Raises:
         SettingsError: names every bad setting.
     """
-    return load_settings(DraftSettings, service="draft", arguments=arguments, env=os.environ)
+    return with_local_models(
+        load_settings(DraftSettings, service="draft", arguments=arguments, env=os.environ)
+    )
+
+
+def with_local_models(settings: DraftSettings) -> DraftSettings:
+    """Returns the settings with paths on this machine in place of ids on the Hub.
+
+    Raises:
+        SettingsError: a model is not to be had, or the algorithm needs one and none is named.
+    """
+    revision = settings.speculative_draft_model_revision
+    local = replace(
+        settings,
+        speculative_draft_model_path=_local(
+            settings.speculative_draft_model_path, "--speculative-draft-model-path", revision
+        ),
+        speculative_draft_model_revision=None,
+        speculative_token_map=_local(settings.speculative_token_map, "--speculative-token-map"),
+        target_model_path=_local(settings.target_model_path, "--target-model-path"),
+        tokenizer=_local(settings.tokenizer, "--tokenizer"),
+    )
+    problems = missing_model(local)
+    if problems:
+        raise SettingsError(problems)
+    return local
+
+
+def _local(path: Path | None, flag: str, revision: str | None = None) -> Path | None:
+    return None if path is None else local_path(path, flag=flag, revision=revision)

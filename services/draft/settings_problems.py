@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.draft.algorithm import Algorithm
+from services.draft.shapes import is_completable
 from shared.addresses import address_problems
+from shared.hub import shown_name
 from shared.model_options import device_problems
 from shared.service_settings import tls_problems
 from shared.settings_field import declared_fields
@@ -33,7 +35,6 @@ def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
         *_shape_problems(settings),
         *_ngram_problems(settings),
         *_head_problems(settings),
-        *_revision_problems(settings),
         *_compile_problems(settings),
         *_tp_problems(settings),
         *_window_problems(settings),
@@ -44,15 +45,12 @@ def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
 
 
 def _shape_problems(settings: DraftSettings) -> tuple[str, ...]:
-    given = settings.given_shape
-    if all(value is None for value in given) or all(value is not None for value in given):
-        return ()
-    # The breadth of n-gram trees has flags of its own, and their depth is the trie's.
-    if settings.speculative_algorithm is Algorithm.NGRAM and given[:2] == (None, None):
+    if is_completable(settings.given_shape, settings.algorithm):
         return ()
     return (
-        "set all of --speculative-num-steps, --speculative-eagle-topk and "
-        "--speculative-num-draft-tokens, or none of them",
+        "a tree needs all of --speculative-num-steps, --speculative-eagle-topk and "
+        "--speculative-num-draft-tokens, for example 3, 4 and 16; a chain needs "
+        "--speculative-eagle-topk 1 and perhaps one of the others; none of them: automatic",
     )
 
 
@@ -108,14 +106,17 @@ def block_problems(settings: DraftSettings, block_size: int) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _revision_problems(settings: DraftSettings) -> tuple[str, ...]:
-    revision = settings.speculative_draft_model_revision
-    if revision is None:
+def missing_model(settings: DraftSettings) -> tuple[str, ...]:
+    """Returns a line if a head is needed that nothing names. Paths are local by now."""
+    algorithm = settings.algorithm
+    is_named = settings.speculative_draft_model_path is not None or settings.is_of_demo
+    if is_named or not algorithm.reads_features or algorithm is Algorithm.MTP:
         return ()
+    name, target = settings.speculative_algorithm.value, shown_name(settings.target_folder)
     return (
-        f"--speculative-draft-model-revision is {revision!r}; models are local folders here, which "
-        f"have one revision: download that one and give its folder as "
-        f"--speculative-draft-model-path",
+        f"--speculative-draft-model-path: {name} needs a head that was trained for {target}, which "
+        f"has no next-token layers of its own, and the demo's heads fit the demo model alone; "
+        f"--speculative-algorithm NGRAM needs no model",
     )
 
 

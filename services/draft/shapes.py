@@ -16,16 +16,53 @@ MIMO_SHAPE = TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
 NGRAM_DRAFT_TOKENS = 12
 _WIDE_FAMILIES = ("Llama", "Grok")
 
+GivenShape = tuple[int | None, int | None, int | None]
+"""Steps, topk and tokens, as far as they are set."""
 
-def ngram_shape(
-    max_trie_depth: int, max_breadth: int, *, num_draft_tokens: int | None
-) -> TreeShape:
+
+def completed(given: GivenShape, default: TreeShape, *, is_block: bool) -> TreeShape:
+    """Returns the shape that is set, completed as SGLang completes it.
+
+    Args:
+        given: a whole shape, nothing, or a part for which `is_completable` holds.
+        default: of the algorithm.
+        is_block: of a DFLASH head, whose tokens alone are the rows of its block.
+    """
+    steps, topk, tokens = given
+    if is_block and tokens is not None and steps in (None, 1) and topk in (None, 1):
+        return _chain(tokens - 1)
+    if topk == 1 and not is_block:
+        return _chain(steps or (tokens - 1 if tokens else default.num_steps))
+    if steps is not None and topk is not None and tokens is not None:
+        return TreeShape(steps, topk, tokens)
+    return default
+
+
+def is_completable(given: GivenShape, algorithm: Algorithm) -> bool:
+    """Whether what is set names one shape: all, nothing, a chain, or the rows of NGRAM or DFLASH,
+    which have flags of their own for the rest."""
+    num_set = sum(value is not None for value in given)
+    if num_set in (0, 3):
+        return True
+    if algorithm in (Algorithm.NGRAM, Algorithm.DFLASH):
+        return given[:2] == (None, None)
+    return given[1] == 1
+
+
+def completed_ngram(given: GivenShape, max_trie_depth: int, max_breadth: int) -> TreeShape:
     """Returns the shape of n-gram trees, which are as deep and as wide as the trie allows."""
+    steps, topk, tokens = given
+    if steps is not None and topk is not None and tokens is not None:
+        return TreeShape(steps, topk, tokens)
     return TreeShape(
         num_steps=min(max_trie_depth - 1, MAX_TREE_DEPTH),
         topk=max_breadth,
-        num_draft_tokens=num_draft_tokens or NGRAM_DRAFT_TOKENS,
+        num_draft_tokens=tokens or min(max_trie_depth, NGRAM_DRAFT_TOKENS),
     )
+
+
+def _chain(num_steps: int) -> TreeShape:
+    return TreeShape(num_steps, 1, num_steps + 1)
 
 
 def model_shape(

@@ -16,14 +16,15 @@ from prometheus_client import CollectorRegistry
 
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
-from services.embedded_factory import build_embedded_draft, embedded_settings
+from services.embedded_factory import build_embedded_draft
+from services.embedded_settings import embedded_settings
 from services.followers import Followers
 from services.target.draft_metrics import WantedMetrics, engine_statuses
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, engine_figures
 from services.target.process import TargetProcess
-from services.target.settings import TargetSettings
+from services.target.settings import TargetSettings, with_local_model
 from services.target.tensor_parallel import start_followers
 from shared.errors import OutriderError
 from shared.settings import load_settings, split_arguments
@@ -66,13 +67,15 @@ def read_settings(
 
     Raises:
         SettingsError: names every bad setting. Flags that are not the target's are the draft's,
-            or bad when none is hosted.
+            or bad when none is hosted. A model that is named by its id on the Hub is fetched.
     """
     own, others = split_arguments(TargetSettings, arguments)
     settings = load_settings(TargetSettings, service="target", arguments=own, env=env)
     if settings.draft is DraftPlacement.EMBEDDED:
+        settings = with_local_model(settings)
         return settings, embedded_settings(settings, others, env)
-    return load_settings(TargetSettings, service="target", arguments=arguments, env=env), None
+    settings = load_settings(TargetSettings, service="target", arguments=arguments, env=env)
+    return with_local_model(settings), None
 
 
 async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None) -> None:

@@ -25,3 +25,17 @@ class DraftPlacement(enum.Enum):
 
     REMOTE = "remote"
     EMBEDDED = "embedded"
+
+
+class VerificationMode(enum.Enum):
+    """The rule by which trees are verified."""
+
+    COUPLED = "coupled"
+    POINT_MASS = "point-mass"
+    REJECTION = "rejection"
+    BLOCK = "block"
+
+    @property
+    def draws_chains(self) -> bool:
+        """Whether drafts draw their chains and hand over the laws."""
+        return self in (VerificationMode.REJECTION, VerificationMode.BLOCK)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.target.control.adaptive_config import adaptive_problems
 from services.target.fallback import Fallback
-from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
+from services.target.flag_choices import (
+    DeviceRoundsChoice,
+    DraftPlacement,
+    VerificationChoice,
+    VerificationMode,
+)
 from services.target.rounds.round_problems import round_problems
 from services.target.verification_problems import verification_problems
-from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
-from shared.model_options import Dtype, KvDtype, ModelOptions, Quantisation, device_problems
+from shared.hub import local_path, shown_name
+from shared.model_options import (
+    BACKEND_SYNONYMS,
+    DTYPE_SYNONYMS,
+    AttentionBackend,
+    Dtype,
+    KvDtype,
+    ModelOptions,
+    Quantisation,
+    device_problems,
+)
 from shared.service_settings import ServiceSettings, tls_problems
 from shared.settings import setting
 
@@ -23,12 +37,29 @@ DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
 class TargetSettings(ServiceSettings):
     """What `outrider-target` can be told."""
 
-    model_path: Path = setting(DEMO_MODEL, "Hugging Face folder of the target model")
+    model_path: Path = setting(
+        DEMO_MODEL,
+        "target model: a Hugging Face folder, or its id on the Hub",
+        aliases=("model",),
+        is_model=True,
+    )
+    revision: str | None = setting(
+        None, "branch, tag or commit of a --model-path that is an id on the Hub"
+    )
     served_model_name: str | None = setting(None, "name clients pass as `model`; the folder's")
     tokenizer_path: Path | None = setting(
-        None, "folder of the tokenizer, for its identity; the model's"
+        None, "folder of the tokenizer, for its identity; the model's", is_model=True
     )
-    dtype: Dtype = setting(Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU")
+    dtype: Dtype = setting(
+        Dtype.AUTO,
+        "auto: the checkpoint's on a GPU, float32 on a CPU",
+        synonyms=DTYPE_SYNONYMS,
+    )
+    attention_backend: AttentionBackend = setting(
+        AttentionBackend.AUTO,
+        "auto: triton on CUDA, else torch; SGLang's fa3, flashinfer and the like are taken as auto",
+        synonyms=BACKEND_SYNONYMS,
+    )
     quantization: Quantisation = setting(
         Quantisation.UNQUANT, "8 bits a weight in the layers; not in embedding and lm_head"
     )
@@ -36,7 +67,11 @@ class TargetSettings(ServiceSettings):
         False, "in half precision on a GPU: a row of a product has the same bits in any batch"
     )
     tp_size: int = setting(
-        1, "processes that hold the model together, one a GPU", minimum=1, maximum=64
+        1,
+        "processes that hold the model together, one a GPU",
+        aliases=("tp", "tensor-parallel-size"),
+        minimum=1,
+        maximum=64,
     )
     kv_cache_dtype: KvDtype = setting(
         KvDtype.AUTO, "element type of keys and values; auto: the model's"
@@ -61,7 +96,11 @@ class TargetSettings(ServiceSettings):
 
     page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=1024)
     mem_fraction_static: float | None = setting(
-        None, "share of free memory for KV pages; automatic when unset", minimum=0.01, maximum=1.0
+        None,
+        "share of free memory for KV pages; automatic when unset",
+        aliases=("mem-fraction",),
+        minimum=0.01,
+        maximum=1.0,
     )
     max_total_tokens: int | None = setting(
         None, "tokens the KV pool holds; what memory allows when unset", minimum=16
@@ -182,6 +221,7 @@ class TargetSettings(ServiceSettings):
     def model_options(self) -> ModelOptions:
         return ModelOptions(
             quantisation=self.quantization,
+            attention_backend=self.attention_backend,
             is_deterministic=self.enable_deterministic_inference,
         )
 
@@ -192,4 +232,17 @@ class TargetSettings(ServiceSettings):
     @property
     def model_id(self) -> str:
         """Name clients pass as `model`."""
-        return self.served_model_name or self.model_path.resolve().name
+        return self.served_model_name or shown_name(self.model_path)
+
+
+def with_local_model(settings: TargetSettings) -> TargetSettings:
+    """Returns the settings with paths on this machine in place of ids on the Hub.
+
+    Raises:
+        SettingsError: a model is not to be had.
+    """
+    model = local_path(settings.model_path, flag="--model-path", revision=settings.revision)
+    tokenizer = settings.tokenizer_path
+    if tokenizer is not None:
+        tokenizer = local_path(tokenizer, flag="--tokenizer-path")
+    return replace(settings, model_path=model, tokenizer_path=tokenizer, revision=None)

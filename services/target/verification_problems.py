@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationChoice
-from services.target.verifier import VerificationMode
+from services.target.flag_choices import (
+    DeviceRoundsChoice,
+    DraftPlacement,
+    VerificationChoice,
+    VerificationMode,
+)
 
 if TYPE_CHECKING:
     from services.target.settings import TargetSettings

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from services.target.draw import CoupledDraw, Draw, FreshDraw, RowLaws
+from services.target.flag_choices import VerificationMode as VerificationMode
 from services.target.path_rules import DrawnChainRule, PathRule, PointMassRule
 from services.target.running_counts import RunningCounts
 from services.target.step_plan import ScheduledSequence
@@ -18,20 +18,6 @@ from shared.speculation.rejection import REJECTION
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.speculation.tree import row_depths
 from shared.speculation.verify import EXACT, Thresholds
-
-
-class VerificationMode(enum.Enum):
-    """The rule by which trees are verified."""
-
-    COUPLED = "coupled"
-    POINT_MASS = "point-mass"
-    REJECTION = "rejection"
-    BLOCK = "block"
-
-    @property
-    def draws_chains(self) -> bool:
-        """Whether drafts draw their chains and hand over the laws."""
-        return self in (VerificationMode.REJECTION, VerificationMode.BLOCK)
 
 
 class Verifier:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.target.fallback import Fallback
-from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement
-from services.target.verifier import VerificationMode
+from services.target.flag_choices import DeviceRoundsChoice, DraftPlacement, VerificationMode
 
 if TYPE_CHECKING:
     from services.target.settings import TargetSettings

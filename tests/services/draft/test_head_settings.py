@@ -106,7 +106,7 @@ def test_both_read_features(algorithm: Algorithm) -> None:
             ("DFLASH", BLOCK, "8", STEPS, "7", TOPK, "1", TOKENS, "9"),
             f"{TOKENS} is 9; a chain over a block has 8 rows",
         ),
-        (("DFLASH", STEPS, "7"), "or none of them"),
+        (("DFLASH", STEPS, "7"), "a tree needs all of"),
     ],
 )
 def test_wrong_combinations_are_refused_by_name(arguments: tuple[str, ...], part: str) -> None:

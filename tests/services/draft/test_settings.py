@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.draft.algorithm import Algorithm
-from services.draft.settings import DraftSettings
+from services.draft.settings import DraftSettings, with_local_models
 from shared.errors import SettingsError
+from shared.model_options import AttentionBackend, Dtype
 from shared.ngram.index import MatchType
 from shared.settings import load_settings, shown_settings
 from shared.tokens import TreeShape
@@ -42,13 +43,35 @@ def test_a_shape_is_set_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("given", [(STEPS, "5"), (TOKENS, "5"), (STEPS, "5", TOPK, "4")])
-def test_a_part_of_a_shape_is_refused(given: tuple[str, ...]) -> None:
-    assert "or none of them" in _problems(*given)
+def test_a_part_that_names_no_shape_is_refused(given: tuple[str, ...]) -> None:
+    assert "a tree needs all of --speculative-num-steps" in _problems(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "is_pinned"),
+    [
+        ((TOPK, "1"), TreeShape(3, 1, 4), False),
+        ((TOPK, "1", STEPS, "5"), TreeShape(5, 1, 6), True),
+        ((TOPK, "1", TOKENS, "6"), TreeShape(5, 1, 6), True),
+        ((TOPK, "1", STEPS, "3", TOKENS, "8"), TreeShape(3, 1, 4), True),
+    ],
+)
+def test_a_topk_of_one_is_a_chain_of_the_depth_that_is_set(
+    given: tuple[str, ...], shape: TreeShape, is_pinned: bool
+) -> None:
+    settings = _read(*given)
+    assert (settings.shape, settings.is_shape_pinned) == (shape, is_pinned)
+
+
+@pytest.mark.parametrize("rest", [(), (STEPS, "1", TOPK, "1")])
+def test_dflash_takes_the_rows_of_its_block_alone(rest: tuple[str, ...]) -> None:
+    flags = ("--speculative-algorithm", "DFLASH", TOKENS, "8", *rest)
+    assert _read(*flags).shape == TreeShape(7, 1, 8)
 
 
 def test_ngram_takes_its_draft_tokens_alone() -> None:
     assert _read(*NGRAM, TOKENS, "20").shape.num_draft_tokens == 20
-    assert "or none of them" in _problems(*NGRAM, TOPK, "5")
+    assert "a tree needs all of" in _problems(*NGRAM, TOPK, "5")
 
 
 def test_ngram_flags_reach_the_trie() -> None:
@@ -67,7 +90,7 @@ def test_ngram_flags_reach_the_trie() -> None:
         1_000,
         2,
     )
-    assert settings.shape == TreeShape(8, 6, 12)
+    assert settings.shape == TreeShape(8, 6, 9)
 
 
 def test_ngram_defaults_are_those_users_know() -> None:
@@ -107,9 +130,8 @@ def test_the_demo_draft_is_the_default_model() -> None:
         (("--device", "tpu"), "'tpu' is not auto, cpu"),
         (("--speculative-draft-model-quantization", "int4"), "one of unquant, int8, fp8"),
         (("--speculative-attention-mode", "verify"), "one of prefill, decode"),
-        (("--speculative-draft-attention-backend", "fa3"), "one of auto, torch, triton"),
+        (("--speculative-draft-attention-backend", "fa9"), "one of auto, torch, triton"),
         (("--speculative-draft-load-format", "gguf"), "one of auto, safetensors, pt"),
-        (("--speculative-draft-model-revision", "v2"), "-revision is 'v2'; models are local"),
         (("--speculative-draft-window-size", "8"), "--speculative-draft-window-size is '8'"),
         (
             ("--speculative-draft-window-size", "200", "--context-length", "100"),
@@ -220,7 +242,50 @@ def test_heads_default_to_those_of_the_demo_target() -> None:
 
 def test_a_head_takes_a_part_of_a_shape_no_more_than_others_do(tmp_path: Path) -> None:
     flags = ("--speculative-algorithm", "EAGLE", STEPS, "3")
-    assert "or none of them" in _problems(*flags)
+    assert "a tree needs all of" in _problems(*flags)
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN"])
+def test_without_a_head_the_targets_own_next_token_layers_draft(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}')
+    settings = with_local_models(_head(name, tmp_path))
+    assert settings.algorithm is Algorithm.MTP
+    assert (settings.model_folder, settings.shape) == (tmp_path, TreeShape(1, 1, 2))
+    with_head = _head(name, tmp_path, "--speculative-draft-model-path", "/heads/own")
+    assert with_head.algorithm is Algorithm.EAGLE
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "EAGLE3", "DFLASH"])
+def test_the_demos_heads_are_for_the_demo_model_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(SettingsError, match=f"{name} needs a head that was trained for"):
+        with_local_models(_head(name, tmp_path))
+    assert with_local_models(_read("--speculative-algorithm", name)).is_of_demo
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"), [("bf16", "bfloat16"), ("half", "float16"), ("FP32", "float32")]
+)
+def test_element_types_have_short_names(spelling: str, dtype: str) -> None:
+    assert _read("--dtype", spelling).dtype is Dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [("fa3", "auto"), ("flashinfer", "auto"), ("torch_native", "torch"), ("triton", "triton")],
+)
+def test_backends_of_sglang_have_a_nearest(given: str, backend: str) -> None:
+    settings = _read("--speculative-draft-attention-backend", given)
+    assert settings.speculative_draft_attention_backend is AttentionBackend(backend)
+
+
+def test_other_spellings_of_flags_are_known() -> None:
+    settings = _read("--speculative-algo", "NEXTN", "--speculative-draft", "/h", "--tp=1")
+    assert settings.speculative_algorithm is Algorithm.NEXTN
+    assert settings.speculative_draft_model_path == Path("/h")
+    window = _read("--speculative-dflash-draft-window-size", "128")
+    assert window.speculative_draft_window_size == 128
 
 
 def test_standalone_is_the_default_algorithm() -> None:

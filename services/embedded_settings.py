@@ -1,0 +1,109 @@
+"""The settings of the draft that a target hosts, and what of them the target cannot do with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from services.draft.algorithm import Algorithm
+from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
+from services.target.flag_choices import DeviceRoundsChoice
+from services.target.settings import TargetSettings
+from services.target.verification_problems import rejection_flag
+from shared.errors import SettingsError
+from shared.settings import load_settings
+
+HEADS = "an EAGLE, EAGLE3 or one-layer MTP head"
+_WITHOUT_LAWS = {
+    Algorithm.NGRAM: "repeats tokens and draws none",
+    Algorithm.DFLASH: "scores a block at once, not each token after those before it",
+}
+
+
+def embedded_settings(
+    settings: TargetSettings, arguments: Sequence[str], env: Mapping[str, str]
+) -> DraftSettings:
+    """Reads the settings of the draft a target hosts; it shares the target's device and dtype, and
+    unless told otherwise its page size, without which no round can stay on the device.
+
+    Args:
+        settings: of the target, whose model is on this machine.
+        arguments: flags that are not the target's own.
+        env: `OUTRIDER_DRAFT_*` is read.
+
+    Raises:
+        SettingsError: names every bad setting of the draft, alone or together with the target's.
+    """
+    inherited = [f"--device={settings.device}", f"--dtype={settings.dtype.value}"]
+    given = {name: value for name, value in env.items() if value}
+    if settings.page_size <= MOST_PAGE_TOKENS:
+        given = {"OUTRIDER_DRAFT_PAGE_SIZE": str(settings.page_size), **given}
+    chosen = load_settings(
+        DraftSettings, service="draft", arguments=[*arguments, *inherited], env=given
+    )
+    if chosen.algorithm.reads_features and chosen.target_model_path is None:
+        chosen = replace(chosen, target_model_path=settings.model_path)
+    chosen = with_local_models(chosen)
+    check_embedded(settings, chosen)
+    return chosen
+
+
+def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
+    """Raises:
+    SettingsError: names every setting of the draft that the target's process or rule, or rounds on
+        the device that it asks for, cannot do with.
+    """
+    problems = [
+        *_process_problems(draft),
+        *_round_problems(settings, draft),
+        *_law_problems(settings, draft),
+    ]
+    if problems:
+        raise SettingsError(tuple(problems))
+
+
+def _process_problems(draft: DraftSettings) -> list[str]:
+    if draft.tp_size == 1:
+        return []
+    return [
+        f"OUTRIDER_DRAFT_TP_SIZE is {draft.tp_size}; a draft that a target hosts is whole, on the "
+        f"target's first GPU: --tp-size cuts the target alone, and a remote draft can be cut"
+    ]
+
+
+def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
+    if settings.device_rounds is not DeviceRoundsChoice.ON:
+        return []
+    problems = []
+    if not draft.algorithm.lends_head:
+        problems.append(
+            f"--device-rounds on needs {HEADS}; --speculative-algorithm is {draft.algorithm.value}"
+        )
+    elif draft.page_size != settings.page_size:
+        problems.append(
+            f"--device-rounds on needs pages of one size; --page-size is {settings.page_size}, the "
+            f"draft's {draft.page_size}"
+        )
+    return problems
+
+
+def _law_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
+    if not settings.verification.draws_chains:
+        return []
+    flag, algorithm = rejection_flag(settings), draft.algorithm
+    problems = []
+    if algorithm in _WITHOUT_LAWS:
+        problems.append(
+            f"{flag} needs the law that each token was drawn from; {algorithm.value} "
+            f"{_WITHOUT_LAWS[algorithm]}"
+        )
+    elif draft.speculative_eagle_topk not in (None, 1):
+        problems.append(
+            f"--speculative-eagle-topk is {draft.speculative_eagle_topk}; {flag} needs chains, 1"
+        )
+    if draft.speculative_outcome_budget:
+        problems.append(
+            f"--speculative-outcome-budget is {draft.speculative_outcome_budget}; {flag} needs 0, "
+            f"because chains prepared for chosen verdicts are not drawn from a law"
+        )
+    return problems
