@@ -1,0 +1,250 @@
+"""What the documents name exists: links, make targets, flags, variables, files, modules, RPCs,
+routes, metrics and error reasons.
+
+Each rule takes a page and returns what is wrong with it, so that it can be shown to fail: every
+rule is given a page that breaks it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MOST_WORDS = 18_000  # of all pages in docs/
+
+# Flags of other people's programs that the documents call.
+FOREIGN_FLAGS = {
+    "bash": {"--idle"},
+    "buf": {"--protocol", "--http2-prior-knowledge"},
+    "curl": {"--cacert"},
+    "docker": {"--build", "--scale"},
+    "mypy": {"--strict"},
+    "podman": {"--format"},
+    "smg": {"--worker-urls"},
+    "torchrun": {"--nproc-per-node"},
+}
+
+# Variables that no flag of one service stands behind.
+COMMON_VARIABLES = {"OUTRIDER_LOG_LEVEL", "OUTRIDER_LOG_FORMAT", "OUTRIDER_OTLP_ENDPOINT"}
+
+# Routes that the web framework adds.
+FRAMEWORK_ROUTES = {"GET /docs", "GET /openapi.json"}
+
+_FOLDERS = r"docker|docs|gateway|protos|services|shared|tests|\.ci"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A document.
+
+    Attributes:
+        path: where it lies, for its relative links.
+        text: Markdown.
+    """
+
+    path: Path
+    text: str
+
+    @property
+    def code(self) -> str:
+        """The text between fences and between backticks, one piece a line."""
+        fence = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+        return "\n".join(
+            [*fence.findall(self.text), *re.findall(r"`([^`\n]+)`", fence.sub("", self.text))]
+        )
+
+
+@functools.cache
+def _pages() -> tuple[Page, ...]:
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    result = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = (ROOT / name for name in result.stdout.split())
+    return tuple(Page(path, path.read_text()) for path in paths if path.exists())
+
+
+@functools.cache
+def _source(pattern: str = "*.py") -> str:
+    """The text of the product and of its programs. Tests are left out: they may name what is
+    refused."""
+    folders = (ROOT / name for name in ("gateway", "services", "shared", "protos", "tests"))
+    files = (path for folder in folders for path in sorted(folder.rglob(pattern)))
+    return "\n".join(path.read_text() for path in files if not path.name.startswith("test_"))
+
+
+@functools.cache
+def _flags_of_services() -> dict[str, list[str]]:
+    """Flags by service, from their page; a test of its own holds that page to the settings."""
+    text = (DOCS / "flags.md").read_text()
+    sections = re.findall(r"^## `outrider-(\w+)`$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return {service: re.findall(r"`(--[a-z0-9-]+)`", table) for service, table in sections}
+
+
+@functools.cache
+def _flags() -> frozenset[str]:
+    services = (flag for flags in _flags_of_services().values() for flag in flags)
+    programs = re.findall(r"""["'](--[a-z0-9-]+)["']""", _source())
+    foreign = (flag for flags in FOREIGN_FLAGS.values() for flag in flags)
+    return frozenset([*services, *programs, *foreign])
+
+
+@functools.cache
+def _variables() -> frozenset[str]:
+    named = (
+        f"OUTRIDER_{service}{flag.replace('--', '-')}".upper().replace("-", "_")
+        for service, flags in _flags_of_services().items()
+        for flag in flags
+    )
+    return frozenset([*COMMON_VARIABLES, *named])
+
+
+@functools.cache
+def _anchors(path: Path) -> frozenset[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return frozenset(heading.replace(" ", "-") for heading in kept)
+
+
+@functools.cache
+def _rpcs() -> frozenset[str]:
+    """`Service/Method` of every contract."""
+    services = re.findall(
+        r"^service (\w+) \{(.*?)^\}", _source("*.proto"), re.DOTALL | re.MULTILINE
+    )
+    return frozenset(
+        f"{service}/{method}"
+        for service, body in services
+        for method in re.findall(r"rpc (\w+)", body)
+    )
+
+
+@functools.cache
+def _routes() -> frozenset[str]:
+    """`METHOD /path` of the gateway, without what stands in braces."""
+    decorators = re.findall(r"@app\.(get|post|delete)\(\s*\"(/[^\"{]*)", _source())
+    return frozenset([*FRAMEWORK_ROUTES, *(f"{how.upper()} {path}" for how, path in decorators)])
+
+
+def broken_links(page: Page) -> Iterator[str]:
+    """Links to a file or a heading that is not there."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        path = page.path.parent / name if name else page.path
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            yield link
+
+
+def unknown_targets(page: Page) -> Iterator[str]:
+    """`make X` without a target X."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.MULTILINE))
+    named = re.findall(r"(?<![\w-])make ([a-z][a-z0-9-]*)", page.code)
+    yield from (f"make {target}" for target in named if target not in targets)
+
+
+def unknown_flags(page: Page) -> Iterator[str]:
+    """Flags that no service and no program takes."""
+    named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w…-])", page.code)
+    yield from (flag for flag in named if flag not in _flags())
+
+
+def unknown_variables(page: Page) -> Iterator[str]:
+    """Environment variables that no setting reads."""
+    named = re.findall(r"OUTRIDER_[A-Z0-9_]+(?![A-Z0-9_…])", page.code)
+    yield from (name for name in named if name not in _variables())
+
+
+def missing_files(page: Page) -> Iterator[str]:
+    """Files and folders of the repository that are not there; `*` stands for any name."""
+    for name in re.findall(rf"(?<![\w./:-])((?:{_FOLDERS})/[\w./*-]*\w)", page.code):
+        if not any(ROOT.glob(name)):
+            yield name
+
+
+def missing_modules(page: Page) -> Iterator[str]:
+    """`python -m X` where X is in the repository's folders and not there."""
+    for name in re.findall(rf"-m ((?:{_FOLDERS})(?:\.\w+)*)", page.code):
+        path = ROOT / name.replace(".", "/")
+        if not path.with_suffix(".py").exists() and not path.is_dir():
+            yield name
+
+
+def unknown_rpcs(page: Page) -> Iterator[str]:
+    """`Service/Method` that no contract has."""
+    named = re.findall(r"(?<!\w)([A-Z]\w+(?:Service|Engine))[/.]([A-Z]\w+)", page.code)
+    calls = (f"{service}/{method}" for service, method in named)
+    yield from (call for call in calls if call not in _rpcs())
+
+
+def unknown_routes(page: Page) -> Iterator[str]:
+    """`GET /path` that the gateway does not answer."""
+    named = re.findall(r"(?<!\w)((?:GET|POST|DELETE) /[\w./]+)", page.code)
+    yield from (route for route in named if route not in _routes())
+
+
+def unknown_metrics(page: Page) -> Iterator[str]:
+    """Metrics of ours that no service declares."""
+    for name in re.findall(r"outrider_(?:target|draft|gateway)_(\w*[a-z])", page.code):
+        if re.sub(r"(_seconds)?(_total)?$", "", name) not in _source():
+            yield name
+
+
+def unknown_reasons(page: Page) -> Iterator[str]:
+    """Reasons of errors, which stand in the first column of a table, that nothing raises."""
+    cells = re.findall(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \|", page.text, re.MULTILINE)
+    named = re.findall(r"`([A-Z]+_[A-Z_]+)`", "".join(cells))
+    yield from (reason for reason in named if f'"{reason}"' not in _source())
+
+
+Rule = Callable[[Page], Iterator[str]]
+
+# Each rule with a page that breaks it.
+RULES: dict[Rule, str] = {
+    broken_links: "[a page](nowhere.md)",
+    unknown_targets: "`make nonsense`",
+    unknown_flags: "```sh\noutrider-target --nonsense-flag\n```",
+    unknown_variables: "`OUTRIDER_TARGET_NONSENSE`",
+    missing_files: "`services/nonsense.py`",
+    missing_modules: "`python -m services.nonsense`",
+    unknown_rpcs: "`TargetService/Nonsense`",
+    unknown_routes: "`GET /nonsense`",
+    unknown_metrics: "`outrider_target_nonsense_total`",
+    unknown_reasons: "| `NONSENSE_REASON` | never |",
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_what_the_documents_name_exists(rule: Rule) -> None:
+    wrong = {f"{page.path.relative_to(ROOT)}: {name}" for page in _pages() for name in rule(page)}
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_each_rule_finds_what_is_missing(rule: Rule) -> None:
+    assert list(rule(Page(DOCS / "page.md", RULES[rule])))
+
+
+def test_a_link_to_a_missing_heading_is_found() -> None:
+    page = Page(DOCS / "page.md", "[here](README.md#documentation) [there](README.md#nowhere)")
+    assert list(broken_links(page)) == ["README.md#nowhere"]
+
+
+def test_the_index_links_every_page() -> None:
+    links = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "README.md").read_text()))
+    assert links == {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+
+
+def test_the_documents_stay_short() -> None:
+    text = "\n".join(path.read_text() for path in DOCS.glob("*.md"))
+    words = [piece for piece in text.split() if any(map(str.isalnum, piece))]
+    assert len(words) <= MOST_WORDS
