@@ -8,6 +8,7 @@ rule is given a page that breaks it.
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format, message_factory
+
+from gateway.schema import ChatCompletionRequest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -158,6 +162,43 @@ def unknown_flags(page: Page) -> Iterator[str]:
     yield from (flag for flag in named if flag not in _flags())
 
 
+@functools.cache
+def _flags_of(module: str) -> frozenset[str]:
+    """Flags that a program, or a module of the tests that it imports, writes down."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    imported = re.findall(r"^\s*(?:from|import) (tests\.\w+\.\w+)", file.read_text(), re.MULTILINE)
+    files = [file, *(ROOT / f"{name.replace('.', '/')}.py" for name in imported)]
+    text = "\n".join(path.read_text() for path in files if path.exists())
+    return frozenset(re.findall(r"""["'](--[a-z0-9-]+)["']""", text))
+
+
+def _modules_of(target: str) -> list[str]:
+    """The programs that a make target runs with the flags of `ARGS`."""
+    recipe = re.search(
+        rf"^{target}:[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.M
+    )
+    return re.findall(r"\$\(PY\) -m ([\w.]+) .*\$\(ARGS\)", recipe[1]) if recipe else []
+
+
+def flags_of_other_programs(page: Page) -> Iterator[str]:
+    """Commands with a flag that exists, but not for the program that is called."""
+    for command in re.sub(r"\s*\\\n\s*", " ", page.code).splitlines():
+        outside_quotes = re.sub(r"'[^']*'", "", command)
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w…-])", outside_quotes)
+        own: set[str] = {"--help"}
+        if service := re.match(r"outrider-(\w+) ", command):
+            own |= set(_flags_of_services()[service[1]])
+        elif module := re.match(r"(?:\w+=\S+ )*python3? -m (tests[\w.]+)", command):
+            own |= _flags_of(module[1])
+        elif target := re.match(r"(?:\w+=\S+ )*make ([\w-]+) .*ARGS=", command):
+            modules = _modules_of(target[1])
+            own |= {flag for module in modules if module != "pytest" for flag in _flags_of(module)}
+        else:
+            continue
+        yield from (f"{command}: {flag}" for flag in flags if flag not in own)
+
+
 def unknown_variables(page: Page) -> Iterator[str]:
     """Environment variables that no setting reads."""
     named = re.findall(r"OUTRIDER_[A-Z0-9_]+(?![A-Z0-9_…])", page.code)
@@ -184,6 +225,32 @@ def unknown_rpcs(page: Page) -> Iterator[str]:
     named = re.findall(r"(?<!\w)([A-Z]\w+(?:Service|Engine))[/.]([A-Z]\w+)", page.code)
     calls = (f"{service}/{method}" for service, method in named)
     yield from (call for call in calls if call not in _rpcs())
+
+
+def refused_messages(page: Page) -> Iterator[str]:
+    """Bodies of `grpcurl -d` that are no message of the method that is called."""
+    calls = re.findall(r"grpcurl [^\n]*-d '([^']*)'[^/]*?([\w.]+)/(\w+)", page.code)
+    heredocs = re.findall(
+        r"grpcurl [^\n]*-d @ [^/]*?([\w.]+)/(\w+) <<END\n(.*?)END", page.code, re.DOTALL
+    )
+    for body, service, method in [*calls, *((body, *call) for *call, body in heredocs)]:
+        package, _, name = service.rpartition(".")
+        stem = package.split(".")[1]
+        module = importlib.import_module(f"shared.pb.{package}.{stem}_service_pb2")
+        request = module.DESCRIPTOR.services_by_name[name].methods_by_name[method].input_type
+        try:
+            json_format.Parse(body.replace("$rows", ""), message_factory.GetMessageClass(request)())
+        except json_format.ParseError as error:
+            yield f"{service}/{method}: {error}"
+
+
+def refused_chats(page: Page) -> Iterator[str]:
+    """Bodies of `curl` to the chat route that the gateway would refuse, or ignore in part."""
+    for body in re.findall(
+        r"curl [^\n]*/v1/chat/completions.*?-d '(\{.*?\})'", page.code, re.DOTALL
+    ):
+        chat = ChatCompletionRequest.model_validate_json(body)
+        yield from (f"{name} in {body}" for name in chat.model_extra or {})
 
 
 def unknown_routes(page: Page) -> Iterator[str]:
@@ -213,10 +280,13 @@ RULES: dict[Rule, str] = {
     broken_links: "[a page](nowhere.md)",
     unknown_targets: "`make nonsense`",
     unknown_flags: "```sh\noutrider-target --nonsense-flag\n```",
+    flags_of_other_programs: "```sh\noutrider-draft \\\n  --max-queued-requests 1\n```",
     unknown_variables: "`OUTRIDER_TARGET_NONSENSE`",
     missing_files: "`services/nonsense.py`",
     missing_modules: "`python -m services.nonsense`",
     unknown_rpcs: "`TargetService/Nonsense`",
+    refused_messages: "`grpcurl -d '{\"no\": 1}' outrider.draft.v1.DraftService/ProposeTree`",
+    refused_chats: '```\ncurl :1/v1/chat/completions -d \'{"messages": [], "nonsense": 1}\'\n```',
     unknown_routes: "`GET /nonsense`",
     unknown_metrics: "`outrider_target_nonsense_total`",
     unknown_reasons: "| `NONSENSE_REASON` | never |",
