@@ -10,6 +10,7 @@ from shared.errors import CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.heads.block_size import read_block_size
+from shared.models.heads.feature_spec import output_of
 
 _LAYERS_OF = "Qwen3ForCausalLM"
 
@@ -66,7 +67,13 @@ def _check_target(config: ConfigFile, layers: ModelConfig, target: ModelConfig) 
 
 
 def _feature_layers(config: ConfigFile, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """The config counts layers by their outputs, `FeatureSpec` by their inputs."""
+    """The config counts layers by their outputs, `FeatureSpec` by their inputs.
+
+    The last layer's output is the one behind the final norm: heads are trained on the
+    `hidden_states` of transformers, whose last entry is normed.
+
+    Source: `extract_context_feature` in the DFlash authors' code, github.com/z-lab/dflash.
+    """
     key = "target_layer_ids"
     ids = config.nested("dflash_config").integers(key) or _default_ids(
         config, num_layers, num_target_layers
@@ -75,7 +82,7 @@ def _feature_layers(config: ConfigFile, num_layers: int, num_target_layers: int)
         raise CheckpointError(
             f"{config.path}: {key} is {list(ids)}; the target has layers [0, {num_target_layers})"
         )
-    return tuple(index + 1 for index in ids)
+    return tuple(output_of(index, num_target_layers) for index in ids)
 
 
 def _default_ids(config: ConfigFile, count: int, num_target_layers: int) -> tuple[int, ...]:

@@ -37,3 +37,9 @@ class FeatureSpec:
         if self.projection is None or rows.shape[1] == self.width:
             return rows
         return rows.to(self.projection) @ self.projection.T
+
+
+def output_of(layer: int, num_layers: int) -> int:
+    """Returns the layer index, as `FeatureSpec` counts, of the output of `layer` as transformers
+    lists it in `hidden_states`: behind the final norm where the layer is the last one."""
+    return layer + 1 if layer + 1 < num_layers else num_layers + 1

@@ -110,6 +110,13 @@ def test_layers_are_named_by_their_outputs(tmp_path: Path, target: TargetFolder)
     assert head.feature_spec.width == 32
 
 
+def test_the_output_of_the_last_layer_is_behind_the_final_norm(
+    tmp_path: Path, target: TargetFolder
+) -> None:
+    head = _load(tmp_path, TinyDflash(target_layer_ids=(1, 3, 5)), target)
+    assert head.feature_spec.layer_indices == (2, 4, 7)
+
+
 @pytest.mark.parametrize(("num_layers", "layers"), [(1, (4,)), (2, (2, 4)), (3, (2, 3, 4))])
 def test_layers_are_spread_when_none_are_named(
     num_layers: int, layers: tuple[int, ...], tmp_path: Path, target: TargetFolder
