@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import enum
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.kernel_settings import runs_triton
+
+
+class Activation(enum.Enum):
+    """What the gate of a feed-forward block passes through, as checkpoints name it."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns `activation(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first."""
+    if activation is Activation.SILU:
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

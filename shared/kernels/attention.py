@@ -101,6 +101,8 @@ def paged_attention(
     *,
     scale: float,
     cache_scales: CacheScales | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends from every row to the keys its sequence may see.
 
@@ -110,20 +112,49 @@ def paged_attention(
         values: like `keys`.
         scale: factor of the scores, usually `D ** -0.5`.
         cache_scales: of an e4m3 cache; None of any other.
+        cap: bounds scores softly, `cap * tanh(score / cap)`; None of most models. Only for a
+            `TilePlan`, as are sinks.
+        sinks: `[Hq]`, a score of each head that takes its share of the softmax and has no value;
+            None of most models. Source: Xiao et al., arXiv 2309.17453, section 3.3.
 
     Returns:
         `[T, Hq, D]` in the dtype of `queries`; scores are float32, and so are sums over keys on
         CUDA, while the plain path sums in float64.
     """
     if isinstance(plan, SplitPlan):
+        assert cap is None and sinks is None, "the kernels know neither caps nor sinks"  # noqa: PT018
         # Triton is not installed where there is no CUDA.
         from shared.kernels.attention_triton import split_attention
 
         return split_attention(queries, keys, values, plan, scale=scale, cache_scales=cache_scales)
     cache = _Cache(keys, values, cache_scales)
-    results = [_attend(queries, cache, tile, scale) for tile in plan.tiles]
+    softmax = _Softmax(scale, cap, sinks)
+    results = [_attend(queries, cache, tile, softmax) for tile in plan.tiles]
     flat = results[0] if len(results) == 1 else torch.cat(results)
     return flat.index_select(0, plan.result_rows).to(queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """How scores become weights; see `paged_attention`."""
+
+    scale: float
+    cap: float | None
+    sinks: Tensor | None
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scales and caps `scores` in place."""
+        scores.mul_(self.scale)
+        return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
+
+    def sink_scores(self, num_sequences: int, num_kv_heads: int, num_rows: int) -> Tensor | None:
+        """Returns `[B * Hkv, groups * R, 1]` float32."""
+        if self.sinks is None:
+            return None
+        by_head = self.sinks.float().view(1, num_kv_heads, -1, 1)
+        return by_head.expand(num_sequences, -1, -1, num_rows).reshape(
+            num_sequences * num_kv_heads, -1, 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +174,7 @@ class _Cache:
         )
 
 
-def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, scale: float) -> Tensor:
+def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, softmax: _Softmax) -> Tensor:
     """Returns `[B * R, Hq, D]` float32: query heads of one key head are rows of one product."""
     num_sequences, _, _, num_rows, num_keys = tile.bias.shape
     _, num_heads, head_dim = queries.shape
@@ -159,9 +190,10 @@ def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, scale: float) -
     )
     keys, values = cache.rows(tile.key_slots)
     tile_keys, tile_values = _by_head(keys, num_sequences), _by_head(values, num_sequences)
-    scores = torch.bmm(tile_queries, tile_keys.transpose(1, 2)).mul_(scale)
+    scores = softmax.scaled(torch.bmm(tile_queries, tile_keys.transpose(1, 2)))
     scores.view(num_sequences, num_kv_heads, num_groups, num_rows, num_keys).add_(tile.bias)
-    attended = _weighted_mean(scores, tile_values)
+    sinks = softmax.sink_scores(num_sequences, num_kv_heads, num_rows)
+    attended = _weighted_mean(scores, tile_values, sinks)
     return (
         attended.view(num_sequences, num_kv_heads, num_groups, num_rows, head_dim)
         .permute(0, 3, 1, 2, 4)
@@ -169,14 +201,19 @@ def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, scale: float) -
     )
 
 
-def _weighted_mean(scores: Tensor, values: Tensor) -> Tensor:
-    """Returns `softmax(scores) @ values` float32 for `[N, R, S]` and `[N, S, D]`.
+def _weighted_mean(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    """Returns `softmax(scores) @ values` float32 for `[N, R, S]` and `[N, S, D]`; `sinks`
+    `[N, R, 1]` are scores of keys without values.
 
     Sums over keys run in float64 and are rounded once, so that neither the number of hidden keys
     nor their place between visible ones moves a bit: a token of an accepted path gets the logits
     it would have had without a tree around it. Costs about 40 us a layer for 8 rows and 320 keys.
     """
+    if sinks is not None:
+        scores = torch.cat((sinks, scores), -1)
     weights = torch.softmax(scores, -1, dtype=torch.float64)
+    if sinks is not None:
+        weights = weights[..., 1:]
     return torch.bmm(weights, values.double()).float()
 
 

@@ -12,8 +12,8 @@ from shared.kernels.partials import Partials, total_of
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scales the last axis of `hidden` `[..., D]` to unit root mean square, times `weight`.
 
-    Computes in float32 and rounds to the dtype of `hidden` before the weight is applied. `weight`
-    broadcasts against `hidden`.
+    Computes in float32 and rounds to the dtype of `hidden` before the weight is applied, and
+    after. `weight` broadcasts against `hidden`; it may be wider.
 
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
@@ -52,4 +52,5 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in plain torch, on any device: the kernel's oracle."""
     wide = hidden.float()
     mean_square = (wide * wide).mean(-1, keepdim=True)
-    return (wide * torch.rsqrt(mean_square.add_(eps))).to(hidden.dtype) * weight
+    normed = (wide * torch.rsqrt(mean_square.add_(eps))).to(hidden.dtype)
+    return (normed * weight).to(hidden.dtype)

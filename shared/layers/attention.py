@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
@@ -25,12 +26,23 @@ class AttentionShape:
 
     Attributes:
         sliding_window: positions a row looks back, itself included; None sees everything.
+        scale: factor of the scores; None is `head_dim ** -0.5`.
+        cap: see `paged_attention`.
+        has_own_rotation: this layer's keys turn by the tables of sliding layers.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+    has_own_rotation: bool = False
+
+    @property
+    def needs_plain_torch(self) -> bool:
+        """Whether no kernel computes such scores."""
+        return self.cap is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class ForwardContext:
         cos: `[T, 1, head_dim]` float32.
         signed_sin: `[T, 1, head_dim]` float32.
         plans: an attention plan for each sliding window among the layers.
+        sliding_tables: cosine and signed sine of layers with a rotation of their own; None where
+            no layer has one.
     """
 
     batch: ForwardBatch
@@ -50,6 +64,14 @@ class ForwardContext:
     cos: Tensor
     signed_sin: Tensor
     plans: Mapping[int | None, AttentionPlan]
+    sliding_tables: tuple[Tensor, Tensor] | None = None
+
+    def tables_of(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+        """Returns cosine and signed sine of a layer."""
+        if not shape.has_own_rotation:
+            return self.cos, self.signed_sin
+        assert self.sliding_tables is not None
+        return self.sliding_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +83,8 @@ class Attention:
         output: `num_heads * head_dim` back to the hidden size.
         qk_norm: weight `[num_heads + num_kv_heads, head_dim]`, applied a head, before rotation;
             None in most families.
+        joint_norms: of all query heads at once and of all key heads, before rotation; None in most
+            families.
         layer: index of this layer's keys and values in the pool.
     """
 
@@ -69,6 +93,12 @@ class Attention:
     output: Linear
     qk_norm: RmsNorm | None
     layer: int
+    joint_norms: tuple[RmsNorm, RmsNorm] | None = None
+
+    def steadied(self) -> Attention:
+        """Returns the same attention with products that keep a row's bits; see
+        `Linear.steadied`."""
+        return replace(self, qkv=self.qkv.steadied(), output=self.output.steadied())
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
@@ -87,10 +117,10 @@ class Attention:
         shape, pool = self.shape, context.pool
         norm = self.qk_norm
         queries = rotate_into_cache(
-            self.qkv.partials(hidden).view(len(hidden), -1, shape.head_dim),
+            self._projected(hidden).view(len(hidden), -1, shape.head_dim),
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
-            (context.cos, context.signed_sin),
+            context.tables_of(shape),
             (pool.keys[self.layer], pool.values[self.layer]),
             context.batch.slots,
             pool.scales(self.layer),
@@ -100,10 +130,23 @@ class Attention:
             pool.keys[self.layer],
             pool.values[self.layer],
             context.plans[shape.sliding_window],
-            scale=shape.head_dim**-0.5,
+            scale=shape.head_dim**-0.5 if shape.scale is None else shape.scale,
             cache_scales=pool.scales(self.layer),
+            cap=shape.cap,
         )
         return attended.view(len(hidden), -1)
+
+    def _projected(self, hidden: Tensor) -> Tensor | Partials:
+        """Returns queries, keys and values before rotation."""
+        if self.joint_norms is None:
+            return self.qkv.partials(hidden)
+        projected, dim = self.qkv(hidden), self.shape.head_dim
+        keys = self.shape.num_kv_heads * dim
+        query_norm, key_norm = self.joint_norms
+        first_key, first_value = self.shape.num_heads * dim, projected.shape[1] - keys
+        queries = query_norm(projected[:, :first_key].contiguous())
+        normed_keys = key_norm(projected[:, first_key:first_value].contiguous())
+        return torch.cat((queries, normed_keys, projected[:, first_value:]), dim=-1)
 
 
 def plan_for(
@@ -112,6 +155,8 @@ def plan_for(
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> AttentionPlan:
     """Plans attention of every layer that has this shape."""
+    if shape.needs_plain_torch:
+        backend = AttentionBackend.TORCH
     return plan_attention(
         _paged_rows(batch),
         sliding_window=shape.sliding_window,

@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""One transformer layer."""
 
 from __future__ import annotations
 
@@ -6,37 +6,41 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shared.kernels.partials import Partials
+from shared.kernels.partials import Partials, total_of
 from shared.layers.attention import Attention, ForwardContext
-from shared.layers.mlp import Mlp
+from shared.layers.mlp import FeedForward
 from shared.layers.norm import RmsNorm
 from shared.layers.tensor_group import Part
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and feed-forward block, each behind a norm and around a residual sum."""
+    """Attention and feed-forward block, each around a residual sum.
 
-    attention_norm: RmsNorm
+    Attributes:
+        attention_norm: of the input of the attention; None where only its output is normed.
+        mlp_norm: likewise of the feed-forward block.
+        attention_output_norm: of what the attention adds to the stream; None in most families.
+        mlp_output_norm: likewise of the feed-forward block.
+    """
+
+    attention_norm: RmsNorm | None
     attention: Attention
-    mlp_norm: RmsNorm
-    mlp: Mlp
+    mlp_norm: RmsNorm | None
+    mlp: FeedForward
+    attention_output_norm: RmsNorm | None = None
+    mlp_output_norm: RmsNorm | None = None
 
     def steadied(self) -> DecoderLayer:
         """Returns the same layer with products that keep a row's bits; see `Linear.steadied`."""
-        attention = replace(
-            self.attention,
-            qkv=self.attention.qkv.steadied(),
-            output=self.attention.output.steadied(),
-        )
-        mlp = replace(self.mlp, gate_up=self.mlp.gate_up.steadied(), down=self.mlp.down.steadied())
-        return replace(self, attention=attention, mlp=mlp)
+        return replace(self, attention=self.attention.steadied(), mlp=self.mlp.steadied())
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""
-        hidden, normed = self.attention_norm.add(hidden, None)
-        hidden, normed = self.mlp_norm.add(hidden, self.attention(normed, context))
-        return hidden + self.mlp(normed)
+        hidden, inputs = _entered(self.attention_norm, hidden, None)
+        attended = _normed(self.attention_output_norm, self.attention(inputs, context))
+        hidden, inputs = _entered(self.mlp_norm, hidden, attended)
+        return hidden + _normed(self.mlp_output_norm, self.mlp(inputs))
 
     def advance(
         self,
@@ -51,6 +55,37 @@ class DecoderLayer:
             The stream that enters, the stream between the two blocks, and what the second one adds
             to it. Sums are left to the next norm, which reads the stream anyway.
         """
-        entered, normed = self.attention_norm.add_parts(hidden, update)
-        between, normed = self.mlp_norm.add_parts(entered, self.attention.part(normed, context))
-        return entered, between, self.mlp.part(normed)
+        entered, inputs = _entered(self.attention_norm, hidden, update)
+        between, inputs = _entered(self.mlp_norm, entered, self._attention_update(inputs, context))
+        return entered, between, self._mlp_update(inputs)
+
+    def _attention_update(
+        self, inputs: Tensor, context: ForwardContext
+    ) -> Tensor | Partials | Part:
+        if self.attention_output_norm is None:
+            return self.attention.part(inputs, context)
+        return self.attention_output_norm(self.attention(inputs, context))
+
+    def _mlp_update(self, inputs: Tensor) -> Tensor | Partials | Part:
+        if self.mlp_output_norm is None:
+            return self.mlp.part(inputs)
+        return self.mlp_output_norm(self.mlp(inputs))
+
+
+def _normed(norm: RmsNorm | None, values: Tensor) -> Tensor:
+    return values if norm is None else norm(values)
+
+
+def _entered(
+    norm: RmsNorm | None, hidden: Tensor | Part, update: Tensor | Partials | Part | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the stream `hidden + update`, and what the next block reads of it."""
+    if norm is not None:
+        return norm.add_parts(hidden, update)
+    if isinstance(hidden, Part):
+        assert update is None
+        hidden = hidden.group.sum(total_of(hidden.values))
+    if isinstance(update, Part):
+        update = update.group.sum(total_of(update.values))
+    stream = hidden if update is None else hidden + total_of(update)
+    return stream, stream

@@ -28,11 +28,13 @@ class Linear:
     Attributes:
         group: processes that each hold some columns of the weight and of the inputs; the products
             are added over them. None where the columns are all here.
+        cap: bounds the result softly, `cap * tanh(result / cap)`; None in most layers.
     """
 
     weight: LinearWeight | QuantisedWeight
     bias: Tensor | None
     group: TensorGroup | None = None
+    cap: float | None = None
 
     @classmethod
     def of(
@@ -67,9 +69,11 @@ class Linear:
     def __call__(self, inputs: Tensor) -> Tensor:
         """`[T, K]` to `[T, N]`."""
         if self.group is None:
-            return self._product(inputs, self.bias)
-        total = self.group.sum(self._product(inputs, None))
-        return total if self.bias is None else total + self.bias
+            result = self._product(inputs, self.bias)
+        else:
+            result = self.group.sum(self._product(inputs, None))
+            result = result if self.bias is None else result + self.bias
+        return result if self.cap is None else (result / self.cap).tanh_().mul_(self.cap)
 
     def partials(self, inputs: Tensor) -> Tensor | Partials:
         """Returns the product, or its parts where a kernel that reads it can add them."""

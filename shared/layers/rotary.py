@@ -7,7 +7,8 @@ t beyond it takes those of a sequence of t + 1 tokens. That is what token-by-tok
 with a cache computes elsewhere, and it makes a key a function of the tokens before it, whatever
 the chunking, the batch or the tree it was computed in. A prompt longer than the original length
 that is processed at once elsewhere takes the frequencies of its full length for every row; an
-incremental engine cannot know that length at the first chunk.
+incremental engine cannot know that length at the first chunk. LongRoPE, which has one set of
+factors for short texts and one for long ones, is treated alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.rotary import position_tables
@@ -30,6 +32,7 @@ class RopeScaling(enum.Enum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,14 @@ class RopeConfig:
         high_freq_factor: LLAMA3, wavelengths below `original_length / high_freq_factor` are kept.
         beta_fast: YARN, dimensions that turn more often over the original length are kept.
         beta_slow: YARN, dimensions that turn less often are stretched in full.
-        attention_factor: YARN, scales cosine and sine; 1 elsewhere.
+        attention_factor: YARN and LONGROPE, scales cosine and sine; 1 elsewhere.
         truncate: YARN, whether the bounds are rounded to whole dimensions.
+        short_factors: LONGROPE, what divides the frequency of each pair at positions below the
+            original length.
+        long_factors: LONGROPE, likewise at the positions from there on.
+        partial: the part of a head's dimensions that is rotated, its first ones.
+        is_interleaved: a rotation mixes neighbouring dimensions in the checkpoint, not dimensions
+            half a head apart.
     """
 
     theta: float
@@ -59,6 +68,30 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    partial: float = 1.0
+    is_interleaved: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Returns how many dimensions of a head are rotated."""
+        return int(head_dim * self.partial)
+
+    def dim_order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Returns which dimension of a checkpoint's query and key heads stands at each place here;
+        None when they stand as they are.
+
+        Here a rotation mixes dimension i with i + D/2, and pairs that are not rotated have the
+        frequency 0. A product of queries and keys does not depend on the order.
+        """
+        rotary_dim = self.rotary_dim(head_dim)
+        if rotary_dim == head_dim and not self.is_interleaved:
+            return None
+        rotated, rest = range(rotary_dim), tuple(range(rotary_dim, head_dim))
+        half, half_rest = rotary_dim // 2, len(rest) // 2
+        first = rotated[::2] if self.is_interleaved else rotated[:half]
+        second = rotated[1::2] if self.is_interleaved else rotated[half:]
+        return (*first, *rest[:half_rest], *second, *rest[half_rest:])
 
 
 class Rotary:
@@ -67,22 +100,38 @@ class Rotary:
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._config = config
         self._head_dim = head_dim
-        self._frequencies = inverse_frequencies(config, head_dim).to(device)
-        self._exponents = _exponents(head_dim).to(device)
+        rotary_dim = config.rotary_dim(head_dim)
+        self._frequencies = inverse_frequencies(config, rotary_dim).to(device)
+        self._exponents = _exponents(rotary_dim).to(device)
+        # The unscaled frequencies, divided by the factors of long positions.
+        long_factors = torch.tensor(config.long_factors or (1.0,))
+        self._long_frequencies = config.theta ** -_exponents(rotary_dim) / long_factors
+        self._long_frequencies = self._long_frequencies.to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosine and signed sine `[T, 1, head_dim]` float32 for `positions` `[T]`."""
         frequencies = self._frequencies
         if self._config.scaling is RopeScaling.DYNAMIC:
             frequencies = self._dynamic_frequencies(positions.unsqueeze(1))
-        return position_tables(positions, frequencies, self._config.attention_factor)
+        elif self._config.scaling is RopeScaling.LONGROPE:
+            is_long = (positions >= self._config.original_length).unsqueeze(1)
+            frequencies = torch.where(is_long, self._long_frequencies, frequencies)
+        factor = self._config.attention_factor
+        num_fixed = self._head_dim // 2 - frequencies.shape[-1]
+        if num_fixed == 0:
+            return position_tables(positions, frequencies, factor)
+        cos, signed_sin = position_tables(positions, F.pad(frequencies, (0, num_fixed)), factor)
+        if factor != 1.0:
+            # What is not rotated keeps its length.
+            cos.view(*cos.shape[:-1], 2, -1)[..., -num_fixed:] = 1.0
+        return cos, signed_sin
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
         """Returns `[T, head_dim / 2]`, those of a sequence that ends at each position.
 
         Source: "dynamic NTK" scaling, as in YaRN, arXiv 2309.00071, section 3.3.
         """
-        config, dim = self._config, self._head_dim
+        config, dim = self._config, self._config.rotary_dim(self._head_dim)
         lengths = (positions + 1).clamp(min=config.original_length).float()
         growth = config.factor * lengths / config.original_length - (config.factor - 1.0)
         thetas = config.theta * growth ** (dim / (dim - 2))
@@ -90,7 +139,8 @@ class Rotary:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Returns `[head_dim / 2]` float32 radians a position; DYNAMIC gives the unscaled ones."""
+    """Returns `[head_dim / 2]` float32 radians a position; DYNAMIC gives the unscaled ones, and
+    LONGROPE those of short texts."""
     plain = config.theta ** -_exponents(head_dim)
     if config.scaling is RopeScaling.LINEAR:
         return plain / config.factor
@@ -98,6 +148,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(plain, config)
     if config.scaling is RopeScaling.YARN:
         return _yarn(plain, config, head_dim)
+    if config.scaling is RopeScaling.LONGROPE:
+        return plain / torch.tensor(config.short_factors)
     return plain
 
 

@@ -9,13 +9,15 @@ from typing import Self
 import torch
 
 from shared.errors import CheckpointError
+from shared.kernels.activation import Activation
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.families import FAMILIES, Family, WindowRule
-from shared.models.rope_config import read_rope
+from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
+from shared.models.rope_config import SLIDING_ATTENTION, read_rope
 from shared.models.scaled_weights import scale_block
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+_OUTER_KEYS = ("dtype", "torch_dtype")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,7 +30,18 @@ class ModelConfig:
         sliding_windows: one entry a layer; None sees everything.
         max_position_embeddings: longest sequence the model accepts, prompt and output.
         eos_token_ids: tokens that end generation, from config and generation config.
+        has_qk_norm: queries and keys are normed before rotation, a head at a time.
+        norms_all_heads: they are normed before rotation, all heads at once.
         dtype: what the checkpoint was saved in; None if the config does not say.
+        activation: of the gate of feed-forward blocks.
+        norms: where blocks are normed.
+        norm_offset: what is added to the weight of every norm.
+        embedding_scale: what embeddings are multiplied by.
+        attention_scale: factor of the scores; None is `head_dim ** -0.5`.
+        attention_cap: bounds scores softly, see `paged_attention`; None in most families.
+        logit_cap: likewise of the logits.
+        sliding_rope: rotary parameters of sliding layers, where they have some of their own.
+        has_fused_matrices: see `Family`.
     """
 
     architecture: str
@@ -50,6 +63,16 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
     dtype: torch.dtype | None
+    activation: Activation = Activation.SILU
+    norms: NormPlacement = NormPlacement.BEFORE
+    norm_offset: float = 0.0
+    norms_all_heads: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    sliding_rope: RopeConfig | None = None
+    has_fused_matrices: bool = False
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -60,7 +83,8 @@ class ModelConfig:
                 that is not supported.
         """
         config = ConfigFile.read(folder / CONFIG_FILE)
-        return cls.of(config, _architecture(config))
+        scale_block(config)
+        return cls.of(text_config(config), _architecture(config))
 
     @classmethod
     def of(cls, config: ConfigFile, architecture: str) -> Self:
@@ -70,6 +94,7 @@ class ModelConfig:
             CheckpointError: as for `from_folder`.
         """
         family = FAMILIES[architecture]
+        config = config.with_defaults(family.defaults)
         check_supported(config)
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -79,10 +104,11 @@ class ModelConfig:
                 f"num_key_value_heads, {num_kv_heads}"
             )
         max_positions = config.integer("max_position_embeddings")
+        hidden_size = config.integer("hidden_size")
         attention_bias = config.flag("attention_bias", False)
         return cls(
             architecture=architecture,
-            hidden_size=config.integer("hidden_size"),
+            hidden_size=hidden_size,
             num_layers=config.integer("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -90,16 +116,26 @@ class ModelConfig:
             intermediate_size=config.integer("intermediate_size"),
             vocab_size=config.integer("vocab_size"),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-            rope=read_rope(config, max_position_embeddings=max_positions),
+            rope=read_rope(config, max_position_embeddings=max_positions, defaults=family.rope),
             sliding_windows=_sliding_windows(config, family),
             has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             has_output_bias=attention_bias if family.output_bias is None else family.output_bias,
             has_mlp_bias=config.flag("mlp_bias", False),
-            has_qk_norm=family.has_qk_norm,
+            has_qk_norm=_has_qk_norm(config, family),
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
             max_position_embeddings=max_positions,
             eos_token_ids=_eos_token_ids(config),
             dtype=saved_dtype(config),
+            activation=activation_of(config),
+            norms=family.norms,
+            norm_offset=family.norm_offset,
+            norms_all_heads=family.qk_norm is QkNorm.ALL_HEADS,
+            embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+            attention_scale=_attention_scale(config),
+            attention_cap=_optional_number(config, "attn_logit_softcapping"),
+            logit_cap=_optional_number(config, "final_logit_softcapping"),
+            sliding_rope=_sliding_rope(config, family, max_positions),
+            has_fused_matrices=family.has_fused_matrices,
         )
 
 
@@ -115,10 +151,59 @@ def _architecture(config: ConfigFile) -> str:
 
 def check_supported(config: ConfigFile) -> None:
     """Raises: CheckpointError for an activation or a quantisation that is not supported."""
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"{config.path}: hidden_act is {activation!r}; it must be 'silu'")
+    activation_of(config)
     scale_block(config)
+
+
+def text_config(config: ConfigFile) -> ConfigFile:
+    """Returns the part that describes the text model; in most configs that is all of it."""
+    if "text_config" not in config:
+        return config
+    # What concerns saving stands outside.
+    outer = {key: value for key in _OUTER_KEYS if (value := config.text(key, ""))}
+    return config.nested("text_config").with_defaults(outer)
+
+
+def activation_of(config: ConfigFile) -> Activation:
+    """Returns the activation of feed-forward blocks.
+
+    Raises:
+        CheckpointError: it is not supported.
+    """
+    # Gemma's configs name the one they were first published with beside the one that is meant.
+    key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    name = config.text(key, Activation.SILU.value)
+    try:
+        return Activation(name)
+    except ValueError as error:
+        known = " or ".join(repr(each.value) for each in Activation)
+        raise CheckpointError(f"{config.path}: {key} is {name!r}; it must be {known}") from error
+
+
+def _has_qk_norm(config: ConfigFile, family: Family) -> bool:
+    if family.qk_norm is QkNorm.ASKED:
+        return config.flag("use_qk_norm", False)
+    return family.qk_norm is QkNorm.HEAD
+
+
+def _attention_scale(config: ConfigFile) -> float | None:
+    scalar = _optional_number(config, "query_pre_attn_scalar")
+    return None if scalar is None else scalar**-0.5
+
+
+def _optional_number(config: ConfigFile, key: str) -> float | None:
+    return config.number(key) if key in config else None
+
+
+def _sliding_rope(config: ConfigFile, family: Family, max_positions: int) -> RopeConfig | None:
+    if family.sliding_rope is None:
+        return None
+    return read_rope(
+        config,
+        max_position_embeddings=max_positions,
+        layer_type=SLIDING_ATTENTION,
+        defaults=family.sliding_rope,
+    )
 
 
 def _head_dim(config: ConfigFile, family: Family, num_heads: int) -> int:
@@ -133,14 +218,21 @@ def _head_dim(config: ConfigFile, family: Family, num_heads: int) -> int:
 
 def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ...]:
     num_layers = config.integer("num_hidden_layers")
-    window = _window(config, family)
+    window = config.integer("sliding_window") if "sliding_window" in config else None
     if family.window_rule is WindowRule.NEVER or window is None:
         return (None,) * num_layers
     if family.window_rule is WindowRule.EVERY_LAYER:
         return (window,) * num_layers
-    if not config.flag("use_sliding_window", False):
+    is_pattern = family.window_rule is WindowRule.PATTERN
+    if not is_pattern and not config.flag("use_sliding_window", False):
         return (None,) * num_layers
     kinds = config.texts("layer_types")
+    if not kinds and is_pattern:
+        period = config.integer(
+            "sliding_window_pattern",
+            config.integer("_sliding_window_pattern", family.window_period),
+        )
+        return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
     if not kinds:
         first = config.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -148,14 +240,7 @@ def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ..
         raise CheckpointError(
             f"{config.path}: layer_types has {len(kinds)} entries for {num_layers} layers"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _window(config: ConfigFile, family: Family) -> int | None:
-    """An explicit null means no window; only an absent key takes the family's default."""
-    if "sliding_window" in config:
-        return config.integer("sliding_window")
-    return None if config.is_null("sliding_window") else family.default_window
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
 def _eos_token_ids(config: ConfigFile) -> frozenset[int]:

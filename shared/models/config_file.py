@@ -68,6 +68,17 @@ class ConfigFile:
             return (self.integer(key),)
         return self._list(key, int)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Returns a list of numbers; empty when absent."""
+        value = self._values.get(key)
+        if isinstance(value, list) and all(type(item) in (int, float) for item in value):
+            return tuple(float(item) for item in value)
+        return self._list(key, float)
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> ConfigFile:
+        """Returns the same object, where `defaults` stand for keys that are absent."""
+        return ConfigFile(self.path, {**defaults, **self._values})
+
     def nested(self, key: str) -> ConfigFile:
         """Returns the object under `key`; an empty one when absent."""
         value = self._values.get(key) or {}

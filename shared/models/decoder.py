@@ -1,4 +1,4 @@
-"""One decoder for Llama 2 and 3.x, Mistral, Qwen2, Qwen2.5, Qwen3 and MiMo."""
+"""One decoder for all families; what sets them apart is in its config and layers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Decoder:
         lm_head: `H` to `V`.
         attention_backend: what computes attention.
         group: processes that share the model; V is then this one's part of the vocabulary.
+        sliding_rotary: of sliding layers that have a rotation of their own.
     """
 
     config: ModelConfig
@@ -55,6 +56,7 @@ class Decoder:
     rotary: Rotary
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     group: TensorGroup | None = None
+    sliding_rotary: Rotary | None = None
 
     @property
     def device(self) -> torch.device:
@@ -114,9 +116,15 @@ class Decoder:
     def _embedded(self, token_ids: Tensor) -> Tensor | Part:
         """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""
         if self.group is None:
-            return embeddings(token_ids, self.embedding)
+            return self._scaled(embeddings(token_ids, self.embedding))
         first_token = self.group.rank * len(self.embedding)
-        return Part(own_embeddings(token_ids, self.embedding, first_token), self.group)
+        own = self._scaled(own_embeddings(token_ids, self.embedding, first_token))
+        return Part(own, self.group)
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        """The factor is rounded to the model's dtype, as it was in training."""
+        scale = self.config.embedding_scale
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
 
     def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)
@@ -124,7 +132,9 @@ class Decoder:
         plans = {
             shape.sliding_window: plan_for(batch, shape, self.attention_backend) for shape in shapes
         }
-        return ForwardContext(batch, pool, cos, signed_sin, plans)
+        sliding = self.sliding_rotary
+        sliding_tables = None if sliding is None else sliding.tables(batch.positions)
+        return ForwardContext(batch, pool, cos, signed_sin, plans, sliding_tables)
 
 
 def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:
@@ -134,4 +144,8 @@ def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> At
         num_kv_heads=shard.num_kv_heads(config),
         head_dim=config.head_dim,
         sliding_window=config.sliding_windows[layer],
+        scale=config.attention_scale,
+        cap=config.attention_cap,
+        has_own_rotation=config.sliding_rope is not None
+        and config.sliding_windows[layer] is not None,
     )

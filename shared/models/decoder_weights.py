@@ -1,29 +1,130 @@
-"""The name map of Llama-shaped checkpoints."""
+"""The name maps of decoder checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from shared.models.checkpoint import Cut
 from shared.models.config import ModelConfig
+from shared.models.families import NormPlacement
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import WeightPart
 
 # Buffers that some checkpoints carry beside their weights.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 LM_HEAD_KEY = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+_PLAIN_ROOT = "model."
+# Where checkpoints with a picture model beside it keep the text model, and what else they hold.
+_ROOTS = (_PLAIN_ROOT, "model.language_model.", "language_model.model.")
+_PICTURE_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+_NORMS = {
+    NormPlacement.BEFORE: {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "mlp_norm",
+    },
+    NormPlacement.AFTER: {
+        "post_attention_layernorm": "attention_output_norm",
+        "post_feedforward_layernorm": "mlp_output_norm",
+    },
+    NormPlacement.AROUND: {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_output_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_output_norm",
+    },
+}
 
 
-def decoder_parts(config: ModelConfig, shard: Shard = WHOLE) -> tuple[WeightPart, ...]:
+@dataclass(frozen=True, slots=True)
+class DecoderKeys:
+    """Where a checkpoint keeps the decoder.
+
+    Attributes:
+        root: what the keys of embedding, layers and norm begin with.
+        lm_head: the key of the lm_head.
+        ignored_prefixes: what the keys of other models in the folder begin with.
+    """
+
+    root: str = _PLAIN_ROOT
+    lm_head: str = LM_HEAD_KEY
+    ignored_prefixes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Collection[str]) -> DecoderKeys:
+        """Finds the decoder among the keys of a checkpoint."""
+        root = next((each for each in _ROOTS if f"{each}{_EMBEDDING}" in keys), _PLAIN_ROOT)
+        if root == _PLAIN_ROOT:
+            return cls()
+        nested = f"language_model.{LM_HEAD_KEY}"
+        return cls(root, nested if nested in keys else LM_HEAD_KEY, _PICTURE_PREFIXES)
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.root}{_EMBEDDING}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix of a layer.
+
+    Attributes:
+        key: name in the checkpoint, without `.weight`.
+        shape: of the whole tensor in the checkpoint.
+        first_row: where the matrix begins in it; others may stand before and after.
+        num_rows: of the matrix.
+        name: of the tensor it becomes part of.
+        cut: the part of the matrix that the shard holds; None holds all.
+        row_order: see `WeightPart`.
+    """
+
+    key: str
+    shape: tuple[int, int]
+    first_row: int
+    num_rows: int
+    name: str
+    has_bias: bool
+    cut: Cut | None
+    row_order: tuple[int, ...] | None = None
+
+    def parts(self, source: str, target: str) -> Iterator[WeightPart]:
+        cut, rows = self.cut, Cut(0, self.first_row, self.num_rows)
+        if cut is not None and cut.dim == 0:
+            rows = Cut(0, self.first_row + cut.start, cut.length)
+        is_whole = rows == Cut(0, 0, self.shape[0])
+        bias_cut = None if is_whole else rows
+        weight_cut = cut if cut is not None and cut.dim == 1 else bias_cut
+        key, name = f"{source}{self.key}", f"{target}{self.name}"
+        yield WeightPart(
+            f"{key}.weight", self.shape, f"{name}.weight", 1, weight_cut, self.row_order
+        )
+        if self.has_bias:
+            yield WeightPart(
+                f"{key}.bias", self.shape[:1], f"{name}.bias", 1, bias_cut, self.row_order
+            )
+
+
+def decoder_parts(
+    config: ModelConfig,
+    shard: Shard = WHOLE,
+    keys: DecoderKeys = DecoderKeys(),
+) -> tuple[WeightPart, ...]:
     """Lists every tensor of the decoder, in the order in which fused ones are stacked."""
     hidden = config.hidden_size
     table, rows = (config.vocab_size, hidden), _vocabulary_cut(config, shard)
-    parts = [WeightPart("model.embed_tokens.weight", table, "embedding", cut=rows)]
+    parts = [WeightPart(keys.embedding, table, "embedding", cut=rows)]
     for layer in range(config.num_layers):
-        parts.extend(layer_parts(config, f"model.layers.{layer}.", f"layers.{layer}.", shard))
-    parts.append(WeightPart("model.norm.weight", (hidden,), "norm"))
+        source = f"{keys.root}layers.{layer}."
+        parts.extend(layer_parts(config, source, f"layers.{layer}.", shard))
+    parts.append(WeightPart(f"{keys.root}norm.weight", (hidden,), "norm"))
     if not config.tie_word_embeddings:
-        parts.append(WeightPart(LM_HEAD_KEY, table, "lm_head", cut=rows))
+        parts.append(WeightPart(keys.lm_head, table, "lm_head", cut=rows))
     return tuple(parts)
 
 
@@ -37,62 +138,79 @@ def layer_parts(
     Their products with the stream are cut by outputs, those back to the stream by inputs; a bias
     of the latter is added after the sum over processes and stays whole.
     """
-    hidden, cuts = config.hidden_size, _cuts(config, shard)
-    yield WeightPart(f"{source}input_layernorm.weight", (hidden,), f"{target}attention_norm")
-    yield WeightPart(f"{source}post_attention_layernorm.weight", (hidden,), f"{target}mlp_norm")
-    for key, shape, name, has_bias in _products(config):
-        cut = cuts.get(key)
-        yield WeightPart(f"{source}{key}.weight", shape, f"{target}{name}.weight", cut=cut)
-        if has_bias:
-            bias_cut = cut if cut is not None and cut.dim == 0 else None
-            yield WeightPart(f"{source}{key}.bias", shape[:1], f"{target}{name}.bias", cut=bias_cut)
+    for key, name in _NORMS[config.norms].items():
+        yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
+    for matrix in (*_attention_matrices(config, shard), *_mlp_matrices(config, shard)):
+        yield from matrix.parts(source, target)
+    yield from _head_norms(config, source, target, shard)
+
+
+def _head_norms(
+    config: ModelConfig, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    dim = config.head_dim
     if config.has_qk_norm:
+        order = config.rope.dim_order(dim)
         num_heads, num_kv_heads = shard.num_heads(config), shard.num_kv_heads(config)
         for key, repeats in (("q_norm", num_heads), ("k_norm", num_kv_heads)):
             yield WeightPart(
-                f"{source}self_attn.{key}.weight",
-                (config.head_dim,),
-                f"{target}qk_norm",
-                repeats,
+                f"{source}self_attn.{key}.weight", (dim,), f"{target}qk_norm", repeats, None, order
+            )
+    if config.norms_all_heads:
+        for key, num_heads, name in (
+            ("q_norm", config.num_heads, "query_norm"),
+            ("k_norm", config.num_kv_heads, "key_norm"),
+        ):
+            yield WeightPart(
+                f"{source}self_attn.{key}.weight", (num_heads * dim,), f"{target}{name}"
             )
 
 
-def _cuts(config: ModelConfig, shard: Shard) -> dict[str, Cut]:
-    """Returns the part of each matrix of a layer that the shard holds; none when it holds all."""
-    if shard.size == 1:
-        return {}
-    dim, rank = config.head_dim, shard.rank
-    queries = shard.num_heads(config) * dim
-    keys = Cut(0, shard.first_kv_head(config) * dim, shard.num_kv_heads(config) * dim)
-    wide = config.intermediate_size // shard.size
-    return {
-        "self_attn.q_proj": Cut(0, rank * queries, queries),
-        "self_attn.k_proj": keys,
-        "self_attn.v_proj": keys,
-        "self_attn.o_proj": Cut(1, rank * queries, queries),
-        "mlp.gate_proj": Cut(0, rank * wide, wide),
-        "mlp.up_proj": Cut(0, rank * wide, wide),
-        "mlp.down_proj": Cut(1, rank * wide, wide),
-    }
+def _attention_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
+    hidden, dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+    order = config.rope.dim_order(dim)
+    query_cut = key_cut = output_cut = None
+    if shard.size > 1:
+        own = shard.num_heads(config) * dim
+        query_cut, output_cut = Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
+        key_cut = Cut(0, shard.first_kv_head(config) * dim, shard.num_kv_heads(config) * dim)
+    first_row = 0
+    for key, rows, cut, row_order in (
+        ("q_proj", queries, query_cut, order),
+        ("k_proj", keys, key_cut, order),
+        ("v_proj", keys, key_cut, None),
+    ):
+        whole = (queries + 2 * keys if config.has_fused_matrices else rows, hidden)
+        name = "qkv_proj" if config.has_fused_matrices else key
+        yield _Matrix(
+            f"self_attn.{name}", whole, first_row, rows, "qkv", config.has_qkv_bias, cut, row_order
+        )
+        first_row += rows if config.has_fused_matrices else 0
+    yield _Matrix(
+        "self_attn.o_proj",
+        (hidden, queries),
+        0,
+        hidden,
+        "output",
+        config.has_output_bias,
+        output_cut,
+    )
+
+
+def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
+    hidden, wide, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
+    is_fused, own = config.has_fused_matrices, wide // shard.size
+    cut = down_cut = None
+    if shard.size > 1:
+        cut, down_cut = Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
+    for index, key in enumerate(("gate_proj", "up_proj")):
+        whole = (2 * wide if is_fused else wide, hidden)
+        name, first_row = ("gate_up_proj", index * wide) if is_fused else (key, 0)
+        yield _Matrix(f"mlp.{name}", whole, first_row, wide, "gate_up", has_bias, cut)
+    yield _Matrix("mlp.down_proj", (hidden, wide), 0, hidden, "down", has_bias, down_cut)
 
 
 def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:
     tokens = shard.vocabulary(config)
     return None if shard.size == 1 else Cut(0, tokens.start, len(tokens))
-
-
-def _products(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...], str, bool], ...]:
-    """Returns key, shape, fused name and presence of a bias of each matrix of a layer."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    qkv_bias, mlp_bias = config.has_qkv_bias, config.has_mlp_bias
-    return (
-        ("self_attn.q_proj", (queries, hidden), "qkv", qkv_bias),
-        ("self_attn.k_proj", (keys, hidden), "qkv", qkv_bias),
-        ("self_attn.v_proj", (keys, hidden), "qkv", qkv_bias),
-        ("self_attn.o_proj", (hidden, queries), "output", config.has_output_bias),
-        ("mlp.gate_proj", (wide, hidden), "gate_up", mlp_bias),
-        ("mlp.up_proj", (wide, hidden), "gate_up", mlp_bias),
-        ("mlp.down_proj", (hidden, wide), "down", mlp_bias),
-    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+
+from shared.models.rope_config import RopeDefaults
 
 
 class WindowRule(enum.Enum):
@@ -14,6 +16,24 @@ class WindowRule(enum.Enum):
     NEVER = "never"
     EVERY_LAYER = "every layer, if the config has a window"
     SWITCHED = "the layers the config names, if it switches windows on"
+    PATTERN = "the layers the config names, else all but every n-th"
+
+
+class NormPlacement(enum.Enum):
+    """Where a block of a layer is normed."""
+
+    BEFORE = "its input"
+    AFTER = "its output"
+    AROUND = "both"
+
+
+class QkNorm(enum.Enum):
+    """What queries and keys are normed over, before rotation."""
+
+    NONE = "they are not"
+    HEAD = "each head by itself"
+    ASKED = "each head by itself, if the config says use_qk_norm"
+    ALL_HEADS = "all heads at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +43,84 @@ class Family:
     Attributes:
         qkv_bias: whether queries, keys and values have a bias; None asks the config.
         output_bias: whether the attention output has one; None asks the config.
-        has_qk_norm: queries and keys are normalised a head before rotation.
+        qk_norm: how queries and keys are normed.
         window_rule: which layers slide.
-        default_window: the window of a config that does not mention one.
+        window_period: PATTERN, n.
         default_head_dim: None divides the hidden size by the heads.
+        norms: where blocks are normed.
+        norm_offset: what is added to the weight of every norm.
+        scales_embedding: embeddings are multiplied by the root of the hidden size.
+        has_fused_matrices: the checkpoint has queries, keys and values as one matrix, and gate
+            and up as one.
+        rope: rotary parameters of configs that do not have them.
+        sliding_rope: likewise of sliding layers; None gives them those of all others.
+        defaults: keys that configs may leave out, beside those that all have in common.
     """
 
     qkv_bias: bool | None
     output_bias: bool | None
-    has_qk_norm: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
     window_rule: WindowRule = WindowRule.NEVER
-    default_window: int | None = None
+    window_period: int = 1
     default_head_dim: int | None = None
+    norms: NormPlacement = NormPlacement.BEFORE
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
+    has_fused_matrices: bool = False
+    rope: RopeDefaults = RopeDefaults()  # noqa: RUF009 - frozen
+    sliding_rope: RopeDefaults | None = None
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
 
-_QWEN2 = Family(
-    qkv_bias=True, output_bias=False, window_rule=WindowRule.SWITCHED, default_window=4096
+_WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
+_EPS: dict[str, object] = {"rms_norm_eps": 1e-5}
+_GEMMA: dict[str, object] = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA2 = Family(
+    qkv_bias=None,
+    output_bias=None,
+    window_rule=WindowRule.PATTERN,
+    window_period=2,
+    default_head_dim=256,
+    norms=NormPlacement.AROUND,
+    norm_offset=1.0,
+    scales_embedding=True,
+    defaults=_GEMMA
+    | _WINDOW_4096
+    | {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+    },
+)
+_GEMMA3 = Family(
+    qkv_bias=None,
+    output_bias=None,
+    qk_norm=QkNorm.HEAD,
+    window_rule=WindowRule.PATTERN,
+    window_period=6,
+    default_head_dim=256,
+    norms=NormPlacement.AROUND,
+    norm_offset=1.0,
+    scales_embedding=True,
+    rope=RopeDefaults(theta=1e6),
+    sliding_rope=RopeDefaults(theta_key="rope_local_base_freq"),
+    # Configs with a picture model beside the text model leave out what is as in this class.
+    defaults=_GEMMA
+    | _WINDOW_4096
+    | {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+    },
+)
+_OLMO2 = Family(
+    qkv_bias=None,
+    output_bias=None,
+    qk_norm=QkNorm.ALL_HEADS,
+    norms=NormPlacement.AFTER,
+    defaults=_EPS,
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -48,22 +130,46 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias=False,
             output_bias=False,
             window_rule=WindowRule.EVERY_LAYER,
-            default_window=4096,
+            defaults=_WINDOW_4096,
         ),
-        "Qwen2ForCausalLM": _QWEN2,
+        "Qwen2ForCausalLM": Family(
+            qkv_bias=True,
+            output_bias=False,
+            window_rule=WindowRule.SWITCHED,
+            defaults=_WINDOW_4096,
+        ),
         "Qwen3ForCausalLM": Family(
             qkv_bias=None,
             output_bias=None,
-            has_qk_norm=True,
+            qk_norm=QkNorm.HEAD,
             window_rule=WindowRule.SWITCHED,
-            default_window=4096,
             default_head_dim=128,
+            defaults=_WINDOW_4096,
         ),
         "MiMoForCausalLM": Family(
             qkv_bias=True,
             output_bias=False,
             window_rule=WindowRule.SWITCHED,
-            default_window=4096,
+            defaults=_WINDOW_4096,
+        ),
+        "Gemma2ForCausalLM": _GEMMA2,
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma3ForConditionalGeneration": _GEMMA3,
+        "Phi3ForCausalLM": Family(
+            qkv_bias=False,
+            output_bias=False,
+            window_rule=WindowRule.EVERY_LAYER,
+            has_fused_matrices=True,
+            defaults=_EPS,
+        ),
+        "Olmo2ForCausalLM": _OLMO2,
+        "Olmo3ForCausalLM": replace(
+            _OLMO2,
+            window_rule=WindowRule.PATTERN,
+            window_period=4,
+            sliding_rope=RopeDefaults(theta=500_000.0),
+            rope=RopeDefaults(theta=500_000.0),
+            defaults=_EPS | _WINDOW_4096,
         ),
     }
 )

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from shared.errors import CheckpointError
 from shared.kernels import e4m3
 from shared.layers.decoder_layer import DecoderLayer
 from shared.models.decoder import Decoder
@@ -22,7 +23,11 @@ _ROUNDING = 1.02
 
 
 def kv_scales(decoder: Decoder) -> Tensor:
-    """Returns `[2, num_layers, num_kv_heads]` float32 powers of two, keys first."""
+    """Returns `[2, num_layers, num_kv_heads]` float32 powers of two, keys first.
+
+    Raises:
+        CheckpointError: the family has no norm in front of the attention, so nothing is bounded.
+    """
     attention_factor = decoder.config.rope.attention_factor
     scales = [_layer_scales(layer, attention_factor) for layer in decoder.layers]
     return torch.stack(scales, dim=1)
@@ -45,6 +50,11 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
 
 def _channel_bounds(layer: DecoderLayer) -> Tensor:
     """Returns `[N]`, the largest size of each output of the product of queries, keys, values."""
+    if layer.attention_norm is None:
+        raise CheckpointError(
+            "--kv-cache-dtype is fp8_e4m3; this model has no norm before its attention, so that "
+            "its keys and values have no bound"
+        )
     norm, qkv = layer.attention_norm.weight.float(), layer.attention.qkv
     weight = qkv.dense().float() * norm
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=1) * math.sqrt(len(norm))

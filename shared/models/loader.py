@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
-from shared.models.decoder_weights import IGNORED_SUFFIXES, LM_HEAD_KEY, decoder_parts
+from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder_parts
+from shared.models.families import NormPlacement
 from shared.models.mtp_keys import find_mtp_layers
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import read_weights
@@ -47,13 +49,18 @@ def load_decoder(
     """
     config = ModelConfig.from_folder(folder)
     checkpoint = Checkpoint.open(folder, options.load_format)
-    tied_copy = (LM_HEAD_KEY,) if config.tie_word_embeddings else ()
+    keys = DecoderKeys.of(checkpoint.files)
+    tied_copy = (keys.lm_head,) if config.tie_word_embeddings else ()
     with start_phase("weights") as phase:
         tensors = read_weights(
             checkpoint,
-            decoder_parts(config, shard_of(group)),
+            decoder_parts(config, shard_of(group), keys),
             # Next-token layers are a drafter's.
-            ignored_prefixes=(*find_mtp_layers(checkpoint.files).prefixes, *tied_copy),
+            ignored_prefixes=(
+                *find_mtp_layers(checkpoint.files).prefixes,
+                *keys.ignored_prefixes,
+                *tied_copy,
+            ),
             ignored_suffixes=IGNORED_SUFFIXES,
             dtype=dtype,
             device=device,
@@ -97,11 +104,14 @@ def build_decoder(
         config=config,
         embedding=embedding,
         layers=layers,
-        norm=RmsNorm(tensors.pop("norm"), config.rms_norm_eps),
-        lm_head=Linear.of(head),
+        norm=norm_from(config, tensors, "norm"),
+        lm_head=replace(Linear.of(head), cap=config.logit_cap),
         rotary=Rotary(config.rope, config.head_dim, device),
         attention_backend=options.attention_backend,
         group=group,
+        sliding_rotary=None
+        if config.sliding_rope is None
+        else Rotary(config.sliding_rope, config.head_dim, device),
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return decoder.steadied() if options.is_deterministic else decoder
@@ -116,25 +126,64 @@ def build_layer(
     group: TensorGroup | None = None,
 ) -> DecoderLayer:
     """Takes the tensors of `layers.{layer}.` out of the dict; see `decoder_weights.layer_parts`."""
-    prefix, eps = f"layers.{layer}.", config.rms_norm_eps
-    qk_norm = tensors.pop(f"{prefix}qk_norm", None)
-    if qk_norm is not None:
-        qk_norm = qk_norm.view(-1, config.head_dim)
+    prefix = f"layers.{layer}."
+    has_input_norm = config.norms is not NormPlacement.AFTER
+    has_output_norm = config.norms is not NormPlacement.BEFORE
+
+    def norm(name: str, is_there: bool = True) -> RmsNorm | None:
+        return norm_from(config, tensors, f"{prefix}{name}") if is_there else None
+
     return DecoderLayer(
-        attention_norm=RmsNorm(tensors.pop(f"{prefix}attention_norm"), eps),
-        attention=Attention(
-            shape=shape,
-            qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
-            output=linear_from(tensors, f"{prefix}output", quantisation, group),
-            qk_norm=None if qk_norm is None else RmsNorm(qk_norm, eps),
-            layer=layer,
-        ),
-        mlp_norm=RmsNorm(tensors.pop(f"{prefix}mlp_norm"), eps),
+        attention_norm=norm("attention_norm", has_input_norm),
+        attention=_attention(config, tensors, shape, layer, quantisation, group),
+        mlp_norm=norm("mlp_norm", has_input_norm),
         mlp=Mlp(
             linear_from(tensors, f"{prefix}gate_up", quantisation),
             linear_from(tensors, f"{prefix}down", quantisation, group),
+            config.activation,
         ),
+        attention_output_norm=norm("attention_output_norm", has_output_norm),
+        mlp_output_norm=norm("mlp_output_norm", has_output_norm),
     )
+
+
+def _attention(
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    shape: AttentionShape,
+    layer: int,
+    quantisation: Quantisation,
+    group: TensorGroup | None,
+) -> Attention:
+    prefix, eps = f"layers.{layer}.", config.rms_norm_eps
+    qk_norm = joint_norms = None
+    if config.has_qk_norm:
+        own = norm_from(config, tensors, f"{prefix}qk_norm")
+        qk_norm = RmsNorm(own.weight.view(-1, config.head_dim), eps)
+    if config.norms_all_heads:
+        joint_norms = (
+            norm_from(config, tensors, f"{prefix}query_norm"),
+            norm_from(config, tensors, f"{prefix}key_norm"),
+        )
+    return Attention(
+        shape=shape,
+        qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
+        output=linear_from(tensors, f"{prefix}output", quantisation, group),
+        qk_norm=qk_norm,
+        layer=layer,
+        joint_norms=joint_norms,
+    )
+
+
+def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> RmsNorm:
+    """Takes the weight of a norm out of the dict.
+
+    One with an offset is held in float32: half precision would round away what was learnt.
+    """
+    weight = tensors.pop(name)
+    if config.norm_offset:
+        weight = weight.float() + config.norm_offset
+    return RmsNorm(weight, config.rms_norm_eps)
 
 
 def linear_from(

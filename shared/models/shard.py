@@ -31,6 +31,11 @@ class Shard:
                 f"--tp-size is {self.size}; it must divide the model's num_key_value_heads, "
                 f"{config.num_kv_heads}, or be a multiple of it"
             )
+        if self.size > 1 and config.norms_all_heads:
+            found.append(
+                f"--tp-size is {self.size}; {config.architecture} norms all heads at once, so that "
+                f"they cannot be spread"
+            )
         return tuple(found)
 
     def num_heads(self, config: ModelConfig) -> int:

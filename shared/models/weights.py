@@ -29,6 +29,7 @@ class WeightPart:
         target: name of the tensor it becomes; parts of one target are stacked along axis 0.
         repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
         cut: the part that is read; None reads all.
+        row_order: rows are put in this order, in every block of as many; None leaves them.
     """
 
     key: str
@@ -36,6 +37,7 @@ class WeightPart:
     target: str
     repeats: int = 1
     cut: Cut | None = None
+    row_order: tuple[int, ...] | None = None
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -79,14 +81,15 @@ def read_weights(
 
 
 def _copies(
-    checkpoint: Checkpoint, parts: Sequence[WeightPart], places: Mapping[str, Tensor]
+    checkpoint: Checkpoint, parts: Sequence[WeightPart], places: Sequence[Tensor]
 ) -> Iterator[WeightCopy]:
-    for path, file_parts in _by_file(checkpoint, parts).items():
+    for path, indices in _by_file(checkpoint, parts).items():
         weights = checkpoint.open_file(path)
-        for part in file_parts:
+        for index in indices:
+            part = parts[index]
             _check_shape(path, weights, part)
             source = weights.read(part.key, part.cut)
-            yield WeightCopy(_repeated(source, part), places[part.key])
+            yield WeightCopy(_arranged(source, part), places[index])
 
 
 def stack_weights(
@@ -98,10 +101,10 @@ def stack_weights(
 ) -> dict[str, Tensor]:
     """Returns what `read_weights` does, of tensors that `read` makes from their keys."""
     targets = _allocate(parts, dtype, device)
-    for part, place in zip(parts, _places(parts, targets).values(), strict=True):
+    for part, place in zip(parts, _places(parts, targets), strict=True):
         tensor = read(part.key)
         assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
-        place.copy_(_repeated(tensor if part.cut is None else tensor[part.cut.slices], part))
+        place.copy_(_arranged(tensor if part.cut is None else tensor[part.cut.slices], part))
     return targets
 
 
@@ -156,23 +159,28 @@ def _allocate(
     }
 
 
-def _places(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns, for each key, the view of its target that it fills."""
-    places: dict[str, Tensor] = {}
+def _places(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns, for each part, the view of its target that it fills."""
+    places: list[Tensor] = []
     next_row: dict[str, int] = defaultdict(int)
     for part in parts:
         start = next_row[part.target]
         next_row[part.target] = start + part.num_rows
-        places[part.key] = targets[part.target][start : start + part.num_rows]
+        places.append(targets[part.target][start : start + part.num_rows])
     return places
 
 
-def _repeated(tensor: Tensor, part: WeightPart) -> Tensor:
+def _arranged(tensor: Tensor, part: WeightPart) -> Tensor:
+    """Returns the rows of what was read in their order, as often as they are wanted."""
+    if part.row_order is not None:
+        blocks = tensor.view(-1, len(part.row_order), *tensor.shape[1:])
+        tensor = blocks[:, list(part.row_order)].flatten(0, 1)
     return tensor if part.repeats == 1 else tensor.repeat(part.repeats, *[1] * (tensor.dim() - 1))
 
 
-def _by_file(checkpoint: Checkpoint, parts: Sequence[WeightPart]) -> dict[Path, list[WeightPart]]:
-    by_file: dict[Path, list[WeightPart]] = defaultdict(list)
-    for part in parts:
-        by_file[checkpoint.files[part.key]].append(part)
+def _by_file(checkpoint: Checkpoint, parts: Sequence[WeightPart]) -> dict[Path, list[int]]:
+    """Returns the indices of the parts in each file."""
+    by_file: dict[Path, list[int]] = defaultdict(list)
+    for index, part in enumerate(parts):
+        by_file[checkpoint.files[part.key]].append(index)
     return by_file

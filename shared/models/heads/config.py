@@ -90,7 +90,7 @@ class HeadConfig:
             vocab_size=target.vocab_size,
             draft_vocab_size=_draft_vocab_size(config, kind, target),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-            rope=read_rope(config, max_position_embeddings=max_positions),
+            rope=_rope(config, max_positions),
             max_position_embeddings=max_positions,
             feature_layers=_feature_layers(config, kind, target.num_layers),
             fuses_features=is_eagle3 and _uses_aux_states(config),
@@ -107,6 +107,15 @@ def _check_num_layers(config: ConfigFile) -> None:
         raise CheckpointError(
             f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
         )
+
+
+def _rope(config: ConfigFile, max_positions: int) -> RopeConfig:
+    rope = read_rope(config, max_position_embeddings=max_positions)
+    if rope.partial != 1.0:
+        raise CheckpointError(
+            f"{config.path}: partial_rotary_factor is {rope.partial:g}; it must be 1 in a head"
+        )
+    return rope
 
 
 def _num_kv_heads(config: ConfigFile, num_heads: int) -> int:

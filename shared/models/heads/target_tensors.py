@@ -11,10 +11,10 @@ from torch import Tensor
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
-from shared.models.decoder_weights import LM_HEAD_KEY
+from shared.models.decoder_weights import DecoderKeys
 from shared.models.weights import WeightPart, read_weights
 
-EMBEDDING_KEY = "model.embed_tokens.weight"
+EMBEDDING_KEY = DecoderKeys().embedding
 
 
 class TargetTensors(Protocol):
@@ -37,6 +37,7 @@ class TargetFolder:
         """Raises: CheckpointError if the folder has no usable config or weights."""
         self._config = ModelConfig.from_folder(folder)
         self._checkpoint = Checkpoint.open(folder)
+        self._keys = DecoderKeys.of(self._checkpoint.files)
         self._dtype = dtype
         self._device = device
         self._embedding: Tensor | None = None
@@ -47,11 +48,13 @@ class TargetFolder:
 
     def embedding(self) -> Tensor:
         if self._embedding is None:
-            self._embedding = self._read(EMBEDDING_KEY)
+            self._embedding = self._read(self._keys.embedding)
         return self._embedding
 
     def lm_head(self) -> Tensor:
-        return self.embedding() if self._config.tie_word_embeddings else self._read(LM_HEAD_KEY)
+        return (
+            self.embedding() if self._config.tie_word_embeddings else self._read(self._keys.lm_head)
+        )
 
     def _read(self, key: str) -> Tensor:
         shape = (self._config.vocab_size, self._config.hidden_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -34,6 +36,17 @@ YARN = {
     "rope_theta": 100.0,
     "factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+PHI_LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [3.0, 5.0],
+        "original_max_position_embeddings": 64,
+    },
 }
 
 
@@ -88,6 +101,50 @@ CASES = {
             use_sliding_window=True,
             sliding_window=5,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "gemma2": Case("gemma2", with_config(sliding_window=5, query_pre_attn_scalar=12)),
+    "gemma2 with low caps": Case(
+        "gemma2", with_config(attn_logit_softcapping=0.5, final_logit_softcapping=1.5)
+    ),
+    "gemma2 tied sharded": Case(
+        "gemma2", TinyShape(tie_word_embeddings=True), max_shard_size="20KB"
+    ),
+    "gemma3": Case(
+        "gemma3",
+        with_config(
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        ),
+    ),
+    "gemma3 tied": Case("gemma3", TinyShape(tie_word_embeddings=True)),
+    "phi3": Case("phi3", with_config(sliding_window=6)),
+    "phi3 partial": Case(
+        "phi3",
+        with_config(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            }
+        ),
+    ),
+    "phi3 longrope": Case("phi3", with_config(**PHI_LONGROPE)),
+    "olmo2": Case("olmo2", TinyShape()),
+    "olmo2 sharded": Case("olmo2", TinyShape(num_kv_heads=4), max_shard_size="20KB"),
+    "olmo3": Case(
+        "olmo3",
+        with_config(
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
         ),
     ),
 }
@@ -224,3 +281,39 @@ def test_captured_features_are_the_hidden_states_entering_each_layer(
     for layer, feature in zip((2, 0, 1), output.features, strict=True):
         assert_close(feature, expected[layer][0])
     assert_close(output.hidden, expected[-1][0])
+
+
+@pytest.mark.parametrize("root", ["model.language_model.", "language_model.model."])
+def test_a_text_model_beside_a_picture_model_is_found(
+    root: str, checkpoint: Callable[[Case], Path]
+) -> None:
+    case = Case("gemma3", TinyShape(tie_word_embeddings=True))
+    folder = checkpoint(case)
+    plain = run_in_chunks(new_runner(folder), prompt(20), 20)
+    tensors = load_file(folder / "model.safetensors")
+    nested = {key.replace("model.", root, 1): tensor for key, tensor in tensors.items()}
+    nested["vision_tower.patches.weight"] = torch.zeros(2)
+    save_file(nested, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    assert torch.equal(run_in_chunks(new_runner(folder), prompt(20), 20), plain)
+
+
+def test_long_factors_hold_beyond_the_original_length(
+    checkpoint: Callable[[Case], Path],
+) -> None:
+    """Rows that all lie beyond it have transformers' keys only if every key has the long ones, so
+    the short ones are made equal to them."""
+    rope = PHI_LONGROPE["rope_parameters"]
+    assert isinstance(rope, dict)
+    changed = PHI_LONGROPE | {
+        "original_max_position_embeddings": 8,
+        "rope_parameters": rope
+        | {"short_factor": [3.0, 5.0], "original_max_position_embeddings": 8},
+    }
+    case = Case("phi3", with_config(**changed))
+    token_ids = prompt(43)
+    with torch.no_grad():
+        expected = build_model(case.family, case.shape)(torch.tensor([token_ids])).logits[0]
+    assert_close(run_in_chunks(new_runner(checkpoint(case)), token_ids, 10), expected)

@@ -69,7 +69,7 @@ def test_config_that_is_no_object_is_named(folder: Path) -> None:
         ({"num_hidden_layers": True}, r"num_hidden_layers is True; it must be of type int"),
         ({"num_key_value_heads": 3}, r"num_attention_heads is 4; .* num_key_value_heads, 3"),
         ({"rope_parameters": {"rope_type": "spiral"}}, r"'spiral'; it must be one of default"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor is 1.5"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"config.json has no factor"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
         ({"eos_token_id": ["x"]}, r"eos_token_id is \['x'\]; it must be a list of int"),

@@ -26,9 +26,19 @@ TREE = TokenTree(
 )
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+OVERRIDES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 2.0},
+    "gemma3": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6},
+    "olmo2": {},
+}
+
+
+@pytest.fixture(scope="module", params=OVERRIDES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyShape(overrides={"sliding_window": 6} if request.param == "mistral" else {})
+    shape = TinyShape(overrides=OVERRIDES[request.param])
     return write_checkpoint(tmp_path_factory.mktemp("model"), request.param, shape)
 
 
