@@ -29,11 +29,11 @@ class GatewaySettings(DialingSettings):
     port: int = setting(8000, "port of HTTP", minimum=0, maximum=65535)
     maintenance_host: str = setting("127.0.0.1", "address of AdminService")
     maintenance_port: int | None = setting(
-        None, "port of AdminService; one above the port", minimum=0, maximum=65535
+        None, "port of AdminService; the port plus one when unset", minimum=0, maximum=65535
     )
 
     http_client_ca: Path | None = setting(
-        None, "HTTP clients must present a certificate signed by these (PEM)"
+        None, "certificate authority of HTTP clients (PEM), which must then present a certificate"
     )
 
     target: tuple[str, ...] = setting(
@@ -49,62 +49,67 @@ class GatewaySettings(DialingSettings):
         is_model=True,
     )
     tool_call_parser: ToolCallParser = setting(
-        ToolCallParser.AUTO, "how the model writes calls of tools; auto: read off its template"
+        ToolCallParser.AUTO, "format of the model's tool calls; auto: detected from its template"
     )
     reasoning_parser: ReasoningParser = setting(
-        ReasoningParser.AUTO, "how it sets reasoning apart; auto: read off its template"
+        ReasoningParser.AUTO, "format of the model's reasoning; auto: detected from its template"
     )
-    model_name: str | None = setting(None, "name clients pass as `model`; the targets' own")
+    model_name: str | None = setting(
+        None, "name that clients pass as `model`; the targets' when unset"
+    )
 
     api_key: tuple[str, ...] = setting(
         (),
-        "KEY or NAME:KEY that requests may carry; repeat; none needed when unset",
+        "KEY or NAME:KEY of a client; repeat for several; no key is needed when unset",
         is_secret=True,
     )
     api_key_file: Path | None = setting(
         None, "TOML file with a table [keys.NAME] for each key: key or key_sha256, and limits"
     )
     key_requests_per_minute: int | None = setting(
-        None, "POST requests a minute of each key, or of everybody without keys", minimum=1
+        None,
+        "POST requests a minute for each key, or for all clients if there are no keys",
+        minimum=1,
     )
     key_tokens_per_minute: int | None = setting(
-        None, "prompt and output tokens a minute of each key", minimum=1
+        None, "prompt and output tokens a minute for each key", minimum=1
     )
-    key_max_concurrent: int | None = setting(
-        None, "requests of each key that are open at once", minimum=1
-    )
+    key_max_concurrent: int | None = setting(None, "open requests for each key", minimum=1)
     cors_origin: tuple[str, ...] = setting(
-        (), "site whose pages may call the gateway (https://app.example); repeat; none when unset"
+        (),
+        "site that may call the gateway (https://app.example); repeat for several; none when unset",
     )
 
     retry_window_s: float = setting(
-        5.0, "wait for another target when one is lost before its first answer", minimum=0.0
+        5.0, "how long a request that has not started waits for another target", minimum=0.0
     )
     request_timeout_s: float | None = setting(
         None,
-        "time a request may take on a target, queueing included; unbounded when unset",
+        "longest time of a request on a target, queueing included; unbounded when unset",
         minimum=0.001,
     )
-    drain_grace_s: float = setting(30.0, "time running requests get at SIGTERM", minimum=0.0)
+    drain_grace_s: float = setting(
+        30.0, "time that running requests get to finish after SIGTERM", minimum=0.0
+    )
 
     max_body_bytes: int = setting(
         _LIMITS.max_body_bytes, "largest request body", minimum=1024, maximum=2**30
     )
     max_prompt_characters: int = setting(
-        MAX_PROMPT_CHARACTERS, "longest prompt, before it is turned into tokens", minimum=1
+        MAX_PROMPT_CHARACTERS, "longest prompt in characters", minimum=1
     )
     max_template_characters: int = setting(
         _LIMITS.max_template_characters,
-        "longest `chat_template` a request may bring; 0 refuses templates of requests",
+        "longest `chat_template` of a request; 0 refuses any",
         minimum=0,
     )
     max_choices: int = setting(_LIMITS.max_choices, "largest `n`", minimum=1)
-    max_prompts: int = setting(_LIMITS.max_prompts, "prompts of one completion", minimum=1)
-    max_generations: int = setting(_LIMITS.max_generations, "`n` times prompts", minimum=1)
-    max_stop_strings: int = setting(_LIMITS.max_stop_strings, "entries of `stop`", minimum=0)
+    max_prompts: int = setting(_LIMITS.max_prompts, "most prompts of one completion", minimum=1)
+    max_generations: int = setting(_LIMITS.max_generations, "largest `n` times prompts", minimum=1)
+    max_stop_strings: int = setting(_LIMITS.max_stop_strings, "most entries of `stop`", minimum=0)
     max_unread_tokens: int = setting(
         _LIMITS.max_unread_tokens,
-        "tokens kept for a client that reads too slowly; beyond it is cancelled",
+        "most unread tokens of a slow client; its request is then cancelled",
         minimum=1,
     )
 

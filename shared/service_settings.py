@@ -16,28 +16,30 @@ class ServiceSettings(ProcessSettings):
     """Of a process that serves gRPC."""
 
     tls_cert: Path | None = setting(
-        None, "certificate chain of the servers (PEM); plain text when unset", is_shared=True
+        None, "certificate chain of the servers (PEM); no TLS when unset", is_shared=True
     )
     tls_key: Path | None = setting(None, "key of --tls-cert (PEM)", is_shared=True)
     tls_client_ca: Path | None = setting(
-        None, "gRPC clients must present a certificate signed by these (PEM)", is_shared=True
+        None,
+        "certificate authority of gRPC clients (PEM), which must then present a certificate",
+        is_shared=True,
     )
 
     otlp_endpoint: str | None = setting(
         None,
-        "OpenTelemetry collector that takes traces by OTLP over gRPC (http://host:4317)",
+        "OpenTelemetry collector for traces, OTLP over gRPC (http://host:4317); off when unset",
         is_shared=True,
     )
     trace_sample_ratio: float = setting(
         1.0,
-        "share of the traces that begin here which are kept; others go by their parent",
+        "share of traces sampled; a trace with a parent follows its parent",
         minimum=0.0,
         maximum=1.0,
         is_shared=True,
     )
 
     round_log: Path | None = setting(
-        None, "file for what each step and each message did when, as JSON lines; for minutes"
+        None, "JSON lines file of the times of every step and message; grows fast"
     )
 
     @property
@@ -55,7 +57,7 @@ class DialingSettings(ServiceSettings):
     """Of a process that dials targets."""
 
     target_tls_ca: Path | None = setting(
-        None, "certificates that may sign the targets' (PEM); plain text when unset", is_shared=True
+        None, "certificate authority of the targets (PEM); no TLS when unset", is_shared=True
     )
     target_tls_cert: Path | None = setting(
         None, "certificate shown to the targets (PEM)", is_shared=True

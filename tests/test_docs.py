@@ -87,8 +87,10 @@ def _source(pattern: str = "*.py") -> str:
 def _flags_of_services() -> dict[str, list[str]]:
     """Flags by service, from their page; a test of its own holds that page to the settings."""
     text = (DOCS / "flags.md").read_text()
-    sections = re.findall(r"^## `outrider-(\w+)`$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    return {service: re.findall(r"`(--[a-z0-9-]+)`", table) for service, table in sections}
+    parts = re.findall(r"^## ([^\n]+)$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    flags = {name: re.findall(r"`(--[a-z0-9-]+)`", table) for name, table in parts}
+    common = flags.pop("All services")
+    return {name.strip("`").removeprefix("outrider-"): [*common, *flags[name]] for name in flags}
 
 
 @functools.cache

@@ -58,12 +58,12 @@ class DraftSettings(DialingSettings):
     port: int = setting(50061, "port of DraftService", minimum=0, maximum=65535)
     maintenance_host: str = setting("127.0.0.1", "address of AdminService")
     maintenance_port: int | None = setting(
-        None, "port of AdminService; one above the port", minimum=0, maximum=65535
+        None, "port of AdminService; the port plus one when unset", minimum=0, maximum=65535
     )
     metrics_port: int | None = setting(
         None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
-    worker_id: str | None = setting(None, "name of this worker; made up when unset")
+    worker_id: str | None = setting(None, "name of this worker; generated when unset")
     speculative_algorithm: Algorithm = setting(
         Algorithm.STANDALONE, "drafter", aliases=("speculative-algo", "algorithm")
     )
@@ -81,10 +81,12 @@ class DraftSettings(DialingSettings):
         LoadFormat.AUTO, "auto prefers safetensors to pt, which is pytorch_model.bin"
     )
     speculative_draft_model_quantization: Quantisation = setting(
-        Quantisation.UNQUANT, "8 bits a weight in the draft's layers; not in embedding and lm_head"
+        Quantisation.UNQUANT,
+        "quantise the weights of the draft's layers to 8 bits; embedding and lm_head stay",
     )
     speculative_attention_mode: AttentionMode = setting(
-        AttentionMode.PREFILL, "no effect: one kernel serves prefill, decode and trees"
+        AttentionMode.PREFILL,
+        "accepted for SGLang's sake, no effect: one kernel serves prefill, decode and trees",
     )
     speculative_draft_attention_backend: AttentionBackend = setting(
         AttentionBackend.AUTO,
@@ -93,18 +95,18 @@ class DraftSettings(DialingSettings):
     )
     speculative_draft_window_size: int | None = setting(
         None,
-        "committed tokens the draft looks back on at most; its context when unset",
+        "most committed tokens that the draft attends to; its context when unset",
         aliases=("speculative-dflash-draft-window-size",),
         minimum=64,
     )
     enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
     enable_cuda_graph: bool | None = setting(
         None,
-        "capture trees, and a STANDALONE draft's other small forwards, as CUDA graphs; needs CUDA; "
-        "when unset trees alone, where there is CUDA",
+        "capture drafting as CUDA graphs; needs CUDA. true: trees and a STANDALONE draft's other "
+        "small forwards; unset: trees only, if there is CUDA",
     )
     torch_compile_max_bs: int | None = setting(
-        None, f"sequences of a compiled forward at most; {COMPILED_SEQUENCES} when unset", minimum=1
+        None, f"most sequences of a compiled forward; {COMPILED_SEQUENCES} when unset", minimum=1
     )
     target_model_path: Path | None = setting(
         None,
@@ -114,25 +116,28 @@ class DraftSettings(DialingSettings):
     )
     speculative_token_map: Path | None = setting(
         None,
-        "token ids an EAGLE head is confined to (.pt, .safetensors or .json); a file, or one on "
-        "the Hub as OWNER/MODEL/FILE",
+        "restrict an EAGLE head to the token ids of this file (.pt, .safetensors or .json); on the "
+        "Hub OWNER/MODEL/FILE",
         is_model=True,
     )
     speculative_num_steps: int | None = setting(
         None,
-        "depth of trees; what is set of a shape pins it",
+        "depth of trees; setting it, or the number of draft tokens, pins the shape",
         minimum=1,
         maximum=MAX_TREE_DEPTH,
     )
     speculative_eagle_topk: int | None = setting(
-        None, "children of a node and nodes kept a level; 1 is a chain", minimum=1, maximum=16
+        None,
+        "children of each node, and nodes kept on each level; 1 is a chain",
+        minimum=1,
+        maximum=16,
     )
     speculative_num_draft_tokens: int | None = setting(
-        None, "rows verified a round, the root included", minimum=2, maximum=257
+        None, "tree rows verified in a round, root included", minimum=2, maximum=257
     )
     speculative_outcome_budget: int = setting(
         0,
-        "verdicts prepared for while a tree is verified, a sequence; 0 drafts after each verdict",
+        "outcomes of a sequence to prepare trees for while the target verifies; 0 drafts after it",
         minimum=0,
         maximum=MAX_BUDGET,
     )
@@ -152,13 +157,15 @@ class DraftSettings(DialingSettings):
         18, "tokens of the longest n-gram, context included", minimum=2, maximum=64
     )
     speculative_ngram_capacity: int = setting(
-        10_000_000, "n-grams kept; the least recent make way", minimum=64
+        10_000_000, "n-grams kept; the least recent are evicted", minimum=64
     )
     speculative_ngram_corpus_path: Path | None = setting(
         None, "text (.txt) or JSON lines (.jsonl) of texts or token ids to draft from"
     )
     tokenizer: Path | None = setting(
-        None, "folder whose tokenizer the target must share; the model's when unset", is_model=True
+        None,
+        "folder of the tokenizer, which must equal the target's; the model's when unset",
+        is_model=True,
     )
     dtype: Dtype = setting(
         Dtype.AUTO,
@@ -168,7 +175,7 @@ class DraftSettings(DialingSettings):
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     tp_size: int = setting(
         1,
-        "processes that hold a STANDALONE draft's model together, one a GPU from the device on",
+        "GPUs that share a STANDALONE draft's model (tensor parallelism), from the device on",
         aliases=("tp", "tensor-parallel-size"),
         minimum=1,
         maximum=64,
@@ -176,22 +183,24 @@ class DraftSettings(DialingSettings):
     num_threads: int = setting(1, "CPU threads of a forward", minimum=1)
     page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=MOST_PAGE_TOKENS)
     context_length: int | None = setting(
-        None, "longest context of the draft; longer sequences slide", minimum=64
+        None,
+        "longest context of the draft; of longer sequences it reads the last tokens",
+        minimum=64,
     )
-    max_running_requests: int = setting(64, "sequences held at most", minimum=1)
+    max_running_requests: int = setting(64, "most sequences drafted for at once", minimum=1)
     max_total_tokens: int | None = setting(
-        None, "tokens the KV pool holds; what memory allows when unset", minimum=64
+        None, "tokens in the KV cache; as many as fit when unset", minimum=64
     )
     mem_fraction_static: float | None = setting(
         None,
-        "share of free memory for KV pages; automatic when unset",
+        "share of free memory for the KV cache; automatic when unset",
         aliases=("mem-fraction",),
         minimum=0.01,
         maximum=1.0,
     )
-    disable_radix_cache: bool = setting(False, "share no prompt prefixes between sequences")
+    disable_radix_cache: bool = setting(False, "disable the prefix cache")
     chunked_prefill_size: int = setting(
-        512, "prompt tokens taken in between two rounds", minimum=16
+        512, "most prompt tokens computed between two rounds", minimum=16
     )
 
     def __post_init__(self) -> None:

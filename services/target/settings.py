@@ -46,9 +46,11 @@ class TargetSettings(ServiceSettings):
     revision: str | None = setting(
         None, "branch, tag or commit of a --model-path that is an id on the Hub"
     )
-    served_model_name: str | None = setting(None, "name clients pass as `model`; the folder's")
+    served_model_name: str | None = setting(
+        None, "name that clients pass as `model`; the folder's when unset"
+    )
     tokenizer_path: Path | None = setting(
-        None, "folder of the tokenizer, for its identity; the model's", is_model=True
+        None, "folder of the tokenizer; the model's when unset", is_model=True
     )
     dtype: Dtype = setting(
         Dtype.AUTO,
@@ -61,24 +63,25 @@ class TargetSettings(ServiceSettings):
         synonyms=BACKEND_SYNONYMS,
     )
     quantization: Quantisation = setting(
-        Quantisation.UNQUANT, "8 bits a weight in the layers; not in embedding and lm_head"
+        Quantisation.UNQUANT,
+        "quantise the weights of the layers to 8 bits; embedding and lm_head stay",
     )
     enable_deterministic_inference: bool = setting(
-        False, "in half precision on a GPU: a row of a product has the same bits in any batch"
+        False, "batch-invariant products in half precision on a GPU, for any number of rows"
     )
     tp_size: int = setting(
         1,
-        "processes that hold the model together, one a GPU",
+        "GPUs that share the model (tensor parallelism), from the device on",
         aliases=("tp", "tensor-parallel-size"),
         minimum=1,
         maximum=64,
     )
     kv_cache_dtype: KvDtype = setting(
-        KvDtype.AUTO, "element type of keys and values; auto: the model's"
+        KvDtype.AUTO, "element type of the KV cache; auto: the model's"
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     context_length: int | None = setting(
-        None, "largest prompt plus output in tokens; the model's", minimum=2
+        None, "largest prompt plus output in tokens; the model's when unset", minimum=2
     )
 
     host: str = setting("127.0.0.1", "address to listen on")
@@ -87,35 +90,39 @@ class TargetSettings(ServiceSettings):
     )
     maintenance_host: str = setting("127.0.0.1", "address of AdminService")
     maintenance_port: int | None = setting(
-        None, "port of AdminService; one above the port", minimum=0, maximum=65535
+        None, "port of AdminService; the port plus one when unset", minimum=0, maximum=65535
     )
 
     grpc_vllm_engine: bool = setting(
-        False, "serve the VllmEngine contract as well: for the gateway smg in front"
+        False, "also serve the VllmEngine contract, for the gateway smg"
     )
 
     page_size: int = setting(16, "tokens a KV page", minimum=1, maximum=1024)
     mem_fraction_static: float | None = setting(
         None,
-        "share of free memory for KV pages; automatic when unset",
+        "share of free memory for the KV cache; automatic when unset",
         aliases=("mem-fraction",),
         minimum=0.01,
         maximum=1.0,
     )
     max_total_tokens: int | None = setting(
-        None, "tokens the KV pool holds; what memory allows when unset", minimum=16
+        None, "tokens in the KV cache; as many as fit when unset", minimum=16
     )
     max_running_requests: int = setting(64, "sequences that run at once", minimum=1)
-    max_queued_requests: int = setting(256, "sequences that wait; more get QUEUE_FULL", minimum=1)
-    chunked_prefill_size: int = setting(2048, "prompt tokens computed a step", minimum=1)
+    max_queued_requests: int = setting(
+        256, "sequences that wait; further ones are refused with QUEUE_FULL", minimum=1
+    )
+    chunked_prefill_size: int = setting(2048, "most prompt tokens computed in a step", minimum=1)
     cuda_graph_max_bs: int = setting(
-        64, "most sequences of a step that runs as a CUDA graph", minimum=1, maximum=256
+        64, "largest batch that runs as a CUDA graph", minimum=1, maximum=256
     )
     disable_cuda_graph: bool = setting(
         False, "run no step as a CUDA graph; leaves out rounds on the device, which are graphs"
     )
-    disable_overlap_schedule: bool = setting(False, "read each step before the next is launched")
-    disable_radix_cache: bool = setting(False, "share no prompt prefixes between requests")
+    disable_overlap_schedule: bool = setting(
+        False, "read the results of each step before launching the next"
+    )
+    disable_radix_cache: bool = setting(False, "disable the prefix cache")
 
     draft: DraftPlacement = setting(
         DraftPlacement.REMOTE,
@@ -148,7 +155,7 @@ class TargetSettings(ServiceSettings):
     max_tree_nodes: int = setting(
         256, "largest tree accepted from a draft, in nodes", minimum=1, maximum=256
     )
-    max_draft_sequences: int = setting(256, "most sequences handed to one draft", minimum=1)
+    max_draft_sequences: int = setting(256, "most sequences assigned to one draft", minimum=1)
     speculative_fallback: Fallback = setting(
         Fallback.NONE, "ngram: repeat what followed before in rounds that no draft has a tree for"
     )
