@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,17 @@ import pytest
 from google.protobuf import json_format, message_factory
 
 from gateway.schema import ChatCompletionRequest
+from gateway.settings import GatewaySettings
+from services.draft.settings import DraftSettings
+from services.target.settings import TargetSettings
+from shared.errors import SettingsError
+from shared.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MOST_WORDS = 18_000  # of all pages in docs/
+
+SERVICES = {"target": TargetSettings, "draft": DraftSettings, "gateway": GatewaySettings}
 
 # Flags of other people's programs that the documents call.
 FOREIGN_FLAGS = {
@@ -229,6 +237,18 @@ def unknown_rpcs(page: Page) -> Iterator[str]:
     yield from (call for call in calls if call not in _rpcs())
 
 
+def refused_commands(page: Page) -> Iterator[str]:
+    """Commands of a service that would not start it, for a flag's value or for what is missing."""
+    for command in re.sub(r"\s*\\\n\s*", " ", page.code).splitlines():
+        words = shlex.split(command, comments=True) if command.startswith("outrider-") else []
+        service = words[0].removeprefix("outrider-") if words else ""
+        if service in SERVICES and len(words) > 1:
+            try:
+                load_settings(SERVICES[service], service=service, arguments=words[1:], env={})
+            except SettingsError as error:
+                yield f"{command}: {error}"
+
+
 def refused_messages(page: Page) -> Iterator[str]:
     """Bodies of `grpcurl -d` that are no message of the method that is called."""
     calls = re.findall(r"grpcurl [^\n]*-d '([^']*)'[^/]*?([\w.]+)/(\w+)", page.code)
@@ -287,6 +307,7 @@ RULES: dict[Rule, str] = {
     missing_files: "`services/nonsense.py`",
     missing_modules: "`python -m services.nonsense`",
     unknown_rpcs: "`TargetService/Nonsense`",
+    refused_commands: "`outrider-draft --tp-size 0`",
     refused_messages: "`grpcurl -d '{\"no\": 1}' outrider.draft.v1.DraftService/ProposeTree`",
     refused_chats: '```\ncurl :1/v1/chat/completions -d \'{"messages": [], "nonsense": 1}\'\n```',
     unknown_routes: "`GET /nonsense`",
