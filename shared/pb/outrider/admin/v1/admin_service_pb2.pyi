@@ -234,29 +234,27 @@ class Attachment(_message.Message):
     accepted_token_count: _builtins.int
     """Draft nodes accepted, excluding bonus tokens."""
     missed_round_count: _builtins.int
-    """Rounds that were waited for in vain."""
+    """Rounds in which the target waited for a tree and none arrived in time."""
     stale_candidate_count: _builtins.int
     """Candidates dropped because their round had passed."""
     paused_sequence_count: _builtins.int
-    """Sequences of `sequence_count` for which no trees are wanted at the moment."""
+    """Assigned sequences for which no trees are requested at the moment."""
     wanted_step_count: _builtins.int
-    """Depth of the trees that most of its sequences are to have at the moment; 0
-    while none is wanted.
+    """Depth of the trees requested for most of its sequences; 0 while none are
+    requested.
     """
     wanted_outcome_count: _builtins.int
-    """Most verdicts on a tree that the draft is asked to prepare for; absent while
-    that is left to it.
+    """Most outcomes that the draft is asked to prepare for; absent while the draft
+    decides.
     """
     warming: _builtins.bool
-    """The draft says that it prepares something once, such as CUDA graphs, so that
-    nobody waits for its trees.
+    """Whether the draft is preparing something once, such as CUDA graphs. The
+    target does not wait for its trees meanwhile.
     """
     wanted_topk: _builtins.int
-    """Most children of a node of these trees; 0 while none is wanted."""
+    """Top-k of these trees; 0 while none are requested."""
     wanted_draft_token_count: _builtins.int
-    """Rows that one of these trees takes a round, the root included; 0 while none
-    is wanted.
-    """
+    """Rows of one of these trees, root included; 0 while none are requested."""
     @_builtins.property
     def attach_time(self) -> _timestamp_pb2.Timestamp:
         """Time the stream was attached."""
@@ -269,7 +267,7 @@ class Attachment(_message.Message):
 
     @_builtins.property
     def draft_duration(self) -> _duration_pb2.Duration:
-        """Usual part of it in which the drafter computes."""
+        """The drafter's usual part of `turnaround_duration`."""
 
     @_builtins.property
     def level_acceptances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

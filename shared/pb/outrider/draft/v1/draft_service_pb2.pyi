@@ -51,8 +51,8 @@ class ProposeTreeRequest(_message.Message):
         W]`, for drafters that read them; others refuse the field. Layers, type and
         width are in GetDraftInfo: W is `feature_width`, rows as a target sends them
         after the draft's projection, or `feature_layer_width`, the layers side by
-        side, which the draft then projects itself. A row tells of the tokens up to
-        its own, so nothing computed from it outlives the call.
+        side, which the draft then projects itself. Nothing computed from them is
+        cached beyond the call.
         """
 
     def __init__(
@@ -234,8 +234,8 @@ class DraftConfig(_message.Message):
     Changing the shape pins it unless the request says otherwise.
     """
     outcome_budget: _builtins.int
-    """Verdicts prepared for while a tree is verified, a sequence. Range [0, 64]; 0
-    drafts after each verdict.
+    """Outcomes of a sequence to prepare trees for while the target verifies. Range
+    [0, 64]; 0 drafts after each verdict.
     """
     @_builtins.property
     def shape(self) -> _token_tree_pb2.TreeShape:

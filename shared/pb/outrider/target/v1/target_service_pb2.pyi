@@ -72,8 +72,8 @@ class GenerateRequest(_message.Message):
     at each position. Range [0, 20]; none are computed when absent.
     """
     priority: _builtins.int
-    """Whose turn it is when sequences wait, or when pages run out: the least value
-    goes first and is preempted last; among equals, the oldest. Changes no output.
+    """Orders sequences in the queue and under preemption: the lowest value goes
+    first and is preempted last; among equals, the oldest. Changes no output.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -95,14 +95,14 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _grammar_pb2.Grammar:
-        """What the output must match; anything when absent. Also then a draw is from
-        the model's law, restricted to the tokens that the grammar allows.
+        """What the output must match; unconstrained when absent. Tokens are drawn from
+        the model's distribution, restricted to those that the grammar allows.
         """
 
     @_builtins.property
     def prompt_logprob_params(self) -> Global___PromptLogprobParams:
-        """Log probabilities of prompt tokens; none are computed when absent. Prefix
-        cache is read only up to the first of them.
+        """Log probabilities of prompt tokens; none are computed when absent. The
+        prefix cache is read only up to the first of them.
         """
 
     def __init__(
@@ -137,7 +137,7 @@ class PromptLogprobParams(_message.Message):
     TOP_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first one. Range [0, length of the prompt). The token at
-    position 0 has no law and so no log probability.
+    position 0 has no predecessor and so no log probability.
     """
     top_logprob_count: _builtins.int
     """Log probabilities of this many most probable tokens at each position. Range
@@ -172,8 +172,8 @@ class SpeculationParams(_message.Message):
     disabled: _builtins.bool
     """Decodes without candidates (A/B and debugging). The output is the same."""
     trace: _builtins.bool
-    """Every `TokenDelta` tells what its step did. Costs messages of up to a few
-    KiB a step; for pages and people, not for load.
+    """Every `TokenDelta` describes its step. Adds up to a few KiB to each message;
+    meant for inspection, not for load.
     """
     algorithm: _builtins.str
     """Only drafts of this algorithm get the sequence, as `Attach.algorithm` spells
@@ -186,17 +186,16 @@ class SpeculationParams(_message.Message):
     never pauses a request that sets it. Chosen by the target when absent.
     """
     outcome_budget: _builtins.int
-    """Most verdicts that a draft prepares for while a tree of this request is
-    verified, in [0, 64]; else INVALID_ARGUMENT. 0 drafts after each verdict. A
-    draft never prepares for more than its operator allows. Chosen by the target
-    or left to the draft when absent.
+    """Most outcomes for which a draft prepares trees while a tree of this request
+    is verified, in [0, 64]; else INVALID_ARGUMENT. 0 drafts after each verdict.
+    A draft's own limit still holds. Chosen by the target or by the draft when
+    absent.
     """
     draft_token_count: _builtins.int
     """Most rows of a tree that are verified, the root included, in [1, 257]; else
-    INVALID_ARGUMENT. Of a larger tree the target verifies only the nodes whose
-    paths its draft holds most probable, whatever would pay; 1 is as `disabled`.
-    Drafts are asked for nothing else because of it. Chosen by the target when
-    absent.
+    INVALID_ARGUMENT. Of a larger tree the target verifies the nodes whose paths
+    the draft holds most probable; 1 is the same as `disabled`. Does not change
+    the shape that drafts are asked for. Chosen by the target when absent.
     """
     def __init__(
         self,
@@ -321,12 +320,12 @@ class Submit(_message.Message):
     with INVALID_ARGUMENT.
     """
     trace_request_id: _builtins.str
-    """Id for logs and traces, as `x-request-id` metadata would carry it. Made up
+    """Id for logs and traces, as `x-request-id` metadata would carry it. Generated
     by the target when empty.
     """
     traceparent: _builtins.str
-    """W3C trace context, as `traceparent` metadata would carry it; empty when
-    nobody traces.
+    """W3C trace context, as `traceparent` metadata would carry it; empty without
+    tracing.
     """
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
@@ -540,7 +539,7 @@ class TokenDelta(_message.Message):
 
     @_builtins.property
     def trace(self) -> Global___RoundTrace:
-        """What the step did. Only when `SpeculationParams.trace` asks for it."""
+        """Describes the step. Only with `SpeculationParams.trace`."""
 
     def __init__(
         self,
@@ -593,8 +592,8 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class RoundTrace(_message.Message):
-    """One decode step of one request, for people to look at. The steps of a request
-    follow each other without gaps: `wait_duration` of a round begins where
+    """One decode step of one request, for inspection. The steps of a request follow
+    each other without gaps: `wait_duration` of a round begins where
     `verify_duration` of the round before it ends.
     """
 
