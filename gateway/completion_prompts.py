@@ -30,7 +30,13 @@ async def prompt_tokens(
     """
     if isinstance(prompt, str):
         add_special_tokens = body.add_special_tokens is not False
-        return await tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return await tokenizer.encode(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            max_tokens=model.max_context_tokens - 1,
+        )
+    if len(prompt) >= model.max_context_tokens:
+        raise InvalidArgument.prompt_too_long(len(prompt), model.max_context_tokens - 1)
     for token_id in (min(prompt, default=0), max(prompt, default=0)):
         if not 0 <= token_id < model.vocab_size:
             message = f"prompt holds token {token_id}; ids must be in [0, {model.vocab_size})"

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gateway.chat_prompt import chat_text, toolbox_of
 from gateway.completion_prompts import echoed_texts, given_prompts, prompt_tokens
@@ -13,6 +14,8 @@ from gateway.constraints import constraint_of
 from gateway.field_names import client_names
 from gateway.generation import PromptScoring, TargetModel
 from gateway.limits import RequestLimits
+from gateway.off_loop import off_loop
+from gateway.output.tools import Toolbox
 from gateway.plan import Plan
 from gateway.refusals import refuse_unimplemented
 from gateway.sampling import check_top_logprobs
@@ -22,6 +25,7 @@ from gateway.wanted_output import WantedOutput
 from shared.errors import InvalidArgument
 
 _PROMPT_IN_CHAT = {"prompt": "messages"}  # what a client knows its prompt by
+_INLINE_MESSAGES = 64  # a template writes that many in about a millisecond
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 
@@ -47,25 +51,33 @@ class Planner:
             check_top_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
         )
         toolbox = toolbox_of(body)
-        text = chat_text(body, toolbox, self.text, self.limits)
+        text = await self._chat_text(body, toolbox)
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
         output = self.text.style.output(text, toolbox)
         wanted = WantedOutput(body, model, trace_id, top_logprobs, max_tokens, output)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        prompt = await self._encode(text)
+        prompt = await self._encode(text, model.max_context_tokens - 1)
         with client_names(_PROMPT_IN_CHAT):
             return self._plan(wanted, request_id, name, [prompt])
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Returns the token ids of a chat."""
-        return await self._encode(chat_text(body, toolbox_of(body), self.text, self.limits))
+        return await self._encode(await self._chat_text(body, toolbox_of(body)))
 
-    async def _encode(self, text: str) -> list[int]:
+    async def _chat_text(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> str:
+        render = partial(chat_text, body, toolbox, self.text, self.limits)
+        if len(body.messages) <= _INLINE_MESSAGES and body.chat_template is None:
+            return render()
+        return await off_loop("messages", render)
+
+    async def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         with client_names(_PROMPT_IN_CHAT):
             # The template writes the special tokens itself.
-            return await self.text.tokenizer.encode(text, add_special_tokens=False)
+            return await self.text.tokenizer.encode(
+                text, add_special_tokens=False, max_tokens=max_tokens
+            )
 
     async def completion(
         self,

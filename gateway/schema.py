@@ -6,16 +6,37 @@ they can be named in the log. Ranges are checked where a field is used, with Ope
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 
 def _null_is_absent(value: object) -> object:
     return False if value is None else value
 
 
+class _FirstErrorOnly:
+    """Pydantic's `FailFast`, which cannot be part of a generic alias."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return cast("CoreSchema", {**handler(source), "fail_fast": True})
+
+
+def _bounded(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"it has {len(value):,} entries; at most {MAX_BIASED_TOKENS:,} are taken")
+    return value
+
+
 Flag = Annotated[bool, BeforeValidator(_null_is_absent)]
+T = TypeVar("T")
+Items = Annotated[list[T], _FirstErrorOnly()]
+"""Refused at its first wrong item: an error for each of a million costs gigabytes."""
+MAX_BIASED_TOKENS = 65_536
+Bias = Annotated[dict[int, float], BeforeValidator(_bounded)]
 
 
 class Body(BaseModel):
@@ -79,7 +100,7 @@ class StructuredOutputs(Body):
         default=None, alias="json", description="a JSON schema"
     )
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = Field(default=None, description="GBNF, EBNF or Lark")
     json_object: Flag = False
     structural_tag: dict[str, Any] | str | None = None
@@ -100,11 +121,11 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Bias | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: bool | None = None
@@ -120,7 +141,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = Field(default=None, description="GBNF, EBNF or Lark")
@@ -137,7 +158,7 @@ class GenerationBody(Body):
 class CompletionRequest(GenerationBody):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     best_of: int | None = Field(
         default=None, description="choices drawn, of which the `n` likeliest are the answer"
     )
@@ -172,9 +193,9 @@ class ChatMessage(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="newer name of `reasoning_content`")
@@ -212,11 +233,11 @@ class NamedTool(Body):
 class ChatCompletionRequest(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[ChatMessage]
+    messages: Items[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: Flag = False
     top_logprobs: int | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: Items[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     reasoning_effort: str | None = None

@@ -97,10 +97,10 @@ class InvalidArgument(OutriderError):
         return cls.of("PROMPT_EMPTY", "prompt", "the prompt has no tokens; at least 1 is needed")
 
     @classmethod
-    def prompt_too_long(cls, num_tokens: int, limit: int) -> Self:
+    def prompt_too_long(cls, num_tokens: int, limit: int, at_least: str = "") -> Self:
         # The last words are what client libraries look for before they fall back or cut.
         message = (
-            f"the prompt has {num_tokens:,} tokens; the model accepts {limit:,}: "
+            f"the prompt has {at_least}{num_tokens:,} tokens; the model accepts {limit:,}: "
             "the prompt is longer than the model's context length"
         )
         return cls.of("PROMPT_TOO_LONG", "prompt", message)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gateway.schema import Body, ContentPart, Flag, Speculation
+from gateway.schema import Body, ContentPart, Flag, Items, Speculation
 
 
 class Block(Body):
@@ -18,7 +18,7 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     is_error: Flag = False
     thinking: str | None = None
 
@@ -27,7 +27,7 @@ class Message(Body):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Items[Block]
 
 
 class Tool(Body):
@@ -59,9 +59,9 @@ class Prompt(Body):
     """Fields that counting shares with generating: body of `/v1/messages/count_tokens`."""
 
     model: str
-    messages: list[Message]
-    system: str | list[ContentPart] | None = None
-    tools: list[Tool] | None = None
+    messages: Items[Message]
+    system: str | Items[ContentPart] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -85,7 +85,7 @@ class MessagesRequest(Prompt):
 
     max_tokens: int
     stream: Flag = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

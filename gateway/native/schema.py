@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gateway.schema import Body, ChatMessage, Flag, Speculation, ToolDefinition
+from gateway.schema import Bias, Body, ChatMessage, Flag, Items, Speculation, ToolDefinition
 
 
 class TokenizeRequest(Body):
@@ -17,9 +17,9 @@ class TokenizeRequest(Body):
     """
 
     model: str | None = None
-    prompt: str | list[str] | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[ToolDefinition] | None = None
+    prompt: str | Items[str] | None = None
+    messages: Items[ChatMessage] | None = None
+    tools: Items[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ class DetokenizeRequest(Body):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int] | list[list[int]]
+    tokens: Items[int] | Items[Items[int]]
     skip_special_tokens: bool | None = Field(default=None, description="true by default")
 
 
@@ -54,10 +54,10 @@ class NativeSampling(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Bias | None = None
     sampling_seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: Flag = False
     skip_special_tokens: bool | None = None
     regex: str | None = None
@@ -71,14 +71,14 @@ class GenerateRequest(Body):
     """Body of `/generate`: one prompt or a batch, as `text` or as `input_ids`."""
 
     model: str | None = None
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    text: str | Items[str] | None = None
+    input_ids: Items[int] | Items[Items[int]] | None = None
+    sampling_params: NativeSampling | Items[NativeSampling] | None = None
     rid: str | None = Field(default=None, description="names the request, for /abort_request")
     stream: Flag = False
-    return_logprob: Flag | list[bool] = False
-    top_logprobs_num: int | list[int] | None = None
-    logprob_start_len: int | list[int] | None = Field(
+    return_logprob: Flag | Items[bool] = False
+    top_logprobs_num: int | Items[int] | None = None
+    logprob_start_len: int | Items[int] | None = Field(
         default=None, description="from this position of the prompt on; -1: of the output only"
     )
     priority: int | None = Field(default=None, description="the least value goes first")

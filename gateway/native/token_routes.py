@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 
 from gateway.generation import TargetModel
 from gateway.native.schema import DetokenizeRequest, TokenizeRequest
+from gateway.off_loop import off_loop
 from gateway.refusals import KnownFields
 from gateway.schema import ChatCompletionRequest
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument
 
+T = TypeVar("T")
+
+_INLINE_TOKENS = 8_192
 _TOKENIZE_FIELDS = KnownFields(
     harmless=frozenset(),
     unimplemented=frozenset(
@@ -40,7 +45,8 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             "token_strs": None,
         }
         if body.return_token_strs:
-            spelled = [_spelled(row, gateway) for row in rows]
+            spell = partial(_spelled_rows, rows, gateway)
+            spelled = await _inline_if_short("prompt", rows, spell)
             answer["token_strs"] = spelled if is_batch else spelled[0]
         return answer
 
@@ -53,11 +59,10 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         is_batch = bool(rows)
         if not is_batch:
             rows = [[token_id for token_id in body.tokens if isinstance(token_id, int)]]
-        for row in rows:
-            _check_token_ids(row, model)
         skip = body.skip_special_tokens is not False
-        tokenizer = gateway.text.tokenizer
-        texts = [tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+        texts = await _inline_if_short(
+            "tokens", rows, partial(_decoded, rows, model, skip, gateway)
+        )
         text = texts if is_batch else texts[0]
         return {"prompt": text, "text": text}  # vLLM's name and SGLang's
 
@@ -79,6 +84,27 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
     gateway.limits.check_prompts(len(texts))
     add = body.add_special_tokens is not False
     return [await gateway.text.tokenizer.encode(text, add_special_tokens=add) for text in texts]
+
+
+async def _inline_if_short(
+    field: str, rows: Sequence[Sequence[int]], work: Callable[[], list[T]]
+) -> list[T]:
+    if sum(map(len, rows)) <= _INLINE_TOKENS:
+        return work()
+    return await off_loop(field, work)
+
+
+def _decoded(
+    rows: Sequence[Sequence[int]], model: TargetModel, skip: bool, gateway: Gateway
+) -> list[str]:
+    for row in rows:
+        _check_token_ids(row, model)
+    decode = gateway.text.tokenizer.decode
+    return [decode(row, skip_special_tokens=skip) for row in rows]
+
+
+def _spelled_rows(rows: Sequence[Sequence[int]], gateway: Gateway) -> list[list[str]]:
+    return [_spelled(row, gateway) for row in rows]
 
 
 def _spelled(token_ids: Sequence[int], gateway: Gateway) -> list[str]:

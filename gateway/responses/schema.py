@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gateway.schema import Body, ContentPart, Flag, Speculation
+from gateway.schema import Body, ContentPart, Flag, Items, Speculation
 
 
 class InputItem(Body):
@@ -16,11 +16,11 @@ class InputItem(Body):
         default="message", description="message, function_call, function_call_output or reasoning"
     )
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | Items[ContentPart] | None = None
 
 
 class Tool(Body):
@@ -66,7 +66,7 @@ class ResponsesRequest(Body):
     """Body of `/v1/responses`."""
 
     model: str | None = None
-    input: str | list[InputItem]
+    input: str | Items[InputItem]
     instructions: str | None = None
     stream: Flag = False
     # The answer repeats what was asked, and JSON's writer knows 64 bits.
@@ -74,10 +74,10 @@ class ResponsesRequest(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     metadata: dict[str, str] | None = None
