@@ -56,18 +56,18 @@ class DraftMetrics(Collector):
         counters = self._counters
         for name, meaning, value in (
             ("trees", "Trees proposed", counters.num_trees),
-            ("tree_tokens", "Nodes of the trees proposed", counters.num_nodes),
-            ("pushed_trees", "Trees for verdicts to come", counters.num_pushed),
-            ("ahead_steps", "Steps for verdicts to come", counters.num_ahead),
-            ("ahead_seconds", "Time of steps for verdicts to come", counters.ahead_s),
-            ("foreseen_verdicts", "Verdicts that a tree was there for", counters.num_foreseen),
-            ("preparations", "Things done once for trees to come", counters.num_prepared),
-            ("preparation_seconds", "Time of those", counters.prepared_s),
-            ("caught_up_tokens", "Committed tokens taken in", counters.num_caught_up),
-            ("caught_up_seconds", "Time of taking them in", counters.caught_up_s),
+            ("tree_tokens", "Nodes of proposed trees", counters.num_nodes),
+            ("pushed_trees", "Trees pushed ahead of their verdict", counters.num_pushed),
+            ("ahead_steps", "Steps that drafted ahead of a verdict", counters.num_ahead),
+            ("ahead_seconds", "Time of steps that drafted ahead of a verdict", counters.ahead_s),
+            ("foreseen_verdicts", "Verdicts whose tree had been pushed", counters.num_foreseen),
+            ("preparations", "One-time preparations, such as CUDA graphs", counters.num_prepared),
+            ("preparation_seconds", "Time of one-time preparations", counters.prepared_s),
+            ("caught_up_tokens", "Committed tokens computed by the draft", counters.num_caught_up),
+            ("caught_up_seconds", "Time of computing committed tokens", counters.caught_up_s),
             ("accepted_tokens", "Nodes that targets accepted", counters.num_accepted),
-            ("opened_sequences", "Sequences taken from targets", counters.num_opened),
-            ("released_sequences", "Sequences given back to targets", counters.num_released),
+            ("opened_sequences", "Sequences assigned by targets", counters.num_opened),
+            ("released_sequences", "Sequences handed back to targets", counters.num_released),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
         verdicts = CounterMetricFamily(
@@ -76,7 +76,7 @@ class DraftMetrics(Collector):
         for outcome in Outcome:
             verdicts.add_metric((outcome.name.lower(),), counters.outcomes[outcome])
         seconds = HistogramMetricFamily(
-            f"{_PREFIX}_batch_seconds", "Time of the drafter for a batch of trees"
+            f"{_PREFIX}_batch_seconds", "Time to draft a batch of trees"
         )
         counters.batch_seconds.add_to(seconds, ())
         yield from (verdicts, seconds)
