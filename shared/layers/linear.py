@@ -18,7 +18,7 @@ from shared.kernels.quantised import (
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
 
-_STORED = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
+STORED_DTYPES = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Linear:
             return cls(LinearWeight.prepare(weight), bias, group)
         # The factor of a channel is that of the whole matrix, wherever its columns are.
         largest = None if group is None else group.maximum(largest_elements(weight))
-        return cls(QuantisedWeight.of(weight, _STORED[quantisation], largest), bias, group)
+        return cls(QuantisedWeight.of(weight, STORED_DTYPES[quantisation], largest), bias, group)
 
     def steadied(self) -> Linear:
         """Returns the same layer, whose rows keep their bits for every number of rows.

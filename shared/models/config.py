@@ -12,6 +12,7 @@ from shared.errors import CheckpointError
 from shared.kernels.activation import Activation
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
+from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
 from shared.models.rope_config import SLIDING_ATTENTION, read_rope
 from shared.models.scaled_weights import scale_block
@@ -42,6 +43,7 @@ class ModelConfig:
         logit_cap: likewise of the logits.
         sliding_rope: rotary parameters of sliding layers, where they have some of their own.
         has_fused_matrices: see `Family`.
+        experts: of the layers that have some; None in dense families.
     """
 
     architecture: str
@@ -73,6 +75,7 @@ class ModelConfig:
     logit_cap: float | None = None
     sliding_rope: RopeConfig | None = None
     has_fused_matrices: bool = False
+    experts: ExpertConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -136,7 +139,12 @@ class ModelConfig:
             logit_cap=_optional_number(config, "final_logit_softcapping"),
             sliding_rope=_sliding_rope(config, family, max_positions),
             has_fused_matrices=family.has_fused_matrices,
+            experts=read_experts(config, family.experts),
         )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward block has experts."""
+        return self.experts is not None and layer in self.experts.layers
 
 
 def _architecture(config: ConfigFile) -> str:

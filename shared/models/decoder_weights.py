@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.models.checkpoint import Cut
 from shared.models.config import ModelConfig
+from shared.models.expert_weights import expert_parts
 from shared.models.families import NormPlacement
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import WeightPart
@@ -121,7 +122,10 @@ def decoder_parts(
     parts = [WeightPart(keys.embedding, table, "embedding", cut=rows)]
     for layer in range(config.num_layers):
         source = f"{keys.root}layers.{layer}."
-        parts.extend(layer_parts(config, source, f"layers.{layer}.", shard))
+        has_experts = config.has_experts(layer)
+        parts.extend(
+            layer_parts(config, source, f"layers.{layer}.", shard, has_experts=has_experts)
+        )
     parts.append(WeightPart(f"{keys.root}norm.weight", (hidden,), "norm"))
     if not config.tie_word_embeddings:
         parts.append(WeightPart(keys.lm_head, table, "lm_head", cut=rows))
@@ -129,7 +133,12 @@ def decoder_parts(
 
 
 def layer_parts(
-    config: ModelConfig, source: str, target: str, shard: Shard = WHOLE
+    config: ModelConfig,
+    source: str,
+    target: str,
+    shard: Shard = WHOLE,
+    *,
+    has_experts: bool = False,
 ) -> Iterator[WeightPart]:
     """Yields the tensors of one layer, from keys that begin with `source` to names that begin with
     `target`.
@@ -140,8 +149,14 @@ def layer_parts(
     """
     for key, name in _NORMS[config.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
-    for matrix in (*_attention_matrices(config, shard), *_mlp_matrices(config, shard)):
+    for matrix in _attention_matrices(config, shard):
         yield from matrix.parts(source, target)
+    if has_experts:
+        assert config.experts is not None
+        yield from expert_parts(config.experts, config.hidden_size, source, target, shard)
+    else:
+        for matrix in _mlp_matrices(config, shard):
+            yield from matrix.parts(source, target)
     yield from _head_norms(config, source, target, shard)
 
 

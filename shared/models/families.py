@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from shared.kernels.routing import RouterScores
+from shared.models.expert_config import ExpertFamily, ExpertKeys
 from shared.models.rope_config import RopeDefaults
 
 
@@ -54,6 +56,7 @@ class Family:
             and up as one.
         rope: rotary parameters of configs that do not have them.
         sliding_rope: likewise of sliding layers; None gives them those of all others.
+        experts: of the layers that have some; None in dense families.
         defaults: keys that configs may leave out, beside those that all have in common.
     """
 
@@ -69,6 +72,7 @@ class Family:
     has_fused_matrices: bool = False
     rope: RopeDefaults = RopeDefaults()  # noqa: RUF009 - frozen
     sliding_rope: RopeDefaults | None = None
+    experts: ExpertFamily | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -161,6 +165,39 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_rule=WindowRule.EVERY_LAYER,
             has_fused_matrices=True,
             defaults=_EPS,
+        ),
+        "MixtralForCausalLM": Family(
+            qkv_bias=False,
+            output_bias=False,
+            window_rule=WindowRule.EVERY_LAYER,
+            rope=RopeDefaults(theta=1e6),
+            experts=ExpertFamily(
+                keys=ExpertKeys(block="block_sparse_moe.", gate="w1", up="w3", down="w2"),
+                scores=RouterScores.SOFTMAX,
+                normalises=True,
+            ),
+            defaults=_EPS,
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            qkv_bias=None,
+            output_bias=None,
+            qk_norm=QkNorm.HEAD,
+            window_rule=WindowRule.SWITCHED,
+            experts=ExpertFamily(keys=ExpertKeys(), scores=RouterScores.SOFTMAX),
+            defaults=_WINDOW_4096,
+        ),
+        "Glm4MoeForCausalLM": Family(
+            qkv_bias=None,
+            output_bias=False,
+            qk_norm=QkNorm.ASKED,
+            rope=RopeDefaults(partial=0.5),
+            experts=ExpertFamily(
+                keys=ExpertKeys(),
+                scores=RouterScores.SIGMOID,
+                has_correction=True,
+                is_wide=True,
+            ),
+            defaults=_EPS | {"norm_topk_prob": True},
         ),
         "Olmo2ForCausalLM": _OLMO2,
         "Olmo3ForCausalLM": replace(

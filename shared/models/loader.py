@@ -11,7 +11,7 @@ from torch import Tensor
 from shared.layers.attention import Attention, AttentionShape
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
-from shared.layers.mlp import Mlp
+from shared.layers.mlp import FeedForward, Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.layers.tensor_group import TensorGroup
@@ -20,6 +20,7 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
 from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder_parts
+from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.mtp_keys import find_mtp_layers
 from shared.models.shard import WHOLE, Shard
@@ -137,13 +138,28 @@ def build_layer(
         attention_norm=norm("attention_norm", has_input_norm),
         attention=_attention(config, tensors, shape, layer, quantisation, group),
         mlp_norm=norm("mlp_norm", has_input_norm),
-        mlp=Mlp(
-            linear_from(tensors, f"{prefix}gate_up", quantisation),
-            linear_from(tensors, f"{prefix}down", quantisation, group),
-            config.activation,
-        ),
+        mlp=_feed_forward(config, tensors, prefix, quantisation, group),
         attention_output_norm=norm("attention_output_norm", has_output_norm),
         mlp_output_norm=norm("mlp_output_norm", has_output_norm),
+    )
+
+
+def _feed_forward(
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    prefix: str,
+    quantisation: Quantisation,
+    group: TensorGroup | None,
+) -> FeedForward:
+    if f"{prefix}router.weight" in tensors:
+        assert config.experts is not None
+        return build_experts(
+            config.experts, tensors, prefix, config.activation, quantisation, group
+        )
+    return Mlp(
+        linear_from(tensors, f"{prefix}gate_up", quantisation),
+        linear_from(tensors, f"{prefix}down", quantisation, group),
+        config.activation,
     )
 
 

@@ -21,6 +21,8 @@ class Shard:
             "intermediate_size": config.intermediate_size,
             "vocab_size": config.vocab_size,
         }
+        if config.experts is not None:
+            counts["moe_intermediate_size"] = config.experts.intermediate_size
         found = [
             f"--tp-size is {self.size}; the model's {name}, {count}, is not a multiple of it"
             for name, count in counts.items()

@@ -30,6 +30,7 @@ class WeightPart:
         repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
         cut: the part that is read; None reads all.
         row_order: rows are put in this order, in every block of as many; None leaves them.
+        dtype: of the tensor it becomes; None takes the model's.
     """
 
     key: str
@@ -38,6 +39,7 @@ class WeightPart:
     repeats: int = 1
     cut: Cut | None = None
     row_order: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -151,10 +153,11 @@ def _allocate(
 ) -> dict[str, Tensor]:
     num_rows: dict[str, int] = defaultdict(int)
     trailing = {part.target: part.read_shape[1:] for part in parts}
+    dtypes = {part.target: part.dtype or dtype for part in parts}
     for part in parts:
         num_rows[part.target] += part.num_rows
     return {
-        target: torch.empty((rows, *trailing[target]), dtype=dtype, device=device)
+        target: torch.empty((rows, *trailing[target]), dtype=dtypes[target], device=device)
         for target, rows in num_rows.items()
     }
 

@@ -37,6 +37,20 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+GLM: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 PHI_LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_parameters": {
@@ -122,6 +136,20 @@ CASES = {
         ),
     ),
     "gemma3 tied": Case("gemma3", TinyShape(tie_word_embeddings=True)),
+    "qwen3 moe": Case("qwen3_moe", with_config(**EXPERTS, norm_topk_prob=True)),
+    "qwen3 moe not normalised, some layers dense": Case(
+        "qwen3_moe", with_config(**EXPERTS, mlp_only_layers=[1])
+    ),
+    "qwen3 moe sharded": Case("qwen3_moe", with_config(**EXPERTS), max_shard_size="20KB"),
+    "mixtral": Case("mixtral", with_config(num_local_experts=6, num_experts_per_tok=2)),
+    "glm4 moe": Case("glm4_moe", with_config(**GLM)),
+    "glm4 moe with norms and bias": Case(
+        "glm4_moe", with_config(**GLM, use_qk_norm=True, attention_bias=True)
+    ),
+    "glm4 moe in groups, scaled": Case(
+        "glm4_moe",
+        with_config(**GLM | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}),
+    ),
     "phi3": Case("phi3", with_config(sliding_window=6)),
     "phi3 partial": Case(
         "phi3",

@@ -1,0 +1,187 @@
+"""Products of rows with the weights of the experts that compute them.
+
+A *pair* is a row and one of its experts: row t and its j-th choice are pair `t * k + j`. On CUDA
+one kernel computes all pairs, in tiles of pairs that share an expert; elsewhere each expert's pairs
+are a product of their own. Either way a pair's bits depend on its row and its expert alone, as far
+as those of `linear` do: on CUDA for tiles of one size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shared.kernels.kernel_settings import has_triton, runs_triton
+from shared.kernels.linear import LinearWeight, linear
+from shared.kernels.quantised import QuantisedWeight, from_words, quantised_linear
+
+# Rows of a tile: of few pairs, where every tile reads a whole weight, and of many.
+FEW_TILE, MANY_TILE = 16, 64
+# Pairs an expert from which the larger tiles are mostly full.
+_MANY_PAIRS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """The weights `[E, N, K]` of all experts.
+
+    Attributes:
+        experts: one an expert, on devices without kernels; else none.
+        values: `[E, N, K]` on devices with kernels; else None.
+        scales: `[E, N]` float32 of values in 8 bits; None of others.
+        bias: `[E, N]`; None in most families.
+        num_saved_bytes: memory this takes less than the weights it was made from.
+        is_steady: tiles of one size are taken for any number of pairs.
+    """
+
+    experts: tuple[LinearWeight | QuantisedWeight, ...]
+    values: Tensor | None
+    scales: Tensor | None
+    bias: Tensor | None
+    num_saved_bytes: int = 0
+    is_steady: bool = False
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, stored: torch.dtype | None = None
+    ) -> ExpertWeight:
+        """Prepares `weight` `[E, N, K]` for its device; it may be copied.
+
+        Args:
+            stored: int8 or float8_e4m3fn, which it is rounded to; None leaves it.
+        """
+        if stored is None and has_triton(weight.device):
+            return cls((), weight, None, bias)
+        if stored is None:
+            return cls(tuple(map(LinearWeight.prepare, weight)), None, None, bias)
+        experts = tuple(QuantisedWeight.of(each, stored) for each in weight)
+        num_saved = sum(each.num_saved_bytes for each in experts)
+        if not has_triton(weight.device):
+            return cls(experts, None, None, bias, num_saved)
+        values = torch.stack(
+            [from_words(each.values) if each.is_packed else each.values for each in experts]
+        )
+        scales = torch.stack([each.scales.squeeze(1) for each in experts])
+        return cls((), values, scales, bias, num_saved)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.experts) if self.values is None else len(self.values)
+
+    def steadied(self) -> ExpertWeight:
+        """Returns the same weights for products that keep their pairs' bits for any number."""
+        return replace(self, is_steady=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Pairs in tiles that share an expert.
+
+    Attributes:
+        pairs: `[C * R]` int64 for C tiles of R; padding is the number of pairs.
+        experts: `[C]` int64; tiles that are not needed have the number of experts.
+        num_rows: R.
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    num_rows: int
+
+
+def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
+    """Sorts pairs into tiles, without waiting for the device.
+
+    Args:
+        experts: `[P]` int64, the expert of each pair.
+        num_rows: of a tile.
+    """
+    num_pairs, device = len(experts), experts.device
+    # An expert leaves at most one tile that is not full.
+    num_tiles = min(num_pairs, num_experts) + num_pairs // num_rows
+    order = torch.sort(experts, stable=True).indices
+    ones = torch.ones_like(experts)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
+        0, experts, ones
+    )
+    tile_counts = (counts + (num_rows - 1)) // num_rows
+    tile_ends = tile_counts.cumsum(0)
+    first_places = (tile_ends - tile_counts) * num_rows - (counts.cumsum(0) - counts)
+    sorted_experts = experts.index_select(0, order)
+    places = first_places.index_select(0, sorted_experts)
+    places = places + torch.arange(num_pairs, device=device)
+    pairs = torch.full((num_tiles * num_rows,), num_pairs, dtype=torch.int64, device=device)
+    pairs.index_copy_(0, places, order)
+    tile_indices = torch.arange(num_tiles, device=device)
+    return ExpertTiles(pairs, torch.searchsorted(tile_ends, tile_indices, right=True), num_rows)
+
+
+def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
+    """Returns how many rows a tile takes."""
+    is_many = num_pairs >= _MANY_PAIRS * weight.num_experts and not weight.is_steady
+    return MANY_TILE if is_many else FEW_TILE
+
+
+def expert_product(
+    inputs: Tensor, experts: Tensor, weight: ExpertWeight, tiles: ExpertTiles | None
+) -> Tensor:
+    """Returns the product `[P, N]` of every pair with its expert's weight.
+
+    Args:
+        inputs: `[P, K]`, one a pair, or `[T, K]`, one a row.
+        experts: `[T, k]` int64.
+        tiles: those of the pairs, on devices with kernels; else None.
+    """
+    num_shared = experts.numel() // len(inputs)
+    if runs_triton(inputs):
+        from shared.kernels.experts_triton import tiled_product
+
+        assert tiles is not None
+        return tiled_product(inputs, num_shared, weight, tiles, experts.numel())
+    return plain_expert_product(inputs, num_shared, experts.flatten(), weight)
+
+
+def plain_expert_product(
+    inputs: Tensor, num_shared: int, experts: Tensor, weight: ExpertWeight
+) -> Tensor:
+    """`expert_product` in plain torch, where `weight` has one an expert: the kernel's oracle.
+
+    Args:
+        num_shared: neighbouring pairs that share a row of `inputs`.
+        experts: `[P]` int64.
+    """
+    results: Tensor | None = None
+    for expert in experts.unique().tolist():
+        pairs = (experts == expert).nonzero().squeeze(1)
+        rows = inputs.index_select(0, pairs // num_shared)
+        bias = None if weight.bias is None else weight.bias[expert]
+        own = weight.experts[expert]
+        if isinstance(own, QuantisedWeight):
+            product = quantised_linear(rows, own, bias)
+        else:
+            product = linear(rows, own, bias)
+        if results is None:
+            results = product.new_empty(len(experts), product.shape[1])
+        results.index_copy_(0, pairs, product)
+    assert results is not None, "a forward has at least one row"
+    return results
+
+
+def weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
+    """Returns `[T, N]`: the pairs `[T * k, N]` of each row times its weights `[T, k]`, added in
+    float32 in the order of its choices."""
+    if runs_triton(pairs):
+        from shared.kernels.experts_triton import fused_weighted_sum
+
+        return fused_weighted_sum(pairs, weights)
+    return plain_weighted_sum(pairs, weights)
+
+
+def plain_weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
+    """`weighted_sum` in plain torch, on any device: the kernel's oracle."""
+    choices = pairs.view(*weights.shape, -1).float()
+    total = torch.zeros_like(choices[:, 0])
+    for index in range(weights.shape[1]):
+        total += choices[:, index] * weights[:, index, None]
+    return total.to(pairs.dtype)

@@ -1,0 +1,92 @@
+"""A feed-forward block of experts, of which each row takes a few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from shared.kernels.activation import Activation, gate_mul
+from shared.kernels.experts import (
+    ExpertWeight,
+    expert_product,
+    tile_rows,
+    tiles_of,
+    weighted_sum,
+)
+from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.routing import Routing, route
+from shared.layers.linear import Linear
+from shared.layers.mlp import Mlp
+from shared.layers.tensor_group import Part, TensorGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses the experts of each row.
+
+    Attributes:
+        weight: `H` to E.
+        correction: `[E]` float32, see `route`; None in most families.
+        is_wide: logits are computed in float32, as the weight is.
+    """
+
+    weight: Linear
+    correction: Tensor | None
+    routing: Routing
+    is_wide: bool
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns weights and experts `[T, k]` of `[T, H]`."""
+        logits = self.weight(hidden.float() if self.is_wide else hidden)
+        return route(logits, self.correction, self.routing)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A gated feed-forward block an expert, weighted by the router, beside one that all rows take.
+
+    Attributes:
+        gate_up: of each expert `H` to `2N`, gate first.
+        down: of each expert `N` to `H`.
+        shared: the block that all rows take; None in some families.
+        group: processes that each hold some channels N of every expert and of the shared block.
+    """
+
+    router: Router
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    activation: Activation
+    shared: Mlp | None = None
+    group: TensorGroup | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[T, H]` to `[T, H]`."""
+        own = self._own(hidden)
+        return own if self.group is None else self.group.sum(own)
+
+    def part(self, hidden: Tensor) -> Tensor | Part:
+        """Returns the result, or what adds up to it; see `Linear.part`."""
+        own = self._own(hidden)
+        return own if self.group is None else Part(own, self.group)
+
+    def steadied(self) -> Experts:
+        """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
+        return replace(
+            self,
+            router=replace(self.router, weight=self.router.weight.steadied()),
+            gate_up=self.gate_up.steadied(),
+            down=self.down.steadied(),
+            shared=None if self.shared is None else self.shared.steadied(),
+        )
+
+    def _own(self, hidden: Tensor) -> Tensor:
+        """Returns what this process's channels make of `[T, H]`."""
+        weights, experts = self.router(hidden)
+        tiles = None
+        if runs_triton(hidden):
+            num_rows = tile_rows(experts.numel(), self.gate_up)
+            tiles = tiles_of(experts.flatten(), self.gate_up.num_experts, num_rows)
+        gated = gate_mul(expert_product(hidden, experts, self.gate_up, tiles), self.activation)
+        routed = weighted_sum(expert_product(gated, experts, self.down, tiles), weights)
+        return routed if self.shared is None else routed + self.shared(hidden)

@@ -1,0 +1,131 @@
+"""What a config says of a decoder's experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.errors import CheckpointError
+from shared.kernels.routing import RouterScores, Routing
+from shared.models.config_file import ConfigFile
+
+_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Routing over groups is DeepSeek-V2's choice between two; all others have one way.
+_GROUPLESS = "greedy"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """How checkpoints of a family name the parts of a block of experts.
+
+    Attributes:
+        block: what all keys begin with, after those of the layer.
+        router: the router's matrix.
+        gate: of an expert, and so are up and down.
+        shared: what the keys of the block that all rows take begin with.
+    """
+
+    block: str = "mlp."
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts."
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """Where a family's experts depart from others'.
+
+    Attributes:
+        scores: what becomes of the router's logits.
+        normalises: whether the weights of the chosen are divided by their sum; None asks the
+            config.
+        has_correction: the choice, and not the weights, has a bias an expert.
+        is_wide: the router computes in float32.
+    """
+
+    keys: ExpertKeys
+    scores: RouterScores
+    normalises: bool | None = None
+    has_correction: bool = False
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Sizes and switches of a decoder's experts.
+
+    Attributes:
+        family: where they depart from other families'.
+        layers: those whose feed-forward block has experts.
+        intermediate_size: of an expert.
+        shared_size: of the block that all rows take; 0 where there is none.
+    """
+
+    family: ExpertFamily
+    routing: Routing
+    layers: frozenset[int]
+    intermediate_size: int
+    shared_size: int
+
+
+def read_experts(config: ConfigFile, family: ExpertFamily | None) -> ExpertConfig | None:
+    """Returns the experts of a model; None where the family has none.
+
+    Raises:
+        CheckpointError: for a missing or mistyped key, or counts that do not fit.
+    """
+    if family is None:
+        return None
+    width = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
+    return ExpertConfig(
+        family=family,
+        routing=_routing(config, family),
+        layers=_layers(config),
+        intermediate_size=width,
+        shared_size=width * config.integer("n_shared_experts", 0),
+    )
+
+
+def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:
+    num_experts = next(
+        (config.integer(key) for key in _COUNT_KEYS if key in config), None
+    ) or config.integer(_COUNT_KEYS[0])
+    num_chosen = config.integer("num_experts_per_tok")
+    num_groups = config.integer("n_group", 1)
+    if config.text("topk_method", "") == _GROUPLESS:
+        num_groups = 1
+    num_chosen_groups = config.integer("topk_group", 1) if num_groups > 1 else 1
+    most = num_experts // num_groups * num_chosen_groups
+    if num_experts % num_groups or not 1 <= num_chosen <= most:
+        raise CheckpointError(
+            f"{config.path}: num_experts_per_tok is {num_chosen} of {num_experts} experts in "
+            f"{num_groups} groups, of which {num_chosen_groups} stay; it must be in [1, {most}], "
+            f"and groups of equal size"
+        )
+    normalises = family.normalises
+    return Routing(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        scores=family.scores,
+        normalises=config.flag("norm_topk_prob", False) if normalises is None else normalises,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+    )
+
+
+def _layers(config: ConfigFile) -> frozenset[int]:
+    """Returns the layers with experts: configs list them, or count them in one of three ways."""
+    kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
+    if kinds:
+        return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+    first = config.integer("first_k_dense_replace", 0)
+    step = config.integer("decoder_sparse_step", 1)
+    frequency = config.integer("moe_layer_freq", 1)
+    dense = config.integers("mlp_only_layers")
+    return frozenset(
+        layer
+        for layer in range(first, num_layers)
+        if layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
+    )

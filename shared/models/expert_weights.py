@@ -1,0 +1,117 @@
+"""The name map of a block of experts, and the block of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shared.kernels.activation import Activation
+from shared.kernels.experts import ExpertWeight
+from shared.layers.experts import Experts, Router
+from shared.layers.linear import STORED_DTYPES, Linear
+from shared.layers.mlp import Mlp
+from shared.layers.tensor_group import TensorGroup
+from shared.model_options import Quantisation
+from shared.models.checkpoint import Cut
+from shared.models.expert_config import ExpertConfig
+from shared.models.shard import Shard
+from shared.models.weights import WeightPart
+
+
+def expert_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    """Yields the tensors of one block of experts, see `decoder_weights.layer_parts`.
+
+    A shard holds some channels of every expert.
+    """
+    keys, wide = config.family.keys, config.intermediate_size
+    source = f"{source}{keys.block}"
+    router, num_experts = f"{source}{keys.router}", config.routing.num_experts
+    yield WeightPart(f"{router}.weight", (num_experts, hidden), f"{target}router.weight")
+    if config.family.has_correction:
+        yield WeightPart(
+            f"{router}.e_score_correction_bias",
+            (num_experts,),
+            f"{target}router.correction",
+            dtype=torch.float32,
+        )
+    inner, outer = _cuts(wide, shard)
+    for expert in range(num_experts):
+        own = f"{source}experts.{expert}."
+        for key in (keys.gate, keys.up):
+            yield WeightPart(
+                f"{own}{key}.weight", (wide, hidden), f"{target}experts.gate_up", cut=inner
+            )
+        yield WeightPart(
+            f"{own}{keys.down}.weight", (hidden, wide), f"{target}experts.down", cut=outer
+        )
+    if config.shared_size:
+        yield from _shared_parts(config, hidden, source, target, shard)
+
+
+def _shared_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    keys, wide = config.family.keys, config.shared_size
+    inner, outer = _cuts(wide, shard)
+    source, target = f"{source}{keys.shared}", f"{target}shared."
+    for key in ("gate_proj", "up_proj"):
+        yield WeightPart(
+            f"{source}{key}.weight", (wide, hidden), f"{target}gate_up.weight", cut=inner
+        )
+    yield WeightPart(f"{source}down_proj.weight", (hidden, wide), f"{target}down.weight", cut=outer)
+
+
+def build_experts(
+    config: ExpertConfig,
+    tensors: dict[str, Tensor],
+    prefix: str,
+    activation: Activation,
+    quantisation: Quantisation,
+    group: TensorGroup | None,
+) -> Experts:
+    """Takes the tensors of one block out of the dict."""
+    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(quantisation)
+
+    def stacked(name: str) -> ExpertWeight:
+        weight = tensors.pop(f"{prefix}experts.{name}")
+        return ExpertWeight.of(weight.view(num_experts, -1, weight.shape[1]), None, stored)
+
+    shared = None
+    if config.shared_size:
+        shared = Mlp(
+            Linear.of(tensors.pop(f"{prefix}shared.gate_up.weight"), None, quantisation),
+            # Its sum over processes is that of the whole block.
+            replace(
+                Linear.of(tensors.pop(f"{prefix}shared.down.weight"), None, quantisation, group),
+                group=None,
+            ),
+            activation,
+        )
+    router = tensors.pop(f"{prefix}router.weight")
+    is_wide = config.family.is_wide
+    return Experts(
+        router=Router(
+            weight=Linear.of(router.float() if is_wide else router),
+            correction=tensors.pop(f"{prefix}router.correction", None),
+            routing=config.routing,
+            is_wide=is_wide,
+        ),
+        gate_up=stacked("gate_up"),
+        down=stacked("down"),
+        activation=activation,
+        shared=shared,
+        group=group,
+    )
+
+
+def _cuts(wide: int, shard: Shard) -> tuple[Cut | None, Cut | None]:
+    """Returns the parts of matrices with `wide` outputs, and with `wide` inputs."""
+    if shard.size == 1:
+        return None, None
+    own = wide // shard.size
+    return Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)

@@ -1,0 +1,142 @@
+"""Products with experts and the choice of experts: kernels against plain torch, and rows that do
+not depend on their company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.kernels.experts import (
+    ExpertWeight,
+    expert_product,
+    plain_expert_product,
+    plain_weighted_sum,
+    tiles_of,
+    weighted_sum,
+)
+from shared.kernels.linear import LinearWeight
+from shared.kernels.quantised import QuantisedWeight
+from shared.kernels.routing import RouterScores, Routing, plain_route, route
+from tests.helpers.kernel_device import kernel_device
+
+NUM_EXPERTS, NUM_CHOSEN = 6, 2
+ROUTINGS = {
+    "softmax": Routing(NUM_EXPERTS, NUM_CHOSEN, RouterScores.SOFTMAX, normalises=False),
+    "normalised": Routing(NUM_EXPERTS, NUM_CHOSEN, RouterScores.SOFTMAX, normalises=True),
+    "sigmoid": Routing(NUM_EXPERTS, 3, RouterScores.SIGMOID, normalises=True, scale=2.5),
+    "groups": Routing(NUM_EXPERTS, 2, RouterScores.SIGMOID, True, 1.5, 3, 2),
+    "of the chosen": Routing(NUM_EXPERTS, 2, RouterScores.SOFTMAX_OF_CHOSEN, normalises=False),
+}
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(kernel_device_or_cpu())
+
+
+def kernel_device_or_cpu() -> torch.device:
+    return kernel_device() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _experts(num_rows: int, seed: int = 5) -> Tensor:
+    scores = _random(num_rows, NUM_EXPERTS, seed=seed)
+    return scores.topk(NUM_CHOSEN, dim=-1).indices
+
+
+def _product(inputs: Tensor, experts: Tensor, weight: ExpertWeight, num_rows: int = 16) -> Tensor:
+    tiles = None
+    if weight.values is not None:
+        tiles = tiles_of(experts.flatten(), NUM_EXPERTS, num_rows)
+    return expert_product(inputs, experts, weight, tiles)
+
+
+def test_every_pair_lies_in_a_tile_of_its_expert() -> None:
+    experts = torch.tensor([3, 0, 3, 3, 5, 3, 3, 0], device=kernel_device_or_cpu())
+    tiles = tiles_of(experts, NUM_EXPERTS, 4)
+    found = []
+    for tile, expert in enumerate(tiles.experts.tolist()):
+        pairs = [pair for pair in tiles.pairs[tile * 4 : tile * 4 + 4].tolist() if pair < 8]
+        assert all(int(experts[pair]) == expert for pair in pairs)
+        found.extend(pairs)
+    assert sorted(found) == list(range(8))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 33])
+def test_a_pairs_bits_do_not_depend_on_its_company(num_rows: int) -> None:
+    weight = ExpertWeight.of(_random(NUM_EXPERTS, 48, 40), _random(NUM_EXPERTS, 48, seed=1))
+    inputs, experts = _random(40, 40, seed=2), _experts(40)
+    together = _product(inputs, experts, weight).view(40, NUM_CHOSEN, -1)
+    for start in range(0, 40 - num_rows, num_rows):
+        rows = slice(start, start + num_rows)
+        alone = _product(inputs[rows], experts[rows], weight)
+        assert torch.equal(alone.view(num_rows, NUM_CHOSEN, -1), together[rows])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_equal_plain_torch(num_rows: int, tile: int, has_bias: bool) -> None:
+    values = _random(NUM_EXPERTS, 70, 40)
+    bias = _random(NUM_EXPERTS, 70, seed=1) if has_bias else None
+    weight = ExpertWeight.of(values, bias)
+    oracle = ExpertWeight(tuple(map(LinearWeight.prepare, values)), None, None, bias)
+    experts = _experts(num_rows)
+    for inputs, num_shared in (
+        (_random(num_rows, 40, seed=2), NUM_CHOSEN),
+        (_random(num_rows * NUM_CHOSEN, 40, seed=3), 1),
+    ):
+        expected = plain_expert_product(inputs, num_shared, experts.flatten(), oracle)
+        actual = _product(inputs, experts, weight, tile)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpreter
+def test_products_with_8_bit_weights_equal_plain_torch() -> None:
+    values = _random(NUM_EXPERTS, 48, 40)
+    oracle = ExpertWeight(
+        tuple(QuantisedWeight.of(each, torch.int8) for each in values), None, None, None
+    )
+    weight = ExpertWeight.of(values, None, torch.int8)
+    assert weight.num_saved_bytes == NUM_EXPERTS * (48 * 40 * 3 - 48 * 4)
+    inputs, experts = _random(9, 40, seed=2), _experts(9)
+    expected = plain_expert_product(inputs, NUM_CHOSEN, experts.flatten(), oracle)
+    torch.testing.assert_close(_product(inputs, experts, weight), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpreter
+def test_weighted_sums_equal_plain_torch() -> None:
+    pairs, weights = _random(5 * NUM_CHOSEN, 70), _random(5, NUM_CHOSEN, seed=1)
+    expected = plain_weighted_sum(pairs, weights)
+    torch.testing.assert_close(weighted_sum(pairs, weights), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_experts_are_chosen_as_by_plain_torch(name: str, is_corrected: bool) -> None:
+    routing = ROUTINGS[name]
+    logits = _random(33, NUM_EXPERTS)
+    correction = _random(NUM_EXPERTS, seed=1) * 0.3 if is_corrected else None
+    weights, experts = route(logits, correction, routing)
+    expected_weights, expected = plain_route(logits, correction, routing)
+    assert torch.equal(experts, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_correction_moves_the_choice_and_not_the_weights() -> None:
+    routing = Routing(3, 1, RouterScores.SIGMOID, normalises=False)
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    weights, experts = plain_route(logits, torch.tensor([-1.0, 0.0, 0.0]), routing)
+    assert experts.tolist() == [[1]]
+    assert weights.item() == pytest.approx(1 / (1 + 2.718281828**-1.0))
+
+
+def test_experts_of_lost_groups_are_not_chosen() -> None:
+    routing = Routing(4, 2, RouterScores.SIGMOID, False, 1.0, 2, 1)
+    logits = torch.tensor([[3.0, -9.0, 2.0, 1.0]])
+    _, by_best = plain_route(logits, None, routing)
+    _, by_two = plain_route(logits, torch.zeros(4), routing)
+    assert sorted(by_best[0].tolist()) == [0, 1]
+    assert sorted(by_two[0].tolist()) == [2, 3]
