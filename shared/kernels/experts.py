@@ -152,7 +152,7 @@ def plain_expert_product(
         experts: `[P]` int64.
     """
     results: Tensor | None = None
-    for expert in experts.unique().tolist():
+    for expert in sorted(set(experts.tolist())):
         pairs = (experts == expert).nonzero().squeeze(1)
         rows = inputs.index_select(0, pairs // num_shared)
         bias = None if weight.bias is None else weight.bias[expert]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
-from shared.layers.attention import AttentionShape
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
@@ -17,6 +16,7 @@ from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
+from shared.models.decoder import attention_shape
 from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead
@@ -69,7 +69,7 @@ def load_mtp(
     config = _config(folder, layers, target.config)
     tensors = read_weights(
         checkpoint,
-        tuple(_parts(config, layers)),
+        tuple(_parts(config, layers, checkpoint)),
         ignored_prefixes=[k for k in checkpoint.files if not k.startswith(layers.prefixes)],
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
@@ -119,14 +119,15 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
     return config
 
 
-def _parts(config: ModelConfig, layers: MtpLayers) -> Iterator[WeightPart]:
+def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> Iterator[WeightPart]:
     assert layers.style is not None
     hidden = config.hidden_size
     for index, prefix in enumerate(layers.prefixes):
         for key, name in _NAMES[layers.style].items():
             shape = (hidden, 2 * hidden) if name == "projection" else (hidden,)
             yield WeightPart(f"{prefix}{key}.weight", shape, f"layers.{index}.{name}")
-        yield from layer_parts(config, prefix, f"layers.{index}.")
+        has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in checkpoint.files)
+        yield from layer_parts(config, prefix, f"layers.{index}.", has_experts=has_experts)
 
 
 def _build(
@@ -138,9 +139,7 @@ def _build(
 ) -> MtpLayer:
     assert layers.style is not None
     prefix, eps = f"layers.{index}.", config.rms_norm_eps
-    shape = AttentionShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows[-1]
-    )
+    shape = attention_shape(config, config.num_layers - 1)
     return MtpLayer(
         style=layers.style,
         embedding_norm=RmsNorm(tensors.pop(f"{prefix}embedding_norm"), eps),
