@@ -98,7 +98,7 @@ soak: $(STAMP) ## an engine under random traffic and bad drafts; ARGS="--minutes
 	$(PY) -m tests.soak $(ARGS)
 
 serve: $(STAMP) ## target, draft and gateway in the foreground; MODEL= DRAFT_MODEL= ALGORITHM= PLACEMENT= DTYPE= CERTS=
-	@exec $(PY) -m services.serve $(SERVE_FLAGS) $(ARGS)
+	@exec $(PY) -m services.cli serve $(SERVE_FLAGS) $(ARGS)
 
 certs: $(STAMP) ## a trial authority with server and client certificates in .certs/
 	@$(PY) -m services.certs $(ARGS)

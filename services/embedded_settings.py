@@ -12,8 +12,10 @@ from services.target.settings import TargetSettings
 from services.target.verification_problems import rejection_flag
 from shared.errors import SettingsError
 from shared.settings import load_settings
+from shared.settings_field import declared_fields
 
 HEADS = "an EAGLE, EAGLE3 or one-layer MTP head"
+_PREFIX = "--draft-"
 _WITHOUT_LAWS = {
     Algorithm.NGRAM: "repeats tokens and draws none",
     Algorithm.DFLASH: "scores a block at once, not each token after those before it",
@@ -28,7 +30,8 @@ def embedded_settings(
 
     Args:
         settings: of the target, whose model is on this machine.
-        arguments: flags that are not the target's own.
+        arguments: flags that are not the target's own; `--draft-X` is the draft's X where both
+            have it.
         env: `OUTRIDER_DRAFT_*` is read.
 
     Raises:
@@ -39,13 +42,23 @@ def embedded_settings(
     if settings.page_size <= MOST_PAGE_TOKENS:
         given = {"OUTRIDER_DRAFT_PAGE_SIZE": str(settings.page_size), **given}
     chosen = load_settings(
-        DraftSettings, service="draft", arguments=[*arguments, *inherited], env=given
+        DraftSettings,
+        service="draft",
+        arguments=[*map(_own_name, arguments), *inherited],
+        env=given,
     )
     if chosen.algorithm.reads_features and chosen.target_model_path is None:
         chosen = replace(chosen, target_model_path=settings.model_path)
     chosen = with_local_models(chosen)
     check_embedded(settings, chosen)
     return chosen
+
+
+def _own_name(word: str) -> str:
+    flag = f"--{word.removeprefix(_PREFIX)}"
+    fields = declared_fields(TargetSettings)
+    is_prefixed = word.startswith(_PREFIX) and flag.partition("=")[0] in {f.flag for f in fields}
+    return flag if is_prefixed else word
 
 
 def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:

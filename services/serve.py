@@ -1,4 +1,4 @@
-"""`make serve`: target, draft and gateway as child processes, stopped together.
+"""`outrider serve`: target, drafts and gateway as child processes, stopped together.
 
 Prints one line on stdout when requests are answered. SIGINT or SIGTERM stops gateway, draft and
 target in that order. A draft that dies is started again; without gateway or target the stack ends
@@ -11,34 +11,76 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from functools import partial
 
 from services import probe
-from services.child import Child
-from services.serve_settings import NO_DRAFT, ServeSettings, parse
-from services.serve_specs import HOST, client_tls, draft_spec, gateway_spec, target_spec
+from services.child import Child, ChildSpec
+from services.serve_plan import LOOPBACK, Plan, dial_address
+from services.serve_settings import NO_DRAFT
 from services.stack import Part, Stack
+from shared.errors import SettingsError
 
 
-def _services(settings: ServeSettings) -> tuple[Part, ...]:
+def serve(plan: Plan) -> int:
+    """Runs a plan until SIGINT or SIGTERM; returns the exit code.
+
+    Raises:
+        SettingsError: a port is taken, or there is no place for logs.
+    """
+    problems = [*_busy_ports(plan), *_log_problems(plan)]
+    if problems:
+        raise SettingsError(tuple(problems))
+    for notice in plan.notices:
+        _to_stderr(f"note: {notice}")
+    return asyncio.run(_serve(plan))
+
+
+async def _serve(plan: Plan) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stack = Stack(_parts(plan), plan.launcher.patience, _to_stderr)
+    return await stack.run(stop, lambda: print(ready_line(plan), flush=True))
+
+
+def _parts(plan: Plan) -> tuple[Part, ...]:
     """Returns the parts in start order: who depends on whom goes last."""
-    target, tls = f"{HOST}:{settings.target_port}", client_tls(settings)
-    parts = [Part(Child(target_spec(settings)), lambda: probe.grpc_is_serving(target, tls))]
-    maintenance = f"{HOST}:{settings.target_port + 1}"
-    for count, algorithm in enumerate(settings.draft_ports, start=1):
+    tls = plan.gateway.target_tls
+    target = dial_address(plan.target.host, plan.target.port)
+    spec = _spec(plan, "target", "services.target", plan.target_arguments)
+    parts = [Part(Child(spec), lambda: probe.grpc_is_serving(target, tls))]
+    maintenance = dial_address(plan.target.maintenance_host, plan.target.admin_port)
+    for count, draft in enumerate(plan.remote_drafts, start=1):
         are_attached = partial(probe.has_attachments, maintenance, count, tls)
-        child = Child(draft_spec(settings, algorithm))
+        child = Child(_spec(plan, draft.name, "services.draft", draft.arguments))
         parts.append(Part(child, are_attached, is_expendable=True))
-    gateway = Child(gateway_spec(settings))
-    port = settings.gateway_port
-    parts.append(Part(gateway, lambda: probe.http_is_ready(HOST, port, "/ready", tls)))
+    gateway = Child(_spec(plan, "gateway", "gateway", plan.gateway_arguments))
+    host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
+    parts.append(Part(gateway, lambda: probe.http_is_ready(host, int(port), "/ready", tls)))
     return tuple(parts)
 
 
-def _busy_ports(ports: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ports that something else listens on."""
-    return tuple(port for port in ports if not _can_bind(port))
+def ready_line(plan: Plan) -> str:
+    """Returns what is said when requests are answered: where, what and how."""
+    drafts = NO_DRAFT
+    if plan.drafts:
+        names = ", ".join(each.algorithm for each in plan.drafts)
+        drafts = f"{names} ({plan.placement.value})"
+    scheme = "http" if plan.gateway.http_tls is None else "https"
+    url = f"{scheme}://{dial_address(plan.gateway.host, plan.gateway.port)}"
+    name = "demo" if plan.is_demo else plan.target.model_id
+    return (
+        f"ready: {url}/v1  page: {url}/  model: {plan.target.served_model_name or name}"
+        f"  speculation: {drafts}  logs: {plan.launcher.log_dir}/"
+    )
+
+
+def _busy_ports(plan: Plan) -> list[str]:
+    return [
+        f"port {port} is taken on {LOOPBACK}: another server listens there; stop it, or set {flag}"
+        for port, flag in plan.ports.items()
+        if not _can_bind(port)
+    ]
 
 
 def _can_bind(port: int) -> bool:
@@ -46,44 +88,24 @@ def _can_bind(port: int) -> bool:
         # As the servers do, so that connections of an earlier run in TIME_WAIT are no obstacle.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((HOST, port))
+            listener.bind((LOOPBACK, port))
         except OSError:
             return False
     return True
 
 
-def _ready_line(settings: ServeSettings) -> str:
-    drafts = NO_DRAFT
-    if settings.algorithms:
-        drafts = f"{', '.join(settings.algorithms)} ({settings.placement})"
-    scheme = "http" if settings.certs is None else "https"
-    return (
-        f"ready: {scheme}://{HOST}:{settings.gateway_port}/v1"
-        f"  speculation: {drafts}  logs: {settings.log_dir}/"
-    )
+def _log_problems(plan: Plan) -> list[str]:
+    folder = plan.launcher.log_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [f"--log-dir is {folder}, which cannot be made: {error.strerror}"]
+    return []
 
 
-async def _serve(settings: ServeSettings) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stack = Stack(_services(settings), settings.patience, _to_stderr)
-    return await stack.run(stop, lambda: print(_ready_line(settings), flush=True))
+def _spec(plan: Plan, name: str, module: str, arguments: tuple[str, ...]) -> ChildSpec:
+    return ChildSpec(name, module, arguments, plan.launcher.log_dir / f"{name}.log")
 
 
 def _to_stderr(text: str) -> None:
     print(f"serve: {text}", file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    settings = parse(sys.argv[1:], description=__doc__)
-    busy = _busy_ports(settings.ports)
-    if busy:
-        _to_stderr(f"ports in use on {HOST}: {', '.join(map(str, busy))}")
-        return 1
-    settings.log_dir.mkdir(parents=True, exist_ok=True)
-    return asyncio.run(_serve(settings))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,7 +40,7 @@ def local_path(path: Path, *, flag: str, revision: str | None = None) -> Path:
         SettingsError: it is neither here nor to be had, or a folder is given with a revision.
     """
     if not is_hub_id(path):
-        if revision is not None:
+        if revision is not None and not _is_snapshot(path):
             raise SettingsError(
                 (
                     f"{flag} is {path}, which is a folder and has no revisions; leave revision "
@@ -57,10 +57,15 @@ def local_path(path: Path, *, flag: str, revision: str | None = None) -> Path:
 def shown_name(folder: Path) -> str:
     """Returns the name of a model for people: its id when it lies in the Hub's cache."""
     resolved = folder.resolve()
-    cached = resolved.parent.parent.name
-    if resolved.parent.name == "snapshots" and cached.startswith(_CACHED_PREFIX):
-        return cached.removeprefix(_CACHED_PREFIX).replace("--", "/")
+    if _is_snapshot(resolved):
+        return resolved.parent.parent.name.removeprefix(_CACHED_PREFIX).replace("--", "/")
     return resolved.name
+
+
+def _is_snapshot(folder: Path) -> bool:
+    """Whether a folder is that of one revision in the Hub's cache."""
+    parent = folder.parent
+    return parent.name == "snapshots" and parent.parent.name.startswith(_CACHED_PREFIX)
 
 
 def _folder(model_id: str, revision: str | None, flag: str) -> Path:

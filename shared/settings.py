@@ -184,5 +184,6 @@ def _hint(name: str, known: Mapping[str, object]) -> str:
 
 def _print_help_and_exit(cls: type, fields: Sequence[Field], service: str) -> NoReturn:
     prefix = f"{ENV_PREFIX}{service.upper()}_"
-    print(help_text(cls, fields, env_prefix=prefix, program=f"outrider-{service}"))
+    epilog = f"Each flag has a variable: {fields[0].flag} is {prefix}{fields[0].variable}."
+    print(help_text(cls, {"": fields}, program=f"outrider-{service}", epilog=epilog))
     sys.exit(0)

@@ -20,7 +20,7 @@ async def running_stack(arguments: Sequence[str]) -> AsyncIterator[None]:
     Raises:
         StackFailed: the launcher ended before it said that it is ready.
     """
-    command = (sys.executable, "-m", "services.serve", *arguments)
+    command = (sys.executable, "-m", "services.cli", "serve", *arguments)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -24,7 +24,7 @@ async def demo() -> AsyncIterator[str]:
     """Gateway, target and draft with the demo models; yields the gateway's URL."""
     gateway, target, draft = _DEMO_PORTS
     process = await _start(
-        *("services.serve", "--gateway-port", str(gateway), "--target-port", str(target)),
+        *("services.cli", "serve", "--gateway-port", str(gateway), "--target-port", str(target)),
         *("--draft-port", str(draft), "--log-dir", ".run/clients"),
         stdout=asyncio.subprocess.PIPE,
     )

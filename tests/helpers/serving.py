@@ -57,7 +57,7 @@ def serving(
     """
     ports = free_ports(4)  # the draft's four are enough for two drafts
     gateway, target, draft = next(ports), next(ports), next(ports)
-    command = [sys.executable, "-m", "services.serve", "--log-dir", str(log_dir)]
+    command = [sys.executable, "-m", "services.cli", "serve", "--log-dir", str(log_dir)]
     command += ["--gateway-port", str(gateway), "--target-port", str(target)]
     command += ["--draft-port", str(draft), *flags]
     process = subprocess.Popen(

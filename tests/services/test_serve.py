@@ -5,109 +5,279 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from services.serve_settings import parse
-from services.serve_specs import draft_spec
+from services.gpus import num_gpus
+from services.serve import ready_line
+from services.serve_plan import Plan, make_plan
+from services.serve_settings import Placement
+from shared.errors import SettingsError
+from tests.helpers.checkpoints import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
 
-def _model_folder(path: Path) -> Path:
+def _model_folder(path: Path, *, family: str = "Llama", text: str = "") -> Path:
     path.mkdir()
-    (path / "config.json").write_text("{}")
-    return path
+    (path / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]{text}}}')
+    return write_byte_tokenizer(path)
 
 
-def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.serve", *arguments]
+def _outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def _plan(*arguments: str, gpus: int = 0, env: Mapping[str, str] | None = None) -> Plan:
+    return make_plan(arguments, env or {}, gpus)
+
+
+def _problems(*arguments: str, env: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(SettingsError) as refused:
+        _plan(*arguments, env=env)
+    return refused.value.message
+
+
+def _algorithms(plan: Plan) -> tuple[str, ...]:
+    return tuple(each.algorithm for each in plan.drafts)
+
+
 def test_the_demo_model_is_served_with_the_demo_draft() -> None:
-    settings = parse([])
-    assert settings.algorithms == ("STANDALONE",)
-    assert settings.ports == (8000, 8001, 50051, 50052, 50061, 50062)
+    plan = _plan()
+    assert _algorithms(plan) == ("STANDALONE",)
+    assert tuple(plan.ports) == (8000, 8001, 50051, 50052, 50061, 50062)
+    assert "--served-model-name=demo" in plan.target_arguments
 
 
 def test_another_model_drafts_from_its_own_text_unless_told_otherwise(tmp_path: Path) -> None:
     model, draft = _model_folder(tmp_path / "model"), _model_folder(tmp_path / "draft")
-    assert parse(["--model", str(model)]).algorithms == ("NGRAM",)
-    assert parse(["--model", str(model), "--draft-model", str(draft)]).algorithms == ("STANDALONE",)
-    assert parse(["--model", str(model), "--algorithm", "eagle3"]).algorithms == ("EAGLE3",)
+    flags = ("--model", str(model))
+    assert _algorithms(_plan(*flags)) == ("NGRAM",)
+    assert _algorithms(_plan(*flags, "--draft-model", str(draft))) == ("STANDALONE",)
+    named = _plan(*flags, "--draft-model", str(draft), "--algorithm", "eagle3")
+    assert _algorithms(named) == ("EAGLE3",)
+    assert f"--tokenizer={model}" in named.gateway_arguments
 
 
-@pytest.mark.parametrize("flags", [["--placement", "embedded"], ["--algorithm", "NONE"]])
-def test_no_draft_process_means_no_draft_ports(flags: list[str]) -> None:
-    settings = parse(flags)
-    assert not settings.draft_ports
-    assert settings.ports == (8000, 8001, 50051, 50052)
+@pytest.mark.parametrize("flags", [("--placement", "embedded"), ("--algorithm", "NONE")])
+def test_no_draft_process_means_no_draft_ports(flags: tuple[str, ...]) -> None:
+    plan = _plan(*flags)
+    assert not plan.remote_drafts
+    assert tuple(plan.ports) == (8000, 8001, 50051, 50052)
 
 
-def test_several_algorithms_are_as_many_drafts() -> None:
-    settings = parse(["--algorithm", "standalone, NGRAM,ngram"])
-    assert settings.algorithms == ("STANDALONE", "NGRAM")
-    assert settings.ports[-4:] == (50061, 50062, 50063, 50064)
-    specs = [draft_spec(settings, each) for each in settings.algorithms]
-    assert [spec.name for spec in specs] == ["draft-standalone", "draft-ngram"]
-    assert [spec.arguments[1] for spec in specs] == ["50061", "50063"]
+@pytest.mark.parametrize("names", ["standalone, NGRAM,ngram", "STANDALONE NGRAM"])
+def test_several_algorithms_are_as_many_drafts(names: str) -> None:
+    words = names.split() if "," not in names else [names]
+    plan = _plan("--algorithm", *words)
+    assert _algorithms(plan) == ("STANDALONE", "NGRAM")
+    assert tuple(plan.ports)[-4:] == (50061, 50062, 50063, 50064)
+    assert [each.name for each in plan.drafts] == ["draft-standalone", "draft-ngram"]
 
 
 @pytest.mark.parametrize("flag", ["--placement=embedded", "--draft-model=MODEL"])
 def test_what_only_one_draft_can_have_is_refused_for_several(flag: str, tmp_path: Path) -> None:
     flag = flag.replace("MODEL", str(_model_folder(tmp_path / "model")))
-    result = _serve("--algorithm", "NGRAM,STANDALONE", flag)
-    assert result.returncode == 2
-    assert "--algorithm names 2" in result.stderr
+    assert "--speculative-algorithm names 2" in _problems("--algorithm", "NGRAM,STANDALONE", flag)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_head"), [("MTP", True), ("DFLASH", True), ("EAGLE", True), ("NGRAM", False)]
+    ("algorithm", "is_head"), [("DFLASH", True), ("EAGLE", True), ("NGRAM", False)]
 )
 def test_a_head_in_a_process_of_its_own_is_told_its_target(
     algorithm: str, is_head: bool, tmp_path: Path
 ) -> None:
-    model = _model_folder(tmp_path / "model")
-    settings = parse(["--model", str(model), "--algorithm", algorithm])
-    arguments = draft_spec(settings, algorithm).arguments
-    assert ("--target-model-path" in arguments) == (str(model) in arguments) == is_head
-    demo = draft_spec(parse(["--algorithm", algorithm]), algorithm).arguments
-    assert "--target-model-path" not in demo
+    model, head = _model_folder(tmp_path / "model"), _model_folder(tmp_path / "head")
+    own = ("--draft-model", str(head)) if is_head else ()
+    [draft] = _plan("--model", str(model), "--algorithm", algorithm, *own).drafts
+    assert (f"--target-model-path={model}" in draft.arguments) == is_head
+    [demo] = _plan("--algorithm", algorithm).drafts
+    assert not any(word.startswith("--target-model-path") for word in demo.arguments)
 
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--algorithm=NGRAM,FOO", "FOO is no algorithm; there are STANDALONE, NGRAM,"),
-        ("--algorithm=,", "nothing is no algorithm"),
-        ("--target-port=65535", "65535 is outside [1, 65534]"),
-        ("--target-port=-1", "'-1' is no port number"),
-        ("--gateway-port=0", "0 is outside [1, 65534]"),
+        ("--algorithm=NGRAM,FOO", "it must be one of STANDALONE, NGRAM,"),
+        ("--algorithm=,", "--speculative-algorithm needs a value"),
+        ("--target-port=65536", "--port is '65536'; it must be a whole number in [0, 65535]"),
+        ("--port=0", "a launcher needs to know the port"),
         ("--gateway-port=50052", "ports wanted twice: 50052; each service takes two in a row"),
         ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
+        ("--speculative-num-stips 3", "did you mean --speculative-num-steps?"),
+        ("--dp-size 2", "--dp-size: replicas are targets of their own"),
+        ("--dp 2", "--dp-size: replicas are targets of their own"),
+        ("--metrics-port 1", "each service has its own: --target-metrics-port"),
+        ("--target h:1", "the target is started here"),
+        ("stray", "unexpected argument 'stray'"),
+        ("--mem-fraction 2 --max-queued-requests 0", "--max-queued-requests is '0'"),
+        ("--mem-fraction 2 --max-queued-requests 0", "--mem-fraction-static is '2'"),
+        ("--certs nowhere", "--certs: nowhere has no ca.pem"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
-    flags: str, problem: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_served_is_refused_by_name(flags: str, problem: str) -> None:
+    assert problem in _problems(*flags.split())
+
+
+def test_a_draft_with_another_tokenizer_is_refused_with_both_folders(tmp_path: Path) -> None:
+    model = _model_folder(tmp_path / "model")
+    problem = _problems("--draft-model", str(model), "--algorithm", "STANDALONE")
+    assert "the tokenizers differ" in problem
+    assert str(model) in problem
+    assert "demo/target" in problem
+
+
+def test_standalone_needs_a_draft_model_for_another_model(tmp_path: Path) -> None:
+    model = _model_folder(tmp_path / "model")
+    problem = _problems("--model", str(model), "--algorithm", "STANDALONE")
+    assert "STANDALONE needs a smaller model with the same tokenizer" in problem
+
+
+def test_a_flag_of_two_services_can_be_set_for_one() -> None:
+    plan = _plan("--dtype", "bf16", "--draft-dtype", "fp32", "--target-metrics-port", "9000")
+    assert plan.target.dtype.value == "bfloat16"
+    assert plan.drafts[0].settings.dtype.value == "float32"
+    assert (plan.target.metrics_port, plan.drafts[0].settings.metrics_port) == (9000, None)
+
+
+def test_a_hosted_draft_has_its_own_number_of_sequences() -> None:
+    flags = ("--placement", "embedded", "--max-running-requests", "8")
+    assert _plan(*flags).drafts[0].settings.max_running_requests == 8
+    own = _plan(*flags, "--draft-max-running-requests", "4")
+    assert (own.target.max_running_requests, own.drafts[0].settings.max_running_requests) == (8, 4)
+
+
+def test_host_and_port_are_those_of_http() -> None:
+    plan = _plan("--host", "0.0.0.0", "--port", "30000")
+    assert (plan.gateway.host, plan.gateway.port) == ("0.0.0.0", 30000)
+    assert (plan.target.host, plan.target.port) == ("127.0.0.1", 50051)
+    assert ready_line(plan).startswith("ready: http://127.0.0.1:30000/v1  page: http://127.0.0.1")
+
+
+def test_variables_of_each_service_are_read() -> None:
+    env = {"OUTRIDER_TARGET_PORT": "6000", "OUTRIDER_SERVE_LOG_DIR": "elsewhere"}
+    plan = _plan(env=env)
+    assert plan.target.port == 6000
+    assert "--target=127.0.0.1:6000" in plan.drafts[0].arguments
+    assert str(plan.launcher.log_dir) == "elsewhere"
+
+
+def test_greedy_verification_for_ngram_is_refused_with_the_nearest() -> None:
+    problem = _problems(env={"SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "True"})
+    assert "say temperature 0" in problem
+    assert _plan(env={"SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "False"}).notices == ()
+
+
+def test_flags_come_from_a_file_which_the_line_beats(tmp_path: Path) -> None:
+    file = tmp_path / "outrider.yaml"
+    file.write_text(
+        "speculative_algorithm: NGRAM\nport: 9000\ntrust-remote-code: true\n"
+        "cuda-graph-bs: [1, 2, 16]\ndraft: {num-threads: 2}\n"
+    )
+    plan = _plan("--config", str(file), "--port", "9100")
+    assert _algorithms(plan) == ("NGRAM",)
+    assert (plan.gateway.port, plan.target.cuda_graph_max_bs) == (9100, 16)
+    assert plan.drafts[0].settings.num_threads == 2
+    assert len(plan.notices) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(None, "cannot be read"), ("[1]", "must hold one mapping"), ("a: [b", "is not YAML")],
+)
+def test_a_file_that_holds_no_flags_is_refused(
+    text: str | None, problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(flags.split())
-    assert ended.value.code == 2
-    assert problem in capsys.readouterr().err
+    file = tmp_path / "outrider.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert problem in _problems("--config", str(file))
+
+
+def test_several_next_token_layers_are_asked_for_by_name(tmp_path: Path) -> None:
+    model = _model_folder(tmp_path / "m", family="MiMo", text=', "num_nextn_predict_layers": 2')
+    plan = _plan("--model", str(model), "--algorithm=EAGLE", "--enable-multi-layer-eagle")
+    assert _algorithms(plan) == ("MTP",)
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    result = _serve("--model", str(tmp_path))
+    result = _outrider("check", "--model", str(tmp_path))
     assert result.returncode == 2
-    assert f"{tmp_path} is not a model folder: it has no config.json" in result.stderr
+    assert result.stderr.startswith(f"outrider check: {tmp_path}")
+    assert "config.json" in result.stderr
 
 
-def test_busy_ports_are_named_before_anything_starts(tmp_path: Path) -> None:
+def test_busy_ports_are_named_with_a_way_out_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        result = _serve("--gateway-port", str(port), "--log-dir", str(tmp_path / "logs"))
-    assert result.returncode == 1
-    assert f"ports in use on 127.0.0.1: {port}" in result.stderr
-    assert not (tmp_path / "logs").exists()
+        result = _outrider("serve", "--port", str(port), "--log-dir", str(tmp_path / "logs"))
+    assert result.returncode == 2
+    assert f"port {port} is taken on 127.0.0.1: another server listens there; stop it, or set" in (
+        result.stderr
+    )
+    assert not (tmp_path / "logs" / "target.log").exists()
+
+
+def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = _outrider("serve", "--log-dir", str(tmp_path / "file" / "logs"), "--port", "18999")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        f"outrider serve: --log-dir is {tmp_path}/file/logs, which cannot be made: Not a directory"
+    ]
+
+
+def test_a_wrong_flag_is_one_line() -> None:
+    result = _outrider("serve", "--prot", "1")
+    assert result.stderr.splitlines() == [
+        "outrider serve: --prot is not a setting; did you mean --port?"
+    ]
+
+
+def test_check_says_what_a_line_would_start() -> None:
+    result = _outrider("check", "--algorithm", "EAGLE3", "--trust-remote-code")
+    assert result.returncode == 0, result.stderr
+    assert "draft: EAGLE3, eagle3" in result.stdout
+    assert "note: --trust-remote-code: no effect" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--version",), "outrider "),
+        (("--help",), "outrider serve MODEL_FLAGS"),
+        (("serve", "--help"), "--speculative-num-draft-tokens"),
+        (("draft", "--help"), "--speculative-ngram-capacity"),
+    ],
+)
+def test_commands_explain_themselves(arguments: tuple[str, ...], part: str) -> None:
+    result = _outrider(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert part in result.stdout
+
+
+def test_an_unknown_command_is_answered_with_those_there_are() -> None:
+    result = _outrider("launch")
+    assert result.returncode == 2
+    assert "'launch' is not a command; there are serve, check, target" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "count"),
+    [({}, 2), ({"CUDA_VISIBLE_DEVICES": "1"}, 1), ({"CUDA_VISIBLE_DEVICES": ""}, 0)],
+)
+def test_gpus_are_counted_without_torch(env: dict[str, str], count: int, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus(env, tmp_path) == count
+
+
+def test_one_gpu_is_shared_in_one_process_and_two_are_not() -> None:
+    assert _plan(gpus=1).placement is Placement.EMBEDDED
+    assert _plan("--device", "cpu", gpus=1).placement is Placement.REMOTE
+    plan = _plan(gpus=2)
+    assert plan.placement is Placement.REMOTE
+    assert plan.drafts[0].settings.device == "cuda:1"

@@ -123,7 +123,7 @@ async def _stack(placement: str, arguments: str) -> AsyncIterator[tuple[str, str
     """A stack of its own; yields the gateway's URL and the draft's address."""
     gateway, target, draft = _PORTS
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.serve", "--placement", placement),
+        *(sys.executable, "-m", "services.cli", "serve", "--placement", placement),
         *("--gateway-port", str(gateway), "--target-port", str(target)),
         *("--draft-port", str(draft), "--log-dir", f".run/tune-{placement}"),
         *shlex.split(arguments),

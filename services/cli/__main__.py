@@ -1,0 +1,114 @@
+"""`outrider`: every command of the package.
+
+outrider serve MODEL_FLAGS    target, drafts and gateway on this host; takes SGLang's lines
+outrider check LINE           what `outrider serve LINE` would start, and what is wrong with it
+outrider target | draft | gateway     one service
+outrider bench | tune         measurements, from a checkout of the source
+outrider --version
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from shared.errors import OutriderError
+from shared.version import package_version
+
+_SERVICES = MappingProxyType(
+    {
+        "target": "services.target.__main__",
+        "draft": "services.draft.__main__",
+        "gateway": "gateway.__main__",
+    }
+)
+_OF_A_CHECKOUT = MappingProxyType({"bench": "tests.bench.choose", "tune": "tests.tune"})
+
+
+def main() -> int:
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("--version", "-V"):
+        print(f"outrider {package_version()}")
+        return 0
+    if command in ("--help", "-h", "help"):
+        print(__doc__)
+        return 0
+    try:
+        if command in _COMMANDS:
+            return _COMMANDS[command](arguments, os.environ)
+        if command in _SERVICES:
+            return _service(command, arguments)
+        if command in _OF_A_CHECKOUT:
+            return _measure(command, arguments)
+    except OutriderError as error:
+        for line in error.message.splitlines():
+            print(f"outrider {command}: {line}", file=sys.stderr)
+        return 2
+    known = ", ".join((*_COMMANDS, *_SERVICES, *_OF_A_CHECKOUT))
+    print(f"outrider: {command!r} is not a command; there are {known}", file=sys.stderr)
+    return 2
+
+
+def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
+    from services.gpus import num_gpus
+    from services.serve import serve
+    from services.serve_help import asks_for_help, serve_help
+    from services.serve_plan import make_plan
+
+    if asks_for_help(arguments):
+        print(serve_help())
+        return 0
+    return serve(make_plan(arguments, env, num_gpus(env)))
+
+
+def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
+    from services.gpus import num_gpus
+    from services.serve_help import asks_for_help, serve_help
+    from services.serve_plan import make_plan
+
+    if asks_for_help(arguments):
+        print(serve_help())
+        return 0
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: fetch nothing
+    plan = make_plan(arguments, env, num_gpus(env))
+    from services.check import check
+
+    print(check(plan))
+    return 0
+
+
+def _service(command: str, arguments: Sequence[str]) -> int:
+    """Runs one service in this process; it exits by itself when its settings are wrong."""
+    from shared.settings_file import with_config_file
+
+    sys.argv = [f"outrider-{command}", *with_config_file(arguments)]
+    runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _measure(command: str, arguments: Sequence[str]) -> int:
+    module = _OF_A_CHECKOUT[command]
+    try:
+        sys.argv = [f"outrider {command}", *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("tests"):
+            raise
+        print(
+            f"outrider {command}: measurements are part of the source and not of the installed "
+            f"package; run it in a checkout",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+_COMMANDS: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = MappingProxyType(
+    {"serve": _serve, "check": _check}
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

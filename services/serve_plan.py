@@ -1,0 +1,402 @@
+"""From a launch line to what is started: the settings of every process and where each runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gateway.settings import GatewaySettings
+from services.certs import CertFolder
+from services.draft.algorithm import Algorithm
+from services.draft.settings import DraftSettings, with_local_models
+from services.embedded_settings import embedded_settings
+from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
+from services.serve_settings import NO_DRAFT, LauncherSettings, Placement
+from services.sglang_settings import notices, variable_notices, variable_problems
+from services.target.settings import DEMO_MODEL, TargetSettings, with_local_model
+from shared.errors import OutriderError, SettingsError
+from shared.model_options import BACKEND_SYNONYMS
+from shared.settings import load_settings
+from shared.settings_field import declared_fields
+from shared.settings_file import with_config_file
+from shared.tokenizer_files import tokenizer_sha256
+
+LOOPBACK = "127.0.0.1"
+_DEMO_NAME = "demo"
+_ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
+_MOST_GRAPH_SEQUENCES = 256
+_COMPILE_FLAGS = ("--enable-torch-compile", "--torch-compile-max-bs")
+_REVISIONS = ("--revision", "--speculative-draft-model-revision")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDraft:
+    """A draft, in a process of its own or in the target's.
+
+    Attributes:
+        arguments: of its process; none when the target hosts it.
+    """
+
+    name: str
+    settings: DraftSettings
+    arguments: tuple[str, ...]
+
+    @property
+    def algorithm(self) -> str:
+        """As it was asked for, with what it turned out to be."""
+        asked, found = self.settings.speculative_algorithm, self.settings.algorithm
+        is_same = asked is found or asked is Algorithm.NEXTN
+        return asked.value if is_same else f"{asked.value} ({found.value})"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a launch line starts.
+
+    Attributes:
+        target_arguments, gateway_arguments: of their processes.
+        notices: a line for each flag that does something other than it says.
+    """
+
+    launcher: LauncherSettings
+    placement: Placement
+    target: TargetSettings
+    target_arguments: tuple[str, ...]
+    drafts: tuple[PlannedDraft, ...]
+    gateway: GatewaySettings
+    gateway_arguments: tuple[str, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def is_demo(self) -> bool:
+        return _is_demo(self.target)
+
+    @property
+    def remote_drafts(self) -> tuple[PlannedDraft, ...]:
+        return self.drafts if self.placement is Placement.REMOTE else ()
+
+    @property
+    def ports(self) -> dict[int, str]:
+        """Every port of the stack, with the flag that moves it."""
+        services: list[tuple[Any, str]] = [
+            (self.gateway, "--port"),
+            (self.target, "--target-port"),
+            *((draft.settings, "--draft-port") for draft in self.remote_drafts),
+        ]
+        return {port: flag for each, flag in services for port in (each.port, each.admin_port)}
+
+
+@dataclass(slots=True)
+class _Making:
+    """A plan that is being made; each step adds what is wrong."""
+
+    env: Mapping[str, str]
+    num_gpus: int
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def read(self, settings: Callable[[], S]) -> S | None:
+        """Returns what `settings` returns; notes what it raises."""
+        try:
+            return settings()
+        except SettingsError as error:
+            self.problems += error.problems
+        except OutriderError as error:
+            self.problems.append(error.message)
+        return None
+
+    def load(self, cls: type[S], service: str, words: Sequence[str]) -> S | None:
+        return self.read(lambda: load_settings(cls, service=service, arguments=words, env=self.env))
+
+    def refuse(self) -> None:
+        """Raises: SettingsError if anything is wrong."""
+        if self.problems:
+            raise SettingsError(tuple(dict.fromkeys(self.problems)))
+
+
+def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Plan:
+    """Reads a launch line, fetching models that are named by their id on the Hub.
+
+    Args:
+        arguments: flags, without the name of the program.
+        env: `OUTRIDER_*` and some of `SGLANG_*` are read.
+        num_gpus: GPUs that the processes will see.
+
+    Raises:
+        SettingsError: one line for each thing that is wrong.
+    """
+    making = _Making(env, num_gpus)
+    line = take_apart(with_config_file(arguments))
+    making.problems += [*line.problems, *variable_problems(env)]
+    launcher = making.load(LauncherSettings, "serve", line.own)
+    if launcher is None:
+        making.refuse()
+    assert launcher is not None
+    making.notices += [*notices(launcher), *variable_notices(env)]
+    making.notices += _backend_notices(line)
+    _add_certs(launcher, line)
+    _add_graph_sizes(launcher, line)
+    target = making.load(TargetSettings, TARGET, line.services[TARGET])
+    making.refuse()
+    assert target is not None
+    target = with_local_model(target)
+    return _plan(making, launcher, target, line)
+
+
+def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, line: Line) -> Plan:
+    """Goes on when the target's model is on this machine."""
+    algorithms = launcher.algorithms
+    if algorithms is None:
+        algorithms = (_default_algorithm(target, line),)
+    placement = _placement(launcher, target, algorithms, making.num_gpus)
+    _drop_compile(making, target, line)
+    if not algorithms:
+        _note_unused(making, line)
+    if len(algorithms) > 1 and _has(line.services[DRAFT], "--speculative-draft-model-path"):
+        making.problems.append(
+            f"--speculative-draft-model-path is of one draft; --speculative-algorithm names "
+            f"{len(algorithms)}"
+        )
+    if launcher.enable_multi_layer_eagle:
+        algorithms = tuple("MTP" if each in ("EAGLE", "NEXTN") else each for each in algorithms)
+    drafts = [
+        planned
+        for place, algorithm in enumerate(algorithms)
+        if (planned := _planned(making, launcher, target, line, placement, algorithm, place))
+    ]
+    gateway_words = _gateway_words(target, line)
+    gateway = making.load(GatewaySettings, GATEWAY, gateway_words)
+    making.refuse()
+    assert gateway is not None
+    plan = Plan(
+        launcher=launcher,
+        placement=placement,
+        target=target,
+        target_arguments=_target_words(target, line, placement, drafts),
+        drafts=tuple(drafts),
+        gateway=gateway,
+        gateway_arguments=tuple(gateway_words),
+        notices=tuple(making.notices),
+    )
+    making.problems += _port_problems(plan)
+    making.refuse()
+    return plan
+
+
+def dial_address(host: str, port: int) -> str:
+    """Returns where a server of this host is dialled from this host."""
+    return f"{LOOPBACK if host in _ANY_ADDRESS else host}:{port}"
+
+
+def _is_demo(target: TargetSettings) -> bool:
+    return target.model_path.resolve() == DEMO_MODEL.resolve()
+
+
+def _default_algorithm(target: TargetSettings, line: Line) -> str:
+    """The demo draft fits the demo model only; another model drafts from its own text."""
+    has_draft = _has(line.services[DRAFT], "--speculative-draft-model-path")
+    return "STANDALONE" if _is_demo(target) or has_draft else "NGRAM"
+
+
+def _placement(
+    launcher: LauncherSettings, target: TargetSettings, algorithms: Sequence[str], num_gpus: int
+) -> Placement:
+    """Two processes that alternate on one GPU pay for every switch, so there the target hosts the
+    draft; with a GPU to spare the draft has it to itself."""
+    if launcher.placement is not Placement.AUTO:
+        return launcher.placement
+    shares_gpus = 1 <= num_gpus <= target.tp_size and target.device != "cpu"
+    return Placement.EMBEDDED if shares_gpus and len(algorithms) == 1 else Placement.REMOTE
+
+
+def _planned(
+    making: _Making,
+    launcher: LauncherSettings,
+    target: TargetSettings,
+    line: Line,
+    placement: Placement,
+    algorithm: str,
+    place: int,
+) -> PlannedDraft | None:
+    has_model = _has(line.services[DRAFT], "--speculative-draft-model-path")
+    if algorithm == "STANDALONE" and not _is_demo(target) and not has_model:
+        making.problems.append(
+            "--speculative-draft-model-path: STANDALONE needs a smaller model with the same "
+            "tokenizer, and the demo's draft fits the demo model alone; "
+            "--speculative-algorithm NGRAM needs no model"
+        )
+        return None
+    words = [*line.services[DRAFT], f"--speculative-algorithm={algorithm}"]
+    if placement is Placement.EMBEDDED:
+        names = {each.flag for each in declared_fields(TargetSettings)}
+        own = [
+            word if word.partition("=")[0] not in names else f"--draft{word[1:]}" for word in words
+        ]
+        hosted = making.read(lambda: embedded_settings(target, own, making.env))
+        if hosted is None:
+            return None
+        making.problems += making.read(lambda: _tokenizer_problems(target, hosted)) or []
+        return PlannedDraft("draft", hosted, _settled(hosted, own))
+    words = [*_default_words(making, target, algorithm, place), *words]
+    words.append(f"--target={dial_address(target.host, target.port)}")
+    chosen = making.load(DraftSettings, DRAFT, words)
+    if chosen is None:
+        return None
+    if place:
+        words += [f"--port={chosen.port + 2 * place}"]
+        words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
+    settings = making.read(
+        lambda: with_local_models(
+            load_settings(DraftSettings, service=DRAFT, arguments=words, env=making.env)
+        )
+    )
+    is_only = len(launcher.algorithms or (algorithm,)) == 1
+    name = "draft" if is_only else f"draft-{algorithm.lower()}"
+    if settings is None:
+        return None
+    making.problems += making.read(lambda: _tokenizer_problems(target, settings)) or []
+    return PlannedDraft(name, settings, _settled(settings, words))
+
+
+def _tokenizer_problems(target: TargetSettings, settings: DraftSettings) -> list[str]:
+    """The target would refuse a draft whose token ids mean other texts."""
+    if settings.algorithm is not Algorithm.STANDALONE:
+        return []
+    folder = settings.tokenizer or settings.model_folder
+    if tokenizer_sha256(folder) == tokenizer_sha256(target.tokenizer_folder):
+        return []
+    return [
+        f"the tokenizers differ: that of the draft, {folder}, and that of the target, "
+        f"{target.tokenizer_folder}; a STANDALONE draft must be of the target's family, and "
+        f"--speculative-algorithm NGRAM fits every model"
+    ]
+
+
+def _default_words(
+    making: _Making, target: TargetSettings, algorithm: str, place: int
+) -> list[str]:
+    """Flags of a draft's process that the line may override."""
+    found = []
+    kind = Algorithm(algorithm)
+    if kind.reads_features and not _is_demo(target):
+        found.append(f"--target-model-path={target.model_path}")
+    free = target.tp_size + place
+    if kind.has_model and free < making.num_gpus and target.device == "auto":
+        found.append(f"--device=cuda:{free}")
+    return found
+
+
+def _target_words(
+    target: TargetSettings, line: Line, placement: Placement, drafts: Sequence[PlannedDraft]
+) -> tuple[str, ...]:
+    words = [*_settled(target, line.services[TARGET])]
+    if _is_demo(target) and target.served_model_name is None:
+        words.append(f"--served-model-name={_DEMO_NAME}")
+    if placement is Placement.EMBEDDED:
+        for each in drafts:
+            words += ["--draft=embedded", *each.arguments]
+    return tuple(words)
+
+
+def _gateway_words(target: TargetSettings, line: Line) -> list[str]:
+    words = [*line.services[GATEWAY]]
+    if not _has(words, "--tokenizer") and not _is_demo(target):
+        words.append(f"--tokenizer={target.tokenizer_folder}")
+    return [*words, f"--target={dial_address(target.host, target.port)}"]
+
+
+def _settled(settings: object, words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the flags with paths on this machine in place of ids on the Hub."""
+    models = [each for each in declared_fields(type(settings)) if each.is_model]
+    dropped = {*_REVISIONS, *(each.flag for each in models)}
+    kept = [word for word in words if word.partition("=")[0] not in dropped]
+    kept += [
+        f"{each.flag}={value}"
+        for each in models
+        if (value := getattr(settings, each.name)) not in (None, each.default)
+    ]
+    return tuple(kept)
+
+
+def _add_certs(launcher: LauncherSettings, line: Line) -> None:
+    """Spells `--certs` out as the flags of each service, before those of the line."""
+    if launcher.certs is None:
+        return
+    folder = CertFolder(launcher.certs.resolve())
+    server, client = folder.server_tls(), folder.client_tls()
+    of_servers = [f"--tls-cert={server.cert}", f"--tls-key={server.key}"]
+    of_servers.append(f"--tls-client-ca={folder.ca}")
+    of_clients = [f"--target-tls-ca={client.ca}", f"--target-tls-cert={client.cert}"]
+    of_clients.append(f"--target-tls-key={client.key}")
+    line.services[TARGET][:0] = of_servers
+    for service in (DRAFT, GATEWAY):
+        line.services[service][:0] = [*of_servers, *of_clients]
+
+
+def _add_graph_sizes(launcher: LauncherSettings, line: Line) -> None:
+    if launcher.cuda_graph_bs:
+        most = min(max(launcher.cuda_graph_bs), _MOST_GRAPH_SEQUENCES)
+        line.services[TARGET].insert(0, f"--cuda-graph-max-bs={most}")
+
+
+def _backend_notices(line: Line) -> list[str]:
+    words = [word for words in line.services.values() for word in words]
+    given = [word.partition("=") for word in words]
+    return [
+        f"{flag} {name}: this backend is not here; auto is taken"
+        for flag, _, name in given
+        if flag.endswith("attention-backend")
+        and name.lower() != "auto"
+        and BACKEND_SYNONYMS.get(name.lower()) == "auto"
+    ]
+
+
+def _drop_compile(making: _Making, target: TargetSettings, line: Line) -> None:
+    """torch.compile is for small forwards on a GPU; on a CPU the line works without."""
+    words = line.services[DRAFT]
+    is_cpu = target.device == "cpu" or not making.num_gpus
+    given = [flag for flag in _COMPILE_FLAGS if _has(words, flag)]
+    if given and is_cpu:
+        line.services[DRAFT] = [w for w in words if w.partition("=")[0] not in _COMPILE_FLAGS]
+        making.notices.append(f"{', '.join(given)}: no effect on a CPU")
+    elif given:
+        making.notices.append(
+            f"{', '.join(given)}: for the draft's forwards; the target's are CUDA graphs"
+        )
+
+
+def _note_unused(making: _Making, line: Line) -> None:
+    unused = [word.partition("=")[0] for word in line.services[DRAFT]]
+    unused = [flag for flag in unused if flag.startswith("--speculative")]
+    if unused:
+        making.notices.append(f"{', '.join(unused)}: no effect: {NO_DRAFT} starts no draft")
+
+
+def _port_problems(plan: Plan) -> list[str]:
+    drafts = [each.settings for each in plan.remote_drafts]
+    services: list[GatewaySettings | TargetSettings | DraftSettings] = [
+        *(plan.gateway, plan.target),
+        *drafts,
+    ]
+    ports = [port for each in services for port in (each.port, each.admin_port)]
+    zero = [f"{flag}: a launcher needs to know the port; 0 is none" for flag in _zero(plan)]
+    twice = sorted(port for port, count in Counter(ports).items() if count > 1 and port)
+    if not twice:
+        return zero
+    firsts = ", ".join(str(each.port) for each in services)
+    return [
+        *zero,
+        f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row, from "
+        f"{firsts}: set --port, --target-port or --draft-port",
+    ]
+
+
+def _zero(plan: Plan) -> list[str]:
+    return [flag for port, flag in plan.ports.items() if port == 0]
+
+
+def _has(words: Sequence[str], flag: str) -> bool:
+    return any(word.partition("=")[0] == flag for word in words)

@@ -1,0 +1,127 @@
+"""Flags and variables of SGLang that have no counterpart of the same name here.
+
+Each is taken with a word on what it does here, or refused with the reason and the nearest that
+works, so that a launch line of SGLang can be used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shared.settings import setting
+from shared.settings_field import declared_fields
+
+_PREFIX = "--sglang-"
+_TRUE = ("1", "true", "yes", "y", "on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSettings:
+    """Flags of SGLang that change little or nothing here; the help of each is its notice."""
+
+    trust_remote_code: bool = setting(
+        False, "no effect: architectures are built in, and code of a checkpoint is never run"
+    )
+    cuda_graph_bs: tuple[int, ...] = setting(
+        (), "the largest is --cuda-graph-max-bs; sizes below are chosen here", minimum=1
+    )
+    disable_cuda_graph_padding: bool = setting(
+        False, "no effect: graphs are captured for chosen sizes, and steps between them are padded"
+    )
+    enable_multi_layer_eagle: bool = setting(
+        False, "EAGLE and NEXTN are the target's next-token layers, however many: MTP"
+    )
+    enable_metrics: bool = setting(
+        False, "no effect: the gateway has /metrics; --target-metrics-port opens the target's"
+    )
+    skip_server_warmup: bool = setting(
+        False, "no effect: the ready line comes after a warm-up of the target and its draft"
+    )
+    random_seed: int | None = setting(
+        None, "no effect: a request's own seed decides, and without one each answer has its own"
+    )
+    stream_interval: int | None = setting(
+        None, "no effect: tokens are sent as soon as a step has them"
+    )
+    schedule_policy: str | None = setting(
+        None, "no effect: requests run in the order of their arrival, prefixes are always shared"
+    )
+    schedule_conservativeness: float | None = setting(
+        None, "no effect: a sequence is admitted when pages for it are free"
+    )
+    max_prefill_tokens: int | None = setting(
+        None, "no effect: --chunked-prefill-size bounds the prompt tokens of a step"
+    )
+    decode_log_interval: int | None = setting(
+        None, "no effect: figures are in /metrics, and --target-round-log has each step"
+    )
+    watchdog_timeout: float | None = setting(
+        None, "no effect: requests have --request-timeout-s, and a dead engine ends its process"
+    )
+    sampling_backend: str | None = setting(None, "no effect: sampling has one implementation")
+    grammar_backend: str | None = setting(None, "no effect: grammars are compiled by llguidance")
+
+
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "--dp-size": "replicas are targets of their own: start each with `outrider target`, and "
+        "one gateway with `outrider gateway --target A --target B`",
+        "--ep-size": "experts are not spread over GPUs; --tp-size cuts every matrix",
+        "--pp-size": "layers are not spread over GPUs; --tp-size cuts every matrix",
+        "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "
+        "draft --target HOST:PORT`",
+        "--lora-paths": "adapters are not supported; merge them into the checkpoint",
+        "--json-model-override-args": "edit config.json in a copy of the folder, and serve that",
+        "--is-embedding": "only text generation is served",
+    }
+)
+_REFUSED_ALIASES = MappingProxyType(
+    {"--dp": "--dp-size", "--ep": "--ep-size", "--data-parallel-size": "--dp-size"}
+)
+
+
+def without_prefix(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with `--sglang-X`, as trainers pass flags on, as `--X`."""
+    return [
+        f"--{word.removeprefix(_PREFIX)}" if word.startswith(_PREFIX) else word
+        for word in arguments
+    ]
+
+
+def refusal(flag: str) -> str | None:
+    """Returns why a flag of SGLang cannot be had here and what comes nearest; None for others."""
+    flag = _REFUSED_ALIASES.get(flag, flag)
+    return f"{flag}: {_REFUSED[flag]}" if flag in _REFUSED else None
+
+
+def notices(settings: SglangSettings) -> list[str]:
+    """Returns a line for each flag that was given."""
+    return [
+        f"{field.flag}: {field.help}"
+        for field in declared_fields(SglangSettings)
+        if getattr(settings, field.name) != field.default
+    ]
+
+
+def variable_notices(env: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable of SGLang that is set and known to be harmless."""
+    lines = []
+    if env.get("SGLANG_ENABLE_SPEC_V2"):
+        lines.append(
+            "SGLANG_ENABLE_SPEC_V2: no effect: steps overlap with drafts unless "
+            "--disable-overlap-schedule is set"
+        )
+    return lines
+
+
+def variable_problems(env: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable of SGLang that would change what is served."""
+    if env.get("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "").lower() not in _TRUE:
+        return []
+    return [
+        "SGLANG_NGRAM_FORCE_GREEDY_VERIFY: trees are verified by the rule that the target samples "
+        "by, so that drafts never change an answer; unset it, and let requests that want greedy "
+        "answers say temperature 0"
+    ]
