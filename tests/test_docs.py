@@ -98,7 +98,13 @@ def _flags_of_services() -> dict[str, list[str]]:
     parts = re.findall(r"^## ([^\n]+)$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     flags = {name: re.findall(r"`(--[a-z0-9-]+)`", table) for name, table in parts}
     common = flags.pop("All services")
-    return {name.strip("`").removeprefix("outrider-"): [*common, *flags[name]] for name in flags}
+    own = {name.strip("`").removeprefix("outrider "): flags[name] for name in flags}
+    services = {name: [*common, *own[name]] for name in own if name != "serve"}
+    # The launcher takes the flags of all, and `--target-X` for X of one.
+    each = [(name, flag) for name, found in services.items() for flag in found]
+    launcher = [*own["serve"], "--config", *(flag for _, flag in each)]
+    launcher += [f"--{name}{flag[1:]}" for name, flag in each]
+    return {**services, "serve": launcher, "check": launcher}
 
 
 @functools.cache
@@ -197,7 +203,7 @@ def flags_of_other_programs(page: Page) -> Iterator[str]:
         outside_quotes = re.sub(r"'[^']*'", "", command)
         flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w…-])", outside_quotes)
         own: set[str] = {"--help"}
-        if service := re.match(r"outrider-(\w+) ", command):
+        if service := re.match(r"outrider[- ](target|draft|gateway|serve|check) ", command):
             own |= set(_flags_of_services()[service[1]])
         elif module := re.match(r"(?:\w+=\S+ )*python3? -m (tests[\w.]+)", command):
             own |= _flags_of(module[1])
