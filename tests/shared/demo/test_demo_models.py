@@ -66,4 +66,4 @@ def test_target_knows_the_capital_of_france() -> None:
 
 def test_folder_stays_small() -> None:
     size = sum(f.stat().st_size for f in DEMO.rglob("*") if f.is_file())
-    assert size <= 70_000_000
+    assert size <= 32_000_000
