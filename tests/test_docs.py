@@ -22,6 +22,7 @@ from google.protobuf import json_format, message_factory
 from gateway.schema import ChatCompletionRequest
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
+from services.serve_line import Line, take_apart
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.settings import load_settings
@@ -98,11 +99,12 @@ def _flags_of_services() -> dict[str, list[str]]:
     parts = re.findall(r"^## ([^\n]+)$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     flags = {name: re.findall(r"`(--[a-z0-9-]+)`", table) for name, table in parts}
     common = flags.pop("All services")
+    of_sglang = flags.pop("Accepted from SGLang by `outrider serve`")
     own = {name.strip("`").removeprefix("outrider "): flags[name] for name in flags}
     services = {name: [*common, *own[name]] for name in own if name != "serve"}
     # The launcher takes the flags of all, and `--target-X` for X of one.
     each = [(name, flag) for name, found in services.items() for flag in found]
-    launcher = [*own["serve"], "--config", *(flag for _, flag in each)]
+    launcher = [*own["serve"], *of_sglang, "--config", *(flag for _, flag in each)]
     launcher += [f"--{name}{flag[1:]}" for name, flag in each]
     return {**services, "serve": launcher, "check": launcher}
 
@@ -246,13 +248,18 @@ def unknown_rpcs(page: Page) -> Iterator[str]:
 def refused_commands(page: Page) -> Iterator[str]:
     """Commands of a service that would not start it, for a flag's value or for what is missing."""
     for command in re.sub(r"\s*\\\n\s*", " ", page.code).splitlines():
-        words = shlex.split(command, comments=True) if command.startswith("outrider-") else []
-        service = words[0].removeprefix("outrider-") if words else ""
-        if service in SERVICES and len(words) > 1:
-            try:
-                load_settings(SERVICES[service], service=service, arguments=words[1:], env={})
-            except SettingsError as error:
-                yield f"{command}: {error}"
+        named = re.match(r"outrider[- ](target|draft|gateway|serve) (?=--)", command)
+        if named is None:
+            continue
+        flags = re.sub(r"--config \S+", "", command.removeprefix(named[0]))
+        words = shlex.split(flags, comments=True)
+        line = take_apart(words) if named[1] == "serve" else Line(services={named[1]: words})
+        try:
+            for service, own in line.services.items():
+                load_settings(SERVICES[service], service=service, arguments=own, env={})
+        except SettingsError as error:
+            line.problems.extend(error.problems)
+        yield from (f"{command}: {problem}" for problem in line.problems)
 
 
 def refused_messages(page: Page) -> Iterator[str]:
@@ -308,12 +315,12 @@ RULES: dict[Rule, str] = {
     broken_links: "[a page](nowhere.md)",
     unknown_targets: "`make nonsense`",
     unknown_flags: "```sh\noutrider-target --nonsense-flag\n```",
-    flags_of_other_programs: "```sh\noutrider-draft \\\n  --max-queued-requests 1\n```",
+    flags_of_other_programs: "```sh\noutrider draft \\\n  --max-queued-requests 1\n```",
     unknown_variables: "`OUTRIDER_TARGET_NONSENSE`",
     missing_files: "`services/nonsense.py`",
     missing_modules: "`python -m services.nonsense`",
     unknown_rpcs: "`TargetService/Nonsense`",
-    refused_commands: "`outrider-draft --tp-size 0`",
+    refused_commands: "`outrider serve --tp-size 0`",
     refused_messages: "`grpcurl -d '{\"no\": 1}' outrider.draft.v1.DraftService/ProposeTree`",
     refused_chats: '```\ncurl :1/v1/chat/completions -d \'{"messages": [], "nonsense": 1}\'\n```',
     unknown_routes: "`GET /nonsense`",

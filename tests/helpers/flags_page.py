@@ -8,6 +8,7 @@ from pathlib import Path
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
 from services.serve_settings import LauncherSettings
+from services.sglang_settings import SglangSettings
 from services.target.settings import TargetSettings
 from shared.settings_field import Field, declared_fields
 
@@ -36,10 +37,13 @@ def page() -> str:
     fields = {service: declared_fields(kind) for service, kind in _SERVICES.items()}
     first, *others = fields.values()
     common = [field for field in first if all(field in other for other in others)]
-    parts = [_INTRODUCTION, _section("`outrider serve`", declared_fields(LauncherSettings))]
+    of_sglang = declared_fields(SglangSettings)
+    launcher = [field for field in declared_fields(LauncherSettings) if field not in of_sglang]
+    parts = [_INTRODUCTION, _section("`outrider serve`", launcher)]
     parts.append(_section("All services", common))
     for service, own in fields.items():
         parts.append(_section(f"`outrider {service}`", [f for f in own if f not in common]))
+    parts.append(_section("Accepted from SGLang by `outrider serve`", of_sglang))
     return "\n".join(parts)
 
 
