@@ -26,7 +26,7 @@ SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
-  bench-drafters bench-async bench-start bench-gpu bench-tp bench-tp-draft load load-gateway load-target load-draft \
+  bench-drafters bench-async bench-http bench-start bench-gpu bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune test-clients up down clean
 
 help: ## this list
@@ -114,6 +114,9 @@ bench-drafters: $(STAMP) ## every drafter of the demo on the same prompts; ARGS=
 
 bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU each; ARGS="--help"
 	@$(PY) -m tests.bench.ahead $(ARGS)
+
+bench-http: $(STAMP) ## what a client gets over HTTP: bursts, closed loops, Poisson arrivals; ARGS="--help"
+	@$(PY) -m tests.bench.http $(ARGS)
 
 bench-start: $(STAMP) ## the parts of a target's start, to the first token; ARGS="--widen DIR --algorithm EAGLE3"
 	@$(PY) -m tests.bench.start $(ARGS)

@@ -40,6 +40,7 @@ FOREIGN_FLAGS = {
     "curl": {"--cacert"},
     "docker": {"--build", "--scale"},
     "mypy": {"--strict"},
+    "pip": {"--no-index", "--no-deps", "--target"},
     "podman": {"--format"},
     "smg": {"--worker-urls"},
     "torchrun": {"--nproc-per-node"},

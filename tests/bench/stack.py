@@ -14,8 +14,8 @@ class StackFailed(Exception):
 
 
 @contextlib.asynccontextmanager
-async def running_stack(arguments: Sequence[str]) -> AsyncIterator[None]:
-    """Runs `services.serve` with these flags until the block ends.
+async def running_stack(arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs `outrider serve` with these flags until the block ends; yields the launcher.
 
     Raises:
         StackFailed: the launcher ended before it said that it is ready.
@@ -25,8 +25,8 @@ async def running_stack(arguments: Sequence[str]) -> AsyncIterator[None]:
     try:
         assert process.stdout is not None
         if not await process.stdout.readline():
-            raise StackFailed(f"services.serve ended with exit code {await process.wait()}")
-        yield
+            raise StackFailed(f"outrider serve ended with exit code {await process.wait()}")
+        yield process
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
