@@ -28,6 +28,7 @@ class AttentionShape:
         sliding_window: positions a row looks back, itself included; None sees everything.
         scale: factor of the scores; None is `head_dim ** -0.5`.
         cap: see `paged_attention`.
+        has_sinks: see `paged_attention`.
         has_own_rotation: this layer's keys turn by the tables of sliding layers.
     """
 
@@ -38,11 +39,12 @@ class AttentionShape:
     scale: float | None = None
     cap: float | None = None
     has_own_rotation: bool = False
+    has_sinks: bool = False
 
     @property
     def needs_plain_torch(self) -> bool:
         """Whether no kernel computes such scores."""
-        return self.cap is not None
+        return self.cap is not None or self.has_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Attention:
     qk_norm: RmsNorm | None
     layer: int
     joint_norms: tuple[RmsNorm, RmsNorm] | None = None
+    sinks: Tensor | None = None
 
     def steadied(self) -> Attention:
         """Returns the same attention with products that keep a row's bits; see
@@ -133,6 +136,7 @@ class Attention:
             scale=shape.head_dim**-0.5 if shape.scale is None else shape.scale,
             cache_scales=pool.scales(self.layer),
             cap=shape.cap,
+            sinks=self.sinks,
         )
         return attended.view(len(hidden), -1)
 

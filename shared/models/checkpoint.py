@@ -15,6 +15,7 @@ from torch import Tensor
 from shared.errors import CheckpointError
 from shared.model_options import LoadFormat
 from shared.models.config_file import CONFIG_FILE, ConfigFile
+from shared.models.mxfp4 import PackedKeys, packed_keys, unpacked, unpacked_shape
 from shared.models.scaled_weights import (
     EIGHT_BIT_DTYPES,
     SCALE_SUFFIXES,
@@ -78,12 +79,14 @@ class Checkpoint:
         files: file of each key but those of scales.
         scales: those of each weight that is stored in 8 bits.
         block: what shares a scale; None for a channel or the whole weight.
+        packed: where the tensors of each weight in 4 bits are.
     """
 
     folder: Path
     files: Mapping[str, Path]
     scales: Mapping[str, StoredScales]
     block: ScaleBlock | None
+    packed: Mapping[str, PackedKeys]
 
     @classmethod
     def open(cls, folder: Path, load_format: LoadFormat = LoadFormat.AUTO) -> Checkpoint:
@@ -107,16 +110,22 @@ class Checkpoint:
 
     @classmethod
     def _of(cls, folder: Path, files: Mapping[str, Path]) -> Checkpoint:
-        config, keys = folder / CONFIG_FILE, scale_keys(files)
+        config, keys, packed = folder / CONFIG_FILE, scale_keys(files), packed_keys(files)
+        parts = {*keys.values()}
+        for each in packed.values():
+            parts |= {each.blocks, each.scales}
+        wholes = {name: files[each.blocks] for name, each in packed.items()}
         return cls(
             folder,
-            {key: path for key, path in files.items() if key not in keys.values()},
+            {key: path for key, path in files.items() if key not in parts} | wholes,
             {weight: StoredScales(key, files[key]) for weight, key in keys.items()},
             scale_block(ConfigFile.read(config)) if config.is_file() else None,
+            packed,
         )
 
     def open_file(self, path: Path) -> WeightFile:
-        """Opens one of `files`; weights in 8 bits are read as the float32 that they stand for.
+        """Opens one of `files`; weights in 8 bits are read as the float32 that they stand for,
+        and those in 4 bits as the bfloat16.
 
         Raises:
             CheckpointError: as `open_weights`; when read, also for scales that are missing or of
@@ -126,7 +135,7 @@ class Checkpoint:
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of one of `files`."""
-        return open_weights(self.files[key]).shape(key)
+        return self.open_file(self.files[key]).shape(key)
 
     def read(self, key: str) -> Tensor:
         """Returns one of `files`, see `open_file`."""
@@ -155,12 +164,20 @@ class _ScaledFile:
         self._files = {path: open_weights(path)}
 
     def keys(self) -> frozenset[str]:
-        return self._files[self._path].keys()
+        keys = self._files[self._path].keys()
+        packed = self._checkpoint.packed.items()
+        return keys | {name for name, each in packed if each.blocks in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
+        packed = self._checkpoint.packed.get(key)
+        if packed is not None:
+            return unpacked_shape(self._files[self._path].shape(packed.blocks))
         return self._files[self._path].shape(key)
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
+        packed = self._checkpoint.packed.get(key)
+        if packed is not None:
+            return self._unpacked(key, packed, cut)
         weight = self._files[self._path].read(key, cut)
         stored, is_packed = self._checkpoint.scales.get(key), weight.dtype in EIGHT_BIT_DTYPES
         if stored is None and not is_packed:
@@ -174,6 +191,20 @@ class _ScaledFile:
                 f"be one of {', '.join(map(str, EIGHT_BIT_DTYPES))}"
             )
         return weight.float() * self._scales(key, stored, cut)
+
+    def _unpacked(self, key: str, packed: PackedKeys, cut: Cut | None) -> Tensor:
+        """Returns a weight in 4 bits; a cut is of whole matrices."""
+        assert cut is None or cut.dim == 0, f"{key} is cut within its matrices"
+        weights = self._files[self._path]
+        if packed.scales not in weights.keys():  # noqa: SIM118  not a mapping
+            raise CheckpointError(f"{self._path} lacks {packed.scales}, which {key} needs")
+        blocks, scales = weights.read(packed.blocks, cut), weights.read(packed.scales, cut)
+        if blocks.shape[:-1] != scales.shape:
+            raise CheckpointError(
+                f"{self._path}: {packed.scales} has shape {list(scales.shape)}; "
+                f"{packed.blocks} of shape {list(blocks.shape)} needs {list(blocks.shape[:-1])}"
+            )
+        return unpacked(blocks, scales)
 
     def _scales(self, key: str, stored: StoredScales, cut: Cut | None) -> Tensor:
         """Returns factors that broadcast to what is read of a weight."""

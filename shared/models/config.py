@@ -44,6 +44,7 @@ class ModelConfig:
         sliding_rope: rotary parameters of sliding layers, where they have some of their own.
         has_fused_matrices: see `Family`.
         experts: of the layers that have some; None in dense families.
+        has_sinks: heads have a score without a value, see `paged_attention`.
     """
 
     architecture: str
@@ -76,6 +77,7 @@ class ModelConfig:
     sliding_rope: RopeConfig | None = None
     has_fused_matrices: bool = False
     experts: ExpertConfig | None = None
+    has_sinks: bool = False
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -129,7 +131,7 @@ class ModelConfig:
             max_position_embeddings=max_positions,
             eos_token_ids=_eos_token_ids(config),
             dtype=saved_dtype(config),
-            activation=activation_of(config),
+            activation=family.activation or activation_of(config),
             norms=family.norms,
             norm_offset=family.norm_offset,
             norms_all_heads=family.qk_norm is QkNorm.ALL_HEADS,
@@ -140,6 +142,7 @@ class ModelConfig:
             sliding_rope=_sliding_rope(config, family, max_positions),
             has_fused_matrices=family.has_fused_matrices,
             experts=read_experts(config, family.experts),
+            has_sinks=family.has_sinks,
         )
 
     def has_experts(self, layer: int) -> bool:

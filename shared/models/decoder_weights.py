@@ -158,6 +158,10 @@ def layer_parts(
         for matrix in _mlp_matrices(config, shard):
             yield from matrix.parts(source, target)
     yield from _head_norms(config, source, target, shard)
+    if config.has_sinks:
+        own = shard.num_heads(config)
+        cut = None if shard.size == 1 else Cut(0, shard.rank * own, own)
+        yield WeightPart(f"{source}self_attn.sinks", (config.num_heads,), f"{target}sinks", cut=cut)
 
 
 def _head_norms(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.errors import CheckpointError
+from shared.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 from shared.kernels.routing import RouterScores, Routing
 from shared.models.config_file import ConfigFile
 
@@ -42,6 +43,8 @@ class ExpertFamily:
             config.
         has_correction: the choice, and not the weights, has a bias an expert.
         is_wide: the router computes in float32.
+        is_stacked: the checkpoint has all experts' matrices as one tensor, transposed, gate and up
+            interleaved, and everything has a bias.
     """
 
     keys: ExpertKeys
@@ -49,6 +52,7 @@ class ExpertFamily:
     normalises: bool | None = None
     has_correction: bool = False
     is_wide: bool = False
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def read_experts(config: ConfigFile, family: ExpertFamily | None) -> ExpertConfi
     """
     if family is None:
         return None
+    _check_activation(config)
     width = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
     return ExpertConfig(
         family=family,
@@ -85,6 +90,13 @@ def read_experts(config: ConfigFile, family: ExpertFamily | None) -> ExpertConfi
         intermediate_size=width,
         shared_size=width * config.integer("n_shared_experts", 0),
     )
+
+
+def _check_activation(config: ConfigFile) -> None:
+    for key, needed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        value = config.number(key, needed)
+        if value != needed:
+            raise CheckpointError(f"{config.path}: {key} is {value:g}; it must be {needed:g}")
 
 
 def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:

@@ -39,6 +39,10 @@ def expert_parts(
             f"{target}router.correction",
             dtype=torch.float32,
         )
+    if config.family.is_stacked:
+        yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
+        yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
+        return
     inner, outer = _cuts(wide, shard)
     for expert in range(num_experts):
         own = f"{source}experts.{expert}."
@@ -51,6 +55,31 @@ def expert_parts(
         )
     if config.shared_size:
         yield from _shared_parts(config, hidden, source, target, shard)
+
+
+def _stacked_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    wide, num_experts = config.intermediate_size, config.routing.num_experts
+    # Gate and up of a channel are neighbours.
+    inner, outer = _cuts(2 * wide, shard)[0], _cuts(wide, shard)[1]
+    own = 2 * wide // shard.size
+    order = (*range(0, own, 2), *range(1, own, 2))
+    for expert in range(num_experts):
+        for key, shape, name, cut, row_order in (
+            ("gate_up_proj", (hidden, 2 * wide), "gate_up", inner, order),
+            ("gate_up_proj_bias", (2 * wide,), "gate_up_bias", inner, order),
+            ("down_proj", (wide, hidden), "down", outer, None),
+            ("down_proj_bias", (hidden,), "down_bias", None, None),
+        ):
+            yield WeightPart(
+                f"{source}{key}",
+                (num_experts, *shape),
+                f"{target}experts.{name}",
+                cut=cut,
+                row_order=row_order,
+                index=expert,
+            )
 
 
 def _shared_parts(
@@ -79,7 +108,13 @@ def build_experts(
 
     def stacked(name: str) -> ExpertWeight:
         weight = tensors.pop(f"{prefix}experts.{name}")
-        return ExpertWeight.of(weight.view(num_experts, -1, weight.shape[1]), None, stored)
+        bias = tensors.pop(f"{prefix}experts.{name}_bias", None)
+        if bias is not None:
+            bias = bias.view(num_experts, -1)
+            # What a group's processes compute is added up, and the bias counts once.
+            if name == "down" and group is not None and group.rank > 0:
+                bias = torch.zeros_like(bias)
+        return ExpertWeight.of(weight.view(num_experts, -1, weight.shape[1]), bias, stored)
 
     shared = None
     if config.shared_size:
@@ -96,7 +131,9 @@ def build_experts(
     is_wide = config.family.is_wide
     return Experts(
         router=Router(
-            weight=Linear.of(router.float() if is_wide else router),
+            weight=Linear.of(
+                router.float() if is_wide else router, tensors.pop(f"{prefix}router.bias", None)
+            ),
             correction=tensors.pop(f"{prefix}router.correction", None),
             routing=config.routing,
             is_wide=is_wide,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from shared.kernels.activation import Activation
 from shared.kernels.routing import RouterScores
 from shared.models.expert_config import ExpertFamily, ExpertKeys
 from shared.models.rope_config import RopeDefaults
@@ -56,6 +57,8 @@ class Family:
             and up as one.
         rope: rotary parameters of configs that do not have them.
         sliding_rope: likewise of sliding layers; None gives them those of all others.
+        activation: None asks the config.
+        has_sinks: see `ModelConfig`.
         experts: of the layers that have some; None in dense families.
         defaults: keys that configs may leave out, beside those that all have in common.
     """
@@ -72,6 +75,8 @@ class Family:
     has_fused_matrices: bool = False
     rope: RopeDefaults = RopeDefaults()  # noqa: RUF009 - frozen
     sliding_rope: RopeDefaults | None = None
+    activation: Activation | None = None
+    has_sinks: bool = False
     experts: ExpertFamily | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -198,6 +203,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 is_wide=True,
             ),
             defaults=_EPS | {"norm_topk_prob": True},
+        ),
+        "GptOssForCausalLM": Family(
+            qkv_bias=None,
+            output_bias=None,
+            window_rule=WindowRule.PATTERN,
+            window_period=2,
+            default_head_dim=64,
+            rope=RopeDefaults(theta=150_000.0),
+            activation=Activation.CLAMPED_SWIGLU,
+            has_sinks=True,
+            experts=ExpertFamily(
+                keys=ExpertKeys(router="router"),
+                scores=RouterScores.SOFTMAX_OF_CHOSEN,
+                normalises=False,
+                is_stacked=True,
+            ),
+            defaults=_EPS | {"attention_bias": True, "sliding_window": 128},
         ),
         "Olmo2ForCausalLM": _OLMO2,
         "Olmo3ForCausalLM": replace(

@@ -188,6 +188,7 @@ def _attention(
         qk_norm=qk_norm,
         layer=layer,
         joint_norms=joint_norms,
+        sinks=tensors.pop(f"{prefix}sinks", None),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 from shared.models.config_file import ConfigFile
+from shared.models.mxfp4 import MXFP4
 
 QUANTIZATION_CONFIG = "quantization_config"
 EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -52,9 +53,11 @@ def scale_block(config: ConfigFile) -> ScaleBlock | None:
     method = quantised.text("quant_method", "")
     if method == _BLOCK_FP8:
         return _block(quantised, quantised.integers("weight_block_size"))
+    if method == MXFP4:
+        return None
     if method == _COMPRESSED_TENSORS:
         return _compressed_block(quantised)
-    raise _unsupported(config, "quant_method", method, (_COMPRESSED_TENSORS, _BLOCK_FP8))
+    raise _unsupported(config, "quant_method", method, (_COMPRESSED_TENSORS, _BLOCK_FP8, MXFP4))
 
 
 def scale_keys(keys: Collection[str]) -> dict[str, str]:

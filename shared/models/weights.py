@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ class WeightPart:
     Attributes:
         key: name in the checkpoint.
         shape: shape it must have there.
+        index: of a stack `[E, K, N]` or `[E, N]`, the matrix or vector that is read; matrices are
+            transposed. None reads a tensor that is no such stack.
         target: name of the tensor it becomes; parts of one target are stacked along axis 0.
         repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
         cut: the part that is read; None reads all.
@@ -40,11 +43,30 @@ class WeightPart:
     cut: Cut | None = None
     row_order: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+    index: int | None = None
 
     @property
     def read_shape(self) -> tuple[int, ...]:
         """Shape of what is read."""
-        return self.shape if self.cut is None else self.cut.shape(self.shape)
+        shape = self.shape if self.index is None else self.shape[:0:-1]
+        return shape if self.cut is None else self.cut.shape(shape)
+
+    def taken(self, read: Callable[[Cut | None], Tensor]) -> Tensor:
+        """Returns what `read`, which may be told a part of the tensor, has for the target."""
+        if self.index is None:
+            return self._arranged(read(self.cut))
+        own = read(Cut(0, self.index, 1))[0]
+        own = own if own.dim() == 1 else own.T
+        return self._arranged(own if self.cut is None else own[self.cut.slices])
+
+    def _arranged(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of what was read in their order, as often as they are wanted."""
+        if self.row_order is not None:
+            blocks = tensor.reshape(-1, len(self.row_order), *tensor.shape[1:])
+            tensor = blocks[:, list(self.row_order)].flatten(0, 1)
+        if self.repeats == 1:
+            return tensor
+        return tensor.repeat(self.repeats, *[1] * (tensor.dim() - 1))
 
     @property
     def num_rows(self) -> int:
@@ -90,8 +112,8 @@ def _copies(
         for index in indices:
             part = parts[index]
             _check_shape(path, weights, part)
-            source = weights.read(part.key, part.cut)
-            yield WeightCopy(_arranged(source, part), places[index])
+            source = part.taken(partial(weights.read, part.key))
+            yield WeightCopy(source, places[index])
 
 
 def stack_weights(
@@ -106,7 +128,7 @@ def stack_weights(
     for part, place in zip(parts, _places(parts, targets), strict=True):
         tensor = read(part.key)
         assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
-        place.copy_(_arranged(tensor if part.cut is None else tensor[part.cut.slices], part))
+        place.copy_(part.taken(partial(_cut, tensor)))
     return targets
 
 
@@ -173,12 +195,8 @@ def _places(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[
     return places
 
 
-def _arranged(tensor: Tensor, part: WeightPart) -> Tensor:
-    """Returns the rows of what was read in their order, as often as they are wanted."""
-    if part.row_order is not None:
-        blocks = tensor.view(-1, len(part.row_order), *tensor.shape[1:])
-        tensor = blocks[:, list(part.row_order)].flatten(0, 1)
-    return tensor if part.repeats == 1 else tensor.repeat(part.repeats, *[1] * (tensor.dim() - 1))
+def _cut(tensor: Tensor, cut: Cut | None) -> Tensor:
+    return tensor if cut is None else tensor[cut.slices]
 
 
 def _by_file(checkpoint: Checkpoint, parts: Sequence[WeightPart]) -> dict[Path, list[int]]:

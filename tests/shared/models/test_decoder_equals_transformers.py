@@ -51,6 +51,18 @@ GLM: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+    },
+}
 PHI_LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_parameters": {
@@ -150,6 +162,8 @@ CASES = {
         "glm4_moe",
         with_config(**GLM | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}),
     ),
+    "gpt oss": Case("gpt_oss", with_config(**GPT_OSS)),
+    "gpt oss sharded": Case("gpt_oss", with_config(**GPT_OSS), max_shard_size="20KB"),
     "phi3": Case("phi3", with_config(sliding_window=6)),
     "phi3 partial": Case(
         "phi3",

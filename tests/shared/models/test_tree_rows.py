@@ -33,6 +33,7 @@ OVERRIDES: dict[str, dict[str, object]] = {
     "gemma3": {"sliding_window": 6},
     "phi3": {"sliding_window": 6},
     "olmo2": {},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "glm4_moe": {
         "n_routed_experts": 8,
