@@ -35,7 +35,7 @@ _NOT_EMBEDDED = frozenset(
         *("target", "target-tls-ca", "target-tls-cert", "target-tls-key", "target-tls-name"),
         *("host", "port", "maintenance-host", "maintenance-port", "num-threads"),
         *("tls-cert", "tls-key", "tls-client-ca", "otlp-endpoint", "trace-sample-ratio"),
-        *("metrics-port", "tp-size"),
+        *("metrics-port", "tp-size", "exit-when-refused"),
     }
 )
 

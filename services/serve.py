@@ -15,8 +15,8 @@ from functools import partial
 
 from services import probe
 from services.child import Child, ChildSpec
-from services.serve_plan import LOOPBACK, Plan, dial_address
-from services.serve_settings import NO_DRAFT
+from services.serve_plan import LOOPBACK, Plan, PlannedDraft, dial_address
+from services.serve_settings import NO_DRAFT, Placement
 from services.stack import Part, Stack
 from shared.errors import SettingsError
 
@@ -48,16 +48,33 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
     tls = plan.gateway.target_tls
     target = dial_address(plan.target.host, plan.target.port)
     spec = _spec(plan, "target", "services.target", plan.target_arguments)
-    parts = [Part(Child(spec), lambda: probe.grpc_is_serving(target, tls))]
+    hosted = plan.drafts if plan.placement is Placement.EMBEDDED else ()
+    hint = "\n".join(_hint(plan, draft) for draft in hosted) or None
+    parts = [Part(Child(spec), lambda: probe.grpc_is_serving(target, tls), hint=hint)]
     maintenance = dial_address(plan.target.maintenance_host, plan.target.admin_port)
+    num_drafts = len(plan.remote_drafts)
     for count, draft in enumerate(plan.remote_drafts, start=1):
         are_attached = partial(probe.has_attachments, maintenance, count, tls)
-        child = Child(_spec(plan, draft.name, "services.draft", draft.arguments))
-        parts.append(Part(child, are_attached, is_expendable=True))
+        all_are = partial(probe.has_attachments, maintenance, num_drafts, tls)
+        arguments = (*draft.arguments, "--exit-when-refused")
+        child = Child(_spec(plan, draft.name, "services.draft", arguments))
+        hint = _hint(plan, draft)
+        parts.append(Part(child, are_attached, is_expendable=True, hint=hint, is_back=all_are))
     gateway = Child(_spec(plan, "gateway", "gateway", plan.gateway_arguments))
     host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
     parts.append(Part(gateway, lambda: probe.http_is_ready(host, int(port), "/ready", tls)))
     return tuple(parts)
+
+
+def _hint(plan: Plan, draft: PlannedDraft) -> str:
+    model = "no model"
+    if draft.settings.algorithm.has_model:
+        model = str(draft.settings.model_folder)
+    return (
+        f"the draft is {draft.algorithm}, {model}; the target is {plan.target.model_path}\n"
+        f"Do they fit? Both need the same tokenizer, and a head must be made for the target; "
+        f"name another --speculative-draft-model-path, or take --speculative-algorithm NGRAM"
+    )
 
 
 def ready_line(plan: Plan) -> str:

@@ -22,11 +22,15 @@ class Part:
         child: the process.
         is_ready: asked again and again until it says yes.
         is_expendable: its death costs speed only; it is started again instead of ending the stack.
+        hint: what to do, said when it ends before everything is ready.
+        is_back: as `is_ready`, for when it was started again; `is_ready` itself when None.
     """
 
     child: Child
     is_ready: Callable[[], Awaitable[bool]]
     is_expendable: bool = False
+    hint: str | None = None
+    is_back: Callable[[], Awaitable[bool]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Patience:
         first_backoff_s: before an expendable part is started again; doubles with every death.
         longest_backoff_s: upper bound of that doubling.
         healthy_s: a part that lived this long starts again at `first_backoff_s`.
+        first_word_s: until a start that goes on says what it waits for; then twice as long.
     """
 
     start_s: float = 600.0
@@ -46,6 +51,7 @@ class Patience:
     first_backoff_s: float = 1.0
     longest_backoff_s: float = 30.0
     healthy_s: float = 60.0
+    first_word_s: float = 15.0
 
 
 class PartDied(Exception):
@@ -87,11 +93,17 @@ class Stack:
         )
 
     async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
-        deadline = time.monotonic() + self._patience.start_s
+        started = time.monotonic()
+        next_word_s = self._patience.first_word_s
         for part in self._parts:
             while not await part.is_ready():
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - started
+                if waited_s > self._patience.start_s:
                     raise TimeoutError(self._not_ready_message(part))
+                if waited_s > next_word_s:
+                    spec = part.child.spec
+                    self._report(f"waiting for {spec.name} since {waited_s:.0f} s: {spec.log_file}")
+                    next_word_s = 2 * waited_s
                 await asyncio.sleep(_POLL_INTERVAL_S)
         self._all_ready = True
         announce()
@@ -104,18 +116,31 @@ class Stack:
     async def _keep(self, part: Part) -> None:
         """Waits for the part's death; starts it again if the stack can do without it meanwhile."""
         backoff_s = self._patience.first_backoff_s
+        returning: asyncio.Task[None] | None = None
         while True:
             started = time.monotonic()
-            exit_code = await part.child.wait()
+            try:
+                exit_code = await part.child.wait()
+            finally:
+                if returning is not None:
+                    returning.cancel()
             ended = f"{part.child.spec.name} ended with exit code {exit_code}"
             if not (part.is_expendable and self._all_ready):
-                raise PartDied(f"{ended}\n{_excerpt(part.child)}")
+                hint = "" if part.hint is None else f"\n{part.hint}"
+                raise PartDied(f"{ended}\n{_excerpt(part.child)}{hint}")
             if time.monotonic() - started > self._patience.healthy_s:
                 backoff_s = self._patience.first_backoff_s
             self._report(f"{ended}; serving goes on without it, next start in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
             await part.child.start()
+            returning = asyncio.create_task(self._report_return(part))
             backoff_s = min(2 * backoff_s, self._patience.longest_backoff_s)
+
+    async def _report_return(self, part: Part) -> None:
+        is_back = part.is_back or part.is_ready
+        while not await is_back():  # noqa: ASYNC110 - another process can only be polled
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        self._report(f"{part.child.spec.name} is back")
 
     async def _stop_parts(self) -> None:
         for part in reversed(self._parts):

@@ -96,8 +96,10 @@ class AttachClient:
         if self._detaching.is_set():
             log.info("target %s: detached", self.status.address)
             return 0.0
-        self.status = LinkStatus(self.status.address, None, f"{error.reason}: {error.message}")
-        if isinstance(error, FailedPrecondition | InvalidArgument):
+        is_refused = isinstance(error, FailedPrecondition | InvalidArgument)
+        message = f"{error.reason}: {error.message}"
+        self.status = LinkStatus(self.status.address, None, message, is_refused)
+        if is_refused:
             log.error("target %s refused: %s", self.status.address, self.status.last_error)
             return self._backoff.slow_s()
         log.warning("target %s: %s", self.status.address, self.status.last_error)

@@ -22,7 +22,7 @@ from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.draft.worker import WorkerIdentity
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, FailedPrecondition
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
@@ -137,8 +137,12 @@ class DraftProcess:
 
         Raises:
             EngineFailed: the engine died; the process is of no more use.
+            FailedPrecondition: every target refused this draft for good, and the settings say that
+                this ends the process.
         """
         while not stop.is_set():
+            if self._settings.exit_when_refused:
+                self._check_refusals()
             if self._engine is not None and self._engine.has_failed:
                 raise EngineFailed.of()
             for run in self._runs:
@@ -146,6 +150,12 @@ class DraftProcess:
                     run.result()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
+
+    def _check_refusals(self) -> None:
+        links = [client.status for client in self._clients]
+        if links and all(link.is_refused for link in links):
+            reasons = "; ".join(f"target {link.address}: {link.last_error}" for link in links)
+            raise FailedPrecondition(f"refused for good by {reasons}", reason="DRAFT_REFUSED")
 
     async def stop(self) -> None:
         """NOT_SERVING, refuse new work, detach from targets, stop the engine, close."""

@@ -63,6 +63,9 @@ class DraftSettings(DialingSettings):
     metrics_port: int | None = setting(
         None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
+    exit_when_refused: bool = setting(
+        False, "end when every target has refused this draft for good, instead of asking again"
+    )
     worker_id: str | None = setting(None, "name of this worker; generated when unset")
     speculative_algorithm: Algorithm = setting(
         Algorithm.STANDALONE, "drafter", aliases=("speculative-algo", "algorithm")

@@ -54,8 +54,10 @@ class LinkStatus:
     Attributes:
         attachment_id: None when not attached.
         last_error: why the last stream ended; None when attached or never tried.
+        is_refused: the target refused this draft for good: the same again will not help.
     """
 
     address: str
     attachment_id: str | None = None
     last_error: str | None = None
+    is_refused: bool = False

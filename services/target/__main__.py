@@ -85,9 +85,9 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
         loop.add_signal_handler(number, stop.set)
     with ExitStack() as opened:
         process = _build(settings, draft_settings, opened)
-        await process.start()
-        log_process_age(SERVING)
         try:
+            await process.start()
+            log_process_age(SERVING)
             await process.run_until(stop)
         finally:
             with suppress(asyncio.CancelledError):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.certs import CertFolder
+from tests.helpers.checkpoints import write_byte_tokenizer
 from tests.helpers.serving import serving
 
 
@@ -42,7 +43,25 @@ def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: P
         _, errors = process.communicate(timeout=60)
     assert answer["choices"]
     assert process.returncode == 0
-    assert errors == ""
+    assert [line for line in errors.splitlines() if "waiting for" not in line] == []
+
+
+@pytest.mark.parametrize("placement", ["remote", "embedded"])
+def test_a_draft_that_the_target_refuses_ends_the_start_with_both_folders(
+    placement: str, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "other"
+    tokenizer.mkdir()
+    write_byte_tokenizer(tokenizer)
+    flags = ("--algorithm", "NGRAM", "--placement", placement, "--draft-tokenizer", str(tokenizer))
+    with serving(tmp_path / "logs", *flags) as (process, ready_line, _):
+        _, errors = process.communicate(timeout=100)
+    assert (ready_line, process.returncode) == ("", 1)
+    assert "tokenizer" in errors
+    assert "the draft is NGRAM, no model; the target is" in errors
+    assert "demo/target" in errors
+    assert "--speculative-draft-model-path" in errors
+    assert "Event loop is closed" not in errors
 
 
 def test_the_stack_answers_over_tls_on_every_hop(certs: CertFolder, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -90,6 +91,44 @@ async def test_a_dead_draft_is_started_again(tmp_path: Path) -> None:
     scene.stop.set()
     assert await run == 0
     assert "draft ended with exit code -9" in scene.reports[0]
+
+
+async def test_a_draft_that_returns_is_announced(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    draft = scene.add("draft", is_expendable=True)
+
+    async def has_started_twice() -> bool:
+        return scene.journal.count("draft started") == 2
+
+    [part] = scene.parts
+    scene.parts = [dataclasses.replace(part, is_back=has_started_twice)]
+    run = asyncio.create_task(scene.run(lambda: _kill(draft)))
+    while scene.reports[1:] != ["draft is back"]:
+        assert not run.done(), scene.reports
+        await asyncio.sleep(0.01)
+    scene.stop.set()
+    assert await run == 0
+
+
+async def test_a_part_that_ends_at_start_comes_with_what_to_do(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.add("draft", "--fail", is_expendable=True)
+    [part] = scene.parts
+    scene.parts = [dataclasses.replace(part, hint="take another draft")]
+    assert await scene.run(lambda: None) == 1
+    assert scene.reports[0].endswith("take another draft")
+
+
+async def test_a_start_that_goes_on_says_what_it_waits_for(tmp_path: Path) -> None:
+    async def never() -> bool:
+        return False
+
+    scene = Scene(tmp_path)
+    scene.parts = [Part(scene.add("target"), never)]
+    await scene.run(scene.stop.set, Patience(start_s=0.6, first_word_s=0.1))
+    waiting = [each for each in scene.reports if each.startswith("waiting for target since 0 s")]
+    assert waiting
+    assert waiting[0].endswith("target.log")
 
 
 async def test_a_dead_target_ends_the_stack(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from services.draft.drafter_factory import build_drafter, model_id, tokenizer_id
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
-from shared.errors import CheckpointError, EngineFailed
+from shared.errors import CheckpointError, EngineFailed, FailedPrecondition
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
@@ -111,6 +111,19 @@ async def test_a_dead_engine_ends_the_process(target: ScriptedTarget) -> None:
     with pytest.raises(EngineFailed):
         await asyncio.wait_for(process.run_until(asyncio.Event()), WAIT_S)
     await process.stop()
+
+
+async def test_a_draft_that_every_target_refused_may_end() -> None:
+    refusal = FailedPrecondition.tokenizer_mismatch("abab", "cdcd")
+    target = ScriptedTarget(ATTACHED, refusal)
+    await target.start()
+    process = DraftProcess(_settings("--target", target.address, "--exit-when-refused"))
+    await process.listen()
+    await process.serve(ScriptedDrafter(), IDENTITY)
+    with pytest.raises(FailedPrecondition, match=f"{target.address}: TOKENIZER_MISMATCH"):
+        await asyncio.wait_for(process.run_until(asyncio.Event()), WAIT_S)
+    await process.stop()
+    await target.stop()
 
 
 async def test_a_real_draft_model_is_loaded_and_served(tmp_path: Path) -> None:
