@@ -1,4 +1,4 @@
-"""TLS of both ends of a connection, as files. Protocols and libraries are for others to know."""
+"""TLS files of both ends of a connection, independent of gRPC and HTTP."""
 
 from __future__ import annotations
 

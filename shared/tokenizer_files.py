@@ -1,4 +1,4 @@
-"""Identity of a tokenizer, so that two processes can tell that token ids mean the same to both."""
+"""Fingerprint of a tokenizer, by which two processes check that they share token ids."""
 
 from __future__ import annotations
 

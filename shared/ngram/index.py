@@ -1,4 +1,4 @@
-"""What followed the same words before, of many texts. No torch.
+"""N-gram index over many texts: finds what followed the same tokens before. No torch.
 
 One trie holds the n-grams of every text that was taken in. A *cursor* is where one text ends in
 it; one that is led on over tokens that are only supposed counts nothing.

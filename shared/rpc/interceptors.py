@@ -1,4 +1,4 @@
-"""One place where a call gets its request id and where errors become statuses."""
+"""Server interceptor: sets the request id of a call and turns errors into statuses."""
 
 from __future__ import annotations
 

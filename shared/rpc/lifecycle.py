@@ -1,4 +1,4 @@
-"""Where a process stands between start and stop."""
+"""Lifecycle of a process: starting, serving, draining."""
 
 from __future__ import annotations
 

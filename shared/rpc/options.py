@@ -1,4 +1,4 @@
-"""Channel arguments, the same thought on both ends of a connection."""
+"""gRPC channel arguments for both ends of a connection: keepalive and message sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process ends, in the order that costs its clients least."""
+"""Ordered shutdown of a process: refuse new work, finish running work, stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of our tree as rich gRPC statuses, and back.
+"""Converts `OutriderError` to gRPC statuses with details, and back.
 
 The details travel as a serialized `google.rpc.Status` in the trailing metadata, where grpcurl,
 `buf curl` and every gRPC client library look for them.

@@ -1,4 +1,4 @@
-"""A histogram that one thread fills, for what is observed more often than once a request."""
+"""A Prometheus histogram filled by one thread, for events more frequent than requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of one process: a line a record, for people or for machines.
+"""Logs of one process: one line a record, as text or JSON.
 
 Both forms carry the id of the request being served, and what a call gives as `extra`:
 

@@ -1,4 +1,4 @@
-"""The port Prometheus scrapes, of a process that serves no HTTP otherwise."""
+"""HTTP port for Prometheus, in a process without other HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request being served: its id, for logs and errors, and the trace it belongs to."""
+"""Context of the request being served: its id and its trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process did when, for a picture of a few rounds: one JSON line a span or instant.
+"""Timeline of one process as JSON lines, one a span or instant, for drawing rounds.
 
 Times are of the host's monotonic clock, so the logs of processes on one host fit together. Meant
 for seconds, not days: nothing bounds the file.

@@ -1,4 +1,4 @@
-"""How long the parts of a start take, a log line each:
+"""Durations of the phases of a start, one log line each:
 
     target INFO start-up phase=weights seconds=3.214 size_bytes=16060522496 gb_per_s=5.0
 

@@ -1,4 +1,4 @@
-"""Spans of requests across processes, whoever collects them; nobody, unless an endpoint is set.
+"""Spans of requests across processes; a no-op unless an OTLP endpoint is set.
 
 A process begins a span for each request it serves and passes the span's `traceparent` on, so that
 the next process's span is its child. Source: W3C, "Trace Context".

@@ -1,4 +1,4 @@
-"""Requests under the metric names that vLLM gives them.
+"""Request metrics under vLLM's names.
 
 Dashboards, load tools and autoscalers of the Gateway API inference extension know these names; our
 own metrics stay beside them. A token is never counted on its own: a request's step is.

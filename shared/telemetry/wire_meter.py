@@ -1,4 +1,4 @@
-"""Messages and bytes of the streams between drafts and targets, counted at either end."""
+"""Counts messages and bytes of the streams between drafts and targets, at both ends."""
 
 from __future__ import annotations
 

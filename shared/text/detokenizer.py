@@ -1,4 +1,4 @@
-"""Token ids to text, a few tokens at a time, never cutting a character."""
+"""Incremental detokenizer: token ids to text, whole characters only."""
 
 from __future__ import annotations
 

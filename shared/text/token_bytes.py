@@ -1,4 +1,4 @@
-"""The bytes each token stands for.
+"""Bytes of each token of a tokenizer.
 
 With them a token costs one lookup, a character split over tokens is a byte decoder's problem, and
 the `bytes` of log probabilities are exact. Both families in use are covered: byte-level BPE, whose

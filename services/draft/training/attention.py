@@ -1,4 +1,4 @@
-"""Who attends to whom in training, where many drafts are computed at once.
+"""Attention masks in training, where many drafts are computed at once.
 
 All scores are dense, so memory grows with the square of the window.
 """

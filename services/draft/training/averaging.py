@@ -1,4 +1,4 @@
-"""The mean of heads of one shape, weight by weight.
+"""Weighted average of the weights of heads of one shape.
 
 A head that was trained further, for other data or more of its own steps, gains there and loses a
 little elsewhere; between it and the one that it began from there is often one that keeps both.

@@ -1,4 +1,4 @@
-"""DFlash: a head that drafts a whole block in one pass that is not causal.
+"""DFlash: a head that drafts a whole block in one non-causal forward.
 
 Source: Chen et al., DFlash, arXiv 2602.06036.
 """

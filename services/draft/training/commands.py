@@ -1,4 +1,4 @@
-"""What the commands of the trainer do."""
+"""Commands of the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a training log: loss, agreement by position, accepted length."""
+"""Plots of a training log: loss, agreement by position, acceptance length."""
 
 from __future__ import annotations
 

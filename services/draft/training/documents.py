@@ -1,4 +1,4 @@
-"""Token ids of many documents in one run, and the windows that training reads of them."""
+"""Token ids of many documents in one array, and the training windows over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target model a head is trained for: any decoder that transformers can load, never changed."""
+"""The frozen target model of a head: any decoder that transformers can load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that the target itself writes: what a head meets when it serves."""
+"""Generates training text with the target, which is what a head sees in service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes of a head in training, and the configuration file that says them to an engine."""
+"""Sizes of a head, and the configuration file that describes them to an engine."""
 
 from __future__ import annotations
 

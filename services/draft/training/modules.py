@@ -1,4 +1,4 @@
-"""The parts of a head as torch modules; the names of their parameters are those of the files."""
+"""Torch modules of a head; parameter names are those of checkpoint files."""
 
 from __future__ import annotations
 

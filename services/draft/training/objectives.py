@@ -1,4 +1,4 @@
-"""What a head is trained for: the loss of a batch, and how many of its drafts would be accepted."""
+"""Training objectives: the loss of a batch, and its acceptance length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of one training: one alone, or several that torch's launcher started."""
+"""Processes of a training run: one, or several started by torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files of texts, chats and prompts to token ids, with the target's own tokenizer."""
+"""Reads files of texts, chats and prompts as token ids of the target's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens worth drafting, by how often they occur.
+"""Selects the most frequent tokens as a reduced draft vocabulary.
 
 Source: Zhao et al., FR-Spec, arXiv 2502.14856, section 3.2.
 """

@@ -1,4 +1,4 @@
-"""The training loop: windows, the target's rows, a step of the head, now and then a checkpoint."""
+"""The training loop: read windows, run the target, step the head, save checkpoints."""
 
 from __future__ import annotations
 

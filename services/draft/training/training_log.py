@@ -1,4 +1,4 @@
-"""The log of a training, a JSON object a line, and its pictures."""
+"""Training log as JSON lines, and its plots."""
 
 from __future__ import annotations
 
