@@ -163,7 +163,7 @@ test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's
 .venv-clients/node/.installed: tests/clients/package.json
 	@mkdir -p .venv-clients/node
 	cp $< .venv-clients/node/
-	if command -v npm > /dev/null; then (cd .venv-clients/node && npm install --silent); touch $@; fi
+	if command -v npm > /dev/null; then (cd .venv-clients/node && npm install --silent && node node_modules/@anthropic-ai/claude-code/install.cjs); touch $@; fi
 
 up: ## the three services in containers, in the background
 	$(COMPOSE) up --build --detach

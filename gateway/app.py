@@ -23,6 +23,7 @@ from gateway.middleware import Access, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
 from gateway.native.server_routes import add_server_routes
 from gateway.native.token_routes import add_token_routes
+from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
 from gateway.reference.document import DocumentedApp
 from gateway.reference.routes import add_reference_routes
@@ -68,7 +69,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             allow_origins=gateway.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("retry-after", REQUEST_ID_KEY),
+            expose_headers=("retry-after", REQUEST_ID_KEY, NOTICE_HEADER),
         )
     app.add_middleware(RequestId)
     return app

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.failures import Problem, error_response
+from gateway.notices import NOTICE_HEADER, collect_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
 from gateway.quota import LimitExceeded, Quota, Quotas, current_quota
 from shared.telemetry.request_id import (
@@ -44,11 +45,14 @@ class RequestId:
         request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
         current_request_id.set(request_id)
         current_traceparent.set(headers.get(TRACEPARENT_KEY))
+        notices = collect_notices()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": list(message.get("headers", ()))}
                 MutableHeaders(scope=message)[REQUEST_ID_KEY] = request_id
+                if notices:
+                    MutableHeaders(scope=message)[NOTICE_HEADER] = header_value(notices)
             await send(message)
 
         await self._app(scope, receive, send_with_id)

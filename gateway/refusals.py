@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.notices import give_notice
 from gateway.schema import ChatMessage, GenerationBody, Speculation
 from shared.errors import InvalidArgument
 
@@ -103,6 +104,12 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     if body.speculation is not None:
         for name in body.speculation.unknown_fields:
             raise unimplemented(f"speculation.{name}")
+
+
+def leave_out_hosted(field: str, kind: str) -> None:
+    """Tells that a tool which its maker's own servers run is left out: the model may answer without
+    it, and agents bring it with every request."""
+    give_notice(f"{field} is left out: tools of type {kind[:64]!r} are not run here")
 
 
 def refuse_rounds(speculation: Speculation | None) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from gateway.constraints import json_schema_format
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
+from gateway.messages.context_edits import edited
 from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoice
 from gateway.messages.turns import chat_messages
 from gateway.output.families import ReasoningParser
@@ -17,6 +18,7 @@ from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.refusals import (
     KnownFields,
+    leave_out_hosted,
     refuse_rounds,
     unimplemented,
 )
@@ -37,8 +39,9 @@ _FIELDS = KnownFields(
         {"cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
         | {"user_profile_id", "workspace_id", "betas"}
     ),
-    unimplemented=frozenset({"container", "context_management", "mcp_servers", "prefill"}),
+    unimplemented=frozenset({"container", "mcp_servers", "prefill"}),
 )
+_HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "advisor_")
 
 
 async def messages_plan(
@@ -87,7 +90,7 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
             that has none.
     """
     _FIELDS.refuse(body.unknown_fields)
-    messages = chat_messages(body.messages)
+    messages = chat_messages(edited(body.messages, body.context_management))
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
     if messages[-1].role == "assistant":
@@ -108,8 +111,13 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
 
 
 def _tools(body: Prompt) -> list[ToolDefinition] | None:
+    own = []
     for index, tool in enumerate(body.tools or ()):
-        if tool.type not in (None, "custom"):
+        if tool.type in (None, "custom"):
+            own.append(tool)
+        elif tool.type.startswith(_HOSTED):
+            leave_out_hosted(f"tools[{index}]", tool.type)
+        else:
             raise unimplemented(f"tools[{index}].type", f"a tool of type {tool.type[:64]!r}")
     return [
         ToolDefinition(
@@ -121,7 +129,7 @@ def _tools(body: Prompt) -> list[ToolDefinition] | None:
                 strict=tool.strict,
             ),
         )
-        for tool in body.tools or ()
+        for tool in own
     ]
 
 
@@ -143,6 +151,8 @@ def _tool_choice(
 def _is_thinking(thinking: Thinking | None, style: OutputStyle) -> bool:
     if thinking is None or thinking.type == "disabled":
         return False
+    if thinking.type == "adaptive":  # the model decides, and one that cannot has decided
+        return style.reasoning is not ReasoningParser.NONE
     if style.reasoning is ReasoningParser.NONE:
         message = "thinking is enabled; the model does not set its thoughts apart"
         raise InvalidArgument.of("NOT_IMPLEMENTED", "thinking", message)

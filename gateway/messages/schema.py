@@ -55,6 +55,19 @@ class Thinking(Body):
     budget_tokens: int | None = None
 
 
+class ContextEdit(Body):
+    """Something to be left out of the turns."""
+
+    type: str = Field(description="clear_thinking_20251015; others are never applied")
+    keep: str | dict[str, Any] | None = None
+
+
+class ContextManagement(Body):
+    """Edits, applied in their order."""
+
+    edits: Items[ContextEdit] | None = None
+
+
 class Prompt(Body):
     """Fields that counting shares with generating: body of `/v1/messages/count_tokens`."""
 
@@ -64,6 +77,7 @@ class Prompt(Body):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
 
 
 class OutputFormat(Body):

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.errors import InvalidArgument
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MAX_TOOLS = 256
 
 

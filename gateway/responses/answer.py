@@ -27,7 +27,7 @@ class ResponseText:
     def __init__(self, asked: ResponsePlan, tokenizer: Tokenizer) -> None:
         self._asked = asked
         self._tokenizer = tokenizer
-        self._items = Items(asked.item_id)
+        self._items = Items(asked.item_id, asked.namespaces)
         self._status = "completed"
 
     def open(self) -> list[Event]:
@@ -69,7 +69,7 @@ class ResponseText:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "reasoning": _reasoning(body),
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": _format(body)},
@@ -149,6 +149,11 @@ class ResponseChunks:
         body = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
+    given = body.reasoning
+    return {"effort": given and given.effort, "summary": given and given.summary}
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class ReasoningSettings(Answered):
     """As they were asked for."""
 
     effort: str | None
-    summary: None
+    summary: str | None
 
 
 class TextSettings(Answered):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,9 +12,10 @@ from gateway.field_names import client_names
 from gateway.generation import TargetModel
 from gateway.plan import Plan
 from gateway.planner import Planner
-from gateway.refusals import KnownFields, refuse_rounds, unimplemented
+from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
 from gateway.responses.input import chat_messages
-from gateway.responses.schema import NamedFunction, ResponsesRequest
+from gateway.responses.namespaces import flat_name, namespaces
+from gateway.responses.schema import NamedFunction, ResponsesRequest, Tool
 from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
@@ -26,10 +28,20 @@ from gateway.schema import (
 from shared.errors import InvalidArgument
 
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDABLE = frozenset({_LOGPROBS, "reasoning.encrypted_content"})  # there is none to encrypt
+# There is nothing to encrypt here, and nothing of hosted tools or images to show.
+_INCLUDABLE = frozenset(
+    {_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url"}
+    | {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
+    | {"file_search_call.results", "web_search_call.action.sources", "web_search_call.results"}
+)
+_HOSTED = frozenset(
+    {"code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"}
+    | {"mcp", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"}
+    | {"web_search_preview_2025_03_11"}
+)
 _FIELDS = KnownFields(
     harmless=frozenset(
-        {"max_tool_calls", "prompt_cache_key", "prompt_cache_options"}
+        {"client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"}
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"}
     ),
     unimplemented=frozenset(
@@ -41,7 +53,8 @@ _FIELDS = KnownFields(
     },
 )
 _TEXT_FIELDS = KnownFields(frozenset(), frozenset({"verbosity"}), {"verbosity": ("medium",)})
-_REASONING_FIELDS = KnownFields(frozenset(), frozenset({"generate_summary", "summary"}))
+# Thoughts are shown as they are; there is no summary of them.
+_REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}), frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +63,13 @@ class ResponsePlan:
 
     Attributes:
         item_id: of the first message in the output.
+        namespaces: of flattened names of tools, the namespace and the name in it.
     """
 
     plan: Plan
     body: ResponsesRequest
     item_id: str
+    namespaces: Mapping[str, tuple[str, str]]
 
 
 async def response_plan(
@@ -84,7 +99,7 @@ async def response_plan(
     with client_names({"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}):
         plan = await planner.chat(chat, name, model, trace_id)
     plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}", grammar_field="text.format")
-    return ResponsePlan(plan, body, f"msg_{uuid.uuid4().hex}")
+    return ResponsePlan(plan, body, f"msg_{uuid.uuid4().hex}", namespaces(body.tools or ()))
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
@@ -112,21 +127,34 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
 
 
 def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
-    for index, tool in enumerate(body.tools or ()):
-        if tool.type != "function" or tool.name is None:
-            raise unimplemented(f"tools[{index}].type", f"a tool of type {tool.type[:64]!r}")
     return [
         ToolDefinition(
             type="function",
             function=FunctionDefinition(
-                name=tool.name or "",
+                name=flat_name(tool.name or "", namespace),
                 description=tool.description,
                 parameters=tool.parameters,
                 strict=tool.strict,
             ),
         )
-        for tool in body.tools or ()
+        for tool, namespace in _functions(body.tools or (), "tools")
     ]
+
+
+def _functions(
+    tools: Sequence[Tool], field: str, namespace: str | None = None
+) -> Iterator[tuple[Tool, str | None]]:
+    """Yields the functions among tools, those of a namespace with its name."""
+    for index, tool in enumerate(tools):
+        place = f"{field}[{index}]"
+        if tool.type == "function" and tool.name is not None:
+            yield tool, namespace
+        elif tool.type == "namespace" and tool.name is not None and namespace is None:
+            yield from _functions(tool.tools or (), f"{place}.tools", tool.name)
+        elif tool.type in _HOSTED:
+            leave_out_hosted(place, tool.type)
+        else:
+            raise unimplemented(f"{place}.type", f"a tool of type {tool.type[:64]!r}")
 
 
 def _tool_choice(

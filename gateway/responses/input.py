@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from gateway.refusals import unimplemented
+from gateway.responses.namespaces import flat_name
 from gateway.responses.schema import InputItem
 from gateway.schema import CalledFunction, ChatMessage, ContentPart, ToolCall
 from shared.errors import InvalidArgument
@@ -46,7 +47,7 @@ def _add_call(
     field: str, item: InputItem, messages: list[ChatMessage], thought: str | None
 ) -> None:
     """Adds a call to the assistant's last message, or to a new one."""
-    name = _given(f"{field}.name", item.name)
+    name = flat_name(_given(f"{field}.name", item.name), item.namespace)
     function = CalledFunction(name=name, arguments=item.arguments or "{}")
     call = ToolCall(id=item.call_id, function=function)
     if messages and messages[-1].role == "assistant" and thought is None:

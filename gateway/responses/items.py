@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ class Item:
     Attributes:
         call: of a call, its id and name.
         logprobs: of a message's text.
+        namespace: of a call, the namespace of its tool and the tool's name there, if it has one.
     """
 
     kind: str
@@ -31,12 +32,13 @@ class Item:
     call: CallBegun | None = None
     text: str = ""
     logprobs: Logprobs = field(default_factory=list)
+    namespace: tuple[str, str] | None = None
 
     def shown(self, status: str) -> dict[str, Any]:
         """Returns the item; its content once it is no longer in progress."""
         is_over = status != "in_progress"
         if self.call is not None:
-            return {
+            shown = {
                 "id": self.item_id,
                 "type": "function_call",
                 "call_id": self.call.call_id,
@@ -44,6 +46,10 @@ class Item:
                 "arguments": self.text if is_over else "",
                 "status": status,
             }
+            if self.namespace is None:
+                return shown
+            namespace, name = self.namespace
+            return {**shown, "namespace": namespace, "name": name}
         shown = {"id": self.item_id, "type": self.kind, "status": status}
         content = [self.part()] if is_over else []
         if self.kind == "reasoning":
@@ -67,9 +73,11 @@ class Items:
 
     Args:
         message_id: of the first message.
+        namespaces: by the names of tools as the model knows them.
     """
 
-    def __init__(self, message_id: str) -> None:
+    def __init__(self, message_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        self._namespaces = namespaces
         self._message_ids = [message_id]
         self.items: list[Item] = []
         self._is_open = False
@@ -111,7 +119,7 @@ class Items:
             ("response.output_item.done", {"output_index": item.index, "item": item.shown(status)})
         ]
         if item.call is not None:
-            whole = {**place, "name": item.call.name, "arguments": item.text}
+            whole = {**place, "name": item.shown(status)["name"], "arguments": item.text}
             return [("response.function_call_arguments.done", whole), *done]
         inner = {**place, "content_index": 0}
         text: dict[str, Any] = {**inner, "text": item.text}
@@ -139,6 +147,7 @@ class Items:
         kind = _kind(part)
         call = part if isinstance(part, CallBegun) else None
         item = Item(kind, self._new_id(kind), len(self.items), call)
+        item.namespace = None if call is None else self._namespaces.get(call.name)
         self.items.append(item)
         added = {"output_index": item.index, "item": item.shown("in_progress")}
         events: list[Event] = [("response.output_item.added", added)]

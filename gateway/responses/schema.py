@@ -19,6 +19,7 @@ class InputItem(Body):
     content: str | Items[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | Items[ContentPart] | None = None
 
@@ -26,11 +27,12 @@ class InputItem(Body):
 class Tool(Body):
     """A tool the model may use: a function."""
 
-    type: str
+    type: str = Field(description="function, or namespace; tools that others host are left out")
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Flag = False
+    tools: Items[Tool] | None = Field(default=None, description="of a namespace")
 
 
 class NamedFunction(Body):
@@ -44,6 +46,7 @@ class Reasoning(Body):
     """How much to reason; handed to the chat template."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = Field(default=None, description="no effect: thoughts come whole")
 
 
 class TextFormat(Body):

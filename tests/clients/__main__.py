@@ -44,6 +44,10 @@ _WITH_DEMO = (
     ),
     Client("openai-node", None, ("node", "with_openai.mjs")),
 )
+_AGENTS = tuple(
+    Client(name, None, (sys.executable, str(_HERE / "with_agents.py"), name))
+    for name in ("claude-code", "codex")
+)
 
 
 def _schemathesis(url: str, max_examples: int, seed: int) -> Client:
@@ -84,6 +88,20 @@ async def _try(client: Client, environments: Path, url: str, home: str) -> Outco
     return await run_client(client, (program, *arguments), variables)
 
 
+async def _try_agent(agent: Client, environments: Path, url: str, home: str) -> Outcome:
+    name = {"claude-code": "claude"}.get(agent.name, agent.name)
+    if not (environments / "node" / "node_modules" / ".bin" / name).exists():
+        outcome = Outcome(agent.name, None, f"{name} is not installed")
+        print(outcome.line(), flush=True)
+        return outcome
+    variables = {
+        "HOME": home,
+        "OUTRIDER_SCRIPTED_URL": url,
+        "OUTRIDER_NODE": str(environments / "node"),
+    }
+    return await run_client(agent, agent.program, variables)
+
+
 def _has_packages(program: str, environments: Path) -> bool:
     return program != "node" or (environments / "node" / "node_modules" / "openai").is_dir()
 
@@ -106,6 +124,12 @@ async def run(flags: argparse.Namespace) -> list[Outcome]:
             async with stacks.demo() as url:
                 _prepare(home, flags.environments, url)
                 outcomes += [await _try(each, flags.environments, url, home) for each in chosen]
+        agents = [agent for agent in _AGENTS if agent.name in flags.only or not flags.only]
+        if agents:
+            async with stacks.scripted(home) as url:
+                outcomes += [
+                    await _try_agent(each, flags.environments, url, home) for each in agents
+                ]
         if "schemathesis" in flags.only or not flags.only:
             async with stacks.synthetic() as url:
                 client = _schemathesis(url, flags.max_examples, flags.seed)

@@ -16,6 +16,7 @@ _DEMO_PORTS = (18500, 18510, 18520)
 DEMO_TARGET = f"{_HOST}:{_DEMO_PORTS[1]}"
 """Where the demo's target serves gRPC, the contract of other gateways as well."""
 _SYNTHETIC_PORT = 18530
+_SCRIPTED_PORT = 18540
 _START_TIMEOUT_S = 120.0
 
 
@@ -61,6 +62,19 @@ async def synthetic() -> AsyncIterator[str]:
         yield f"http://{_HOST}:{port}"
     finally:
         await _end(processes)
+
+
+@asynccontextmanager
+async def scripted(folder: str) -> AsyncIterator[str]:
+    """A gateway in front of a target that makes agents write and read a file in `folder`."""
+    process = await _start("tests.clients.scripted", str(_SCRIPTED_PORT), folder)
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while not await http_is_ready(_HOST, _SCRIPTED_PORT, "/ready"):
+                await asyncio.sleep(0.1)
+        yield f"http://{_HOST}:{_SCRIPTED_PORT}"
+    finally:
+        await _end([process])
 
 
 async def _start(*arguments: str, **options: int) -> asyncio.subprocess.Process:

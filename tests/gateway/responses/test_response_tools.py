@@ -108,9 +108,9 @@ async def test_choice_is_repeated_and_held_to(
     assert target.submits[-1].request.HasField("grammar")
 
 
-async def test_hosted_tools_are_refused(
+async def test_tools_of_other_kinds_are_refused(
     make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
-    body = {**BODY, "tools": [{"type": "web_search"}]}
+    body = {**BODY, "tools": [{"type": "custom", "name": "patch"}]}
     response = await _post(make_gateway, target, thinking_text, body)
     assert (await error_of(response))[:3] == (400, "tools[0].type", "not_implemented")
