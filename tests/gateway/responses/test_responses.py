@@ -188,8 +188,7 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
         "tool_choice": "auto",
         "text": {"format": {"type": "text"}},
         "include": ["reasoning.encrypted_content", "file_search_call.results"],
-        "reasoning": {"summary": "auto"},
-        "reasoning": {"effort": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
         "truncation": "disabled",
         "user": "u",
     }
