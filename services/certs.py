@@ -19,32 +19,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shared.tls import ClientTls, ServerTls
+from services.cert_folder import CertFolder
 
 SERVER_NAMES = ("localhost", "127.0.0.1", "::1", "target", "draft", "gateway")
 """The loopback's names, and those of the services in compose.yaml."""
 
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
-
-
-@dataclass(frozen=True, slots=True)
-class CertFolder:
-    """Where the files of one authority lie."""
-
-    path: Path
-
-    @property
-    def ca(self) -> Path:
-        return self.path / "ca.pem"
-
-    def server_tls(self, *, asks_clients: bool = True) -> ServerTls:
-        """Returns the TLS of a server that asks clients for a certificate, or does not."""
-        ca = self.ca if asks_clients else None
-        return ServerTls(self.path / "server.pem", self.path / "server-key.pem", ca)
-
-    def client_tls(self) -> ClientTls:
-        """Returns the TLS of a client with a certificate."""
-        return ClientTls(self.ca, self.path / "client.pem", self.path / "client-key.pem")
 
 
 @dataclass(frozen=True, slots=True)

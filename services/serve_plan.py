@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gateway.settings import GatewaySettings
-from services.certs import CertFolder
+from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
 from services.draft.settings import DraftSettings, with_local_models
 from services.embedded_settings import embedded_settings

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    # What writes certificates is not installed where GPU tests run.
-    from services.certs import CertFolder
+    from services.cert_folder import CertFolder
 
 
 def pytest_configure() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.bench.wheels import (
@@ -31,3 +34,11 @@ def test_a_package_without_a_version_is_named() -> None:
 def test_pins_are_found_however_a_name_is_spelled() -> None:
     pins = read_pins("# a comment\nJinja2==3.1.6\npydantic_core==2.50.4\n")
     assert pinned(["jinja2", "pydantic-core"], pins) == ["Jinja2==3.1.6", "pydantic_core==2.50.4"]
+
+
+def test_a_stack_is_planned_without_the_packages_of_tests_and_tracing() -> None:
+    """What writes certificates, traces and tests is not installed where the stack serves."""
+    absent = ("cryptography", "opentelemetry.sdk", "httpx", "yaml", "huggingface_hub", "grpc_tools")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+    code += "from services import serve, serve_help, serve_plan\nimport gateway.__main__"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

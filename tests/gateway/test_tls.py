@@ -15,7 +15,7 @@ from gateway.generation import TargetState
 from gateway.http_server import HttpServer
 from gateway.pool import PoolSettings, TargetPool
 from gateway.target_link import LinkTiming
-from services.certs import CertFolder
+from services.cert_folder import CertFolder
 from shared.tls import ClientTls, ServerTls
 from tests.gateway.driving import CHAT, eventually
 from tests.helpers.fake_target import FakeTarget

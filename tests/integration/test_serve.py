@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.certs import CertFolder
+from services.cert_folder import CertFolder
 from tests.helpers.checkpoints import write_byte_tokenizer
 from tests.helpers.serving import serving
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc import aio
 
-from services.certs import CertFolder
+from services.cert_folder import CertFolder
 from shared.rpc.channel import open_channel
 
 Run = Callable[[argparse.Namespace], Coroutine[Any, Any, str]]

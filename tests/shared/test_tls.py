@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.settings import GatewaySettings
-from services.certs import CertFolder
+from services.cert_folder import CertFolder
 from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.certs import CertFolder
+from services.cert_folder import CertFolder
 from shared.errors import SettingsError
 from shared.telemetry.metrics_server import serve_metrics
 from shared.tls import ClientTls

@@ -1,0 +1,28 @@
+"""The files of one certificate authority; `services.certs` writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.tls import ClientTls, ServerTls
+
+
+@dataclass(frozen=True, slots=True)
+class CertFolder:
+    """Where the files of one authority lie."""
+
+    path: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.path / "ca.pem"
+
+    def server_tls(self, *, asks_clients: bool = True) -> ServerTls:
+        """Returns the TLS of a server that asks clients for a certificate, or does not."""
+        ca = self.ca if asks_clients else None
+        return ServerTls(self.path / "server.pem", self.path / "server-key.pem", ca)
+
+    def client_tls(self) -> ClientTls:
+        """Returns the TLS of a client with a certificate."""
+        return ClientTls(self.ca, self.path / "client.pem", self.path / "client-key.pem")
