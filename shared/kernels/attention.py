@@ -103,6 +103,7 @@ def paged_attention(
     cache_scales: CacheScales | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Attends from every row to the keys its sequence may see.
 
@@ -116,18 +117,20 @@ def paged_attention(
             `TilePlan`, as are sinks.
         sinks: `[Hq]`, a score of each head that takes its share of the softmax and has no value;
             None of most models. Source: Xiao et al., arXiv 2309.17453, section 3.3.
+        value_dim: V, the dimensions of a value that are wanted, its first ones; None wants all.
+            `values` may then be `keys` itself.
 
     Returns:
-        `[T, Hq, D]` in the dtype of `queries`; scores are float32, and so are sums over keys on
+        `[T, Hq, V]` in the dtype of `queries`; scores are float32, and so are sums over keys on
         CUDA, while the plain path sums in float64.
     """
     if isinstance(plan, SplitPlan):
-        assert cap is None and sinks is None, "the kernels know neither caps nor sinks"  # noqa: PT018
+        assert cap is None and sinks is None and value_dim is None, "unknown to the kernels"  # noqa: PT018
         # Triton is not installed where there is no CUDA.
         from shared.kernels.attention_triton import split_attention
 
         return split_attention(queries, keys, values, plan, scale=scale, cache_scales=cache_scales)
-    cache = _Cache(keys, values, cache_scales)
+    cache = _Cache(keys, values if value_dim is None else values[..., :value_dim], cache_scales)
     softmax = _Softmax(scale, cap, sinks)
     results = [_attend(queries, cache, tile, softmax) for tile in plan.tiles]
     flat = results[0] if len(results) == 1 else torch.cat(results)
@@ -175,7 +178,7 @@ class _Cache:
 
 
 def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, softmax: _Softmax) -> Tensor:
-    """Returns `[B * R, Hq, D]` float32: query heads of one key head are rows of one product."""
+    """Returns `[B * R, Hq, V]` float32: query heads of one key head are rows of one product."""
     num_sequences, _, _, num_rows, num_keys = tile.bias.shape
     _, num_heads, head_dim = queries.shape
     num_kv_heads = cache.keys.shape[1]
@@ -195,9 +198,9 @@ def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, softmax: _Softm
     sinks = softmax.sink_scores(num_sequences, num_kv_heads, num_rows)
     attended = _weighted_mean(scores, tile_values, sinks)
     return (
-        attended.view(num_sequences, num_kv_heads, num_groups, num_rows, head_dim)
+        attended.view(num_sequences, num_kv_heads, num_groups, num_rows, -1)
         .permute(0, 3, 1, 2, 4)
-        .reshape(num_sequences * num_rows, num_heads, head_dim)
+        .reshape(num_sequences * num_rows, num_heads, -1)
     )
 
 

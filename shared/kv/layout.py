@@ -14,6 +14,7 @@ class KvLayout:
     Attributes:
         page_size: tokens a page.
         dtype: dtype of keys and values.
+        has_values: values are stored beside keys; else they are the first part of the keys.
     """
 
     num_layers: int
@@ -21,6 +22,12 @@ class KvLayout:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    has_values: bool = True
+
+    @property
+    def num_planes(self) -> int:
+        """Tensors a layer: keys, and values if they are stored."""
+        return 2 if self.has_values else 1
 
     @property
     def is_e4m3(self) -> bool:
@@ -30,7 +37,7 @@ class KvLayout:
     @property
     def token_size_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        elements = self.num_planes * self.num_layers * self.num_kv_heads * self.head_dim
         return elements * self.dtype.itemsize
 
     @property

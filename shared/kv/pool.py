@@ -21,9 +21,10 @@ class KvPool:
             `CacheScales`. Of any other cache None.
 
     Attributes:
-        storage: `[2, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys first.
+        storage: `[num_planes, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys
+            first.
         keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor a layer.
-        values: likewise.
+        values: likewise; the keys themselves where the layout has no values.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class KvPool:
         assert (scales is not None) == layout.is_e4m3, "an e4m3 cache, and no other, has factors"
         assert num_pages >= 2, f"{num_pages} pages: page 0 is padding, so at least 2 are needed"
         shape = (
-            2,
+            layout.num_planes,
             layout.num_layers,
             num_pages * layout.page_size,
             layout.num_kv_heads,
@@ -47,7 +48,7 @@ class KvPool:
         self.device = device
         self.storage = torch.zeros(shape, dtype=layout.dtype, device=device)
         self.keys: tuple[Tensor, ...] = self.storage[0].unbind()
-        self.values: tuple[Tensor, ...] = self.storage[1].unbind()
+        self.values: tuple[Tensor, ...] = self.storage[-1].unbind()
         self._scales = (
             None
             if scales is None

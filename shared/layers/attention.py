@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class AttentionShape:
         scale: factor of the scores; None is `head_dim ** -0.5`.
         cap: see `paged_attention`.
         has_sinks: see `paged_attention`.
+        is_latent: values are the first part of keys, see `LatentAttention`.
         has_own_rotation: this layer's keys turn by the tables of sliding layers.
     """
 
@@ -40,11 +42,12 @@ class AttentionShape:
     cap: float | None = None
     has_own_rotation: bool = False
     has_sinks: bool = False
+    is_latent: bool = False
 
     @property
     def needs_plain_torch(self) -> bool:
         """Whether no kernel computes such scores."""
-        return self.cap is not None or self.has_sinks
+        return self.cap is not None or self.has_sinks or self.is_latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,23 @@ class ForwardContext:
             return self.cos, self.signed_sin
         assert self.sliding_tables is not None
         return self.sliding_tables
+
+
+class SelfAttention(Protocol):
+    """The first block of a decoder layer."""
+
+    @property
+    def shape(self) -> AttentionShape: ...
+
+    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """`[T, H]` to `[T, H]`; writes what the rows leave for later ones to the pool."""
+
+    def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
+        """Returns the result, or what adds up to it; see `Linear.part`."""
+
+    def steadied(self) -> SelfAttention:
+        """Returns the same attention with products that keep a row's bits; see
+        `Linear.steadied`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shared.kernels.partials import Partials, total_of
-from shared.layers.attention import Attention, ForwardContext
+from shared.layers.attention import ForwardContext, SelfAttention
 from shared.layers.mlp import FeedForward
 from shared.layers.norm import RmsNorm
 from shared.layers.tensor_group import Part
@@ -25,7 +25,7 @@ class DecoderLayer:
     """
 
     attention_norm: RmsNorm | None
-    attention: Attention
+    attention: SelfAttention
     mlp_norm: RmsNorm | None
     mlp: FeedForward
     attention_output_norm: RmsNorm | None = None

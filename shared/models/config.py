@@ -14,6 +14,7 @@ from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
+from shared.models.latent_config import LatentConfig, latent_scale, read_latent
 from shared.models.rope_config import SLIDING_ATTENTION, read_rope
 from shared.models.scaled_weights import scale_block
 
@@ -44,6 +45,7 @@ class ModelConfig:
         sliding_rope: rotary parameters of sliding layers, where they have some of their own.
         has_fused_matrices: see `Family`.
         experts: of the layers that have some; None in dense families.
+        latent: of latent attention, whose cache has one key head as wide as a row; None elsewhere.
         has_sinks: heads have a score without a value, see `paged_attention`.
     """
 
@@ -78,6 +80,7 @@ class ModelConfig:
     has_fused_matrices: bool = False
     experts: ExpertConfig | None = None
     has_sinks: bool = False
+    latent: LatentConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -108,6 +111,7 @@ class ModelConfig:
                 f"{config.path}: num_attention_heads is {num_heads}; it must be a multiple of "
                 f"num_key_value_heads, {num_kv_heads}"
             )
+        latent = read_latent(config) if family.is_latent else None
         max_positions = config.integer("max_position_embeddings")
         hidden_size = config.integer("hidden_size")
         attention_bias = config.flag("attention_bias", False)
@@ -116,8 +120,8 @@ class ModelConfig:
             hidden_size=hidden_size,
             num_layers=config.integer("num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, family, num_heads),
+            num_kv_heads=num_kv_heads if latent is None else 1,
+            head_dim=_head_dim(config, family, num_heads) if latent is None else latent.row_dim,
             intermediate_size=config.integer("intermediate_size"),
             vocab_size=config.integer("vocab_size"),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6),
@@ -136,14 +140,20 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             norms_all_heads=family.qk_norm is QkNorm.ALL_HEADS,
             embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
-            attention_scale=_attention_scale(config),
+            attention_scale=_attention_scale(config, latent),
             attention_cap=_optional_number(config, "attn_logit_softcapping"),
             logit_cap=_optional_number(config, "final_logit_softcapping"),
             sliding_rope=_sliding_rope(config, family, max_positions),
             has_fused_matrices=family.has_fused_matrices,
             experts=read_experts(config, family.experts),
             has_sinks=family.has_sinks,
+            latent=latent,
         )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of what is rotated by `rope`."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward block has experts."""
@@ -197,7 +207,9 @@ def _has_qk_norm(config: ConfigFile, family: Family) -> bool:
     return family.qk_norm is QkNorm.HEAD
 
 
-def _attention_scale(config: ConfigFile) -> float | None:
+def _attention_scale(config: ConfigFile, latent: LatentConfig | None) -> float | None:
+    if latent is not None:
+        return latent_scale(config, latent)
     scalar = _optional_number(config, "query_pre_attn_scalar")
     return None if scalar is None else scalar**-0.5
 

@@ -75,6 +75,7 @@ class Decoder:
             head_dim=config.head_dim,
             page_size=page_size,
             dtype=dtype or self.dtype,
+            has_values=config.latent is None,
         )
 
     def steadied(self) -> Decoder:
@@ -147,6 +148,7 @@ def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> At
         scale=config.attention_scale,
         cap=config.attention_cap,
         has_sinks=config.has_sinks,
+        is_latent=config.latent is not None,
         has_own_rotation=config.sliding_rope is not None
         and config.sliding_windows[layer] is not None,
     )

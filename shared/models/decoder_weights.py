@@ -9,6 +9,7 @@ from shared.models.checkpoint import Cut
 from shared.models.config import ModelConfig
 from shared.models.expert_weights import expert_parts
 from shared.models.families import NormPlacement
+from shared.models.latent_weights import latent_parts
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import WeightPart
 
@@ -149,8 +150,11 @@ def layer_parts(
     """
     for key, name in _NORMS[config.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
-    for matrix in _attention_matrices(config, shard):
-        yield from matrix.parts(source, target)
+    if config.latent is None:
+        for matrix in _attention_matrices(config, shard):
+            yield from matrix.parts(source, target)
+    else:
+        yield from latent_parts(config, source, target, shard)
     if has_experts:
         assert config.experts is not None
         yield from expert_parts(config.experts, config.hidden_size, source, target, shard)

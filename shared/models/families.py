@@ -57,6 +57,7 @@ class Family:
             and up as one.
         rope: rotary parameters of configs that do not have them.
         sliding_rope: likewise of sliding layers; None gives them those of all others.
+        is_latent: keys and values are made of a latent vector, see `LatentAttention`.
         activation: None asks the config.
         has_sinks: see `ModelConfig`.
         experts: of the layers that have some; None in dense families.
@@ -77,6 +78,7 @@ class Family:
     sliding_rope: RopeDefaults | None = None
     activation: Activation | None = None
     has_sinks: bool = False
+    is_latent: bool = False
     experts: ExpertFamily | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -203,6 +205,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 is_wide=True,
             ),
             defaults=_EPS | {"norm_topk_prob": True},
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            qkv_bias=None,
+            output_bias=None,
+            is_latent=True,
+            rope=RopeDefaults(is_interleaved=True),
+            experts=ExpertFamily(keys=ExpertKeys(), scores=RouterScores.SOFTMAX, is_wide=True),
+            defaults={"topk_method": "greedy"},
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            qkv_bias=None,
+            output_bias=None,
+            is_latent=True,
+            rope=RopeDefaults(is_interleaved=True),
+            experts=ExpertFamily(
+                keys=ExpertKeys(),
+                scores=RouterScores.SIGMOID,
+                has_correction=True,
+                is_wide=True,
+            ),
+            defaults={"norm_topk_prob": True},
         ),
         "GptOssForCausalLM": Family(
             qkv_bias=None,

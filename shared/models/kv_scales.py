@@ -15,7 +15,9 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 from shared.kernels import e4m3
+from shared.layers.attention import Attention
 from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.linear import Linear
 from shared.models.decoder import Decoder
 
 # Activations are rounded, to bfloat16 at worst, before and after the product.
@@ -26,7 +28,8 @@ def kv_scales(decoder: Decoder) -> Tensor:
     """Returns `[2, num_layers, num_kv_heads]` float32 powers of two, keys first.
 
     Raises:
-        CheckpointError: the family has no norm in front of the attention, so nothing is bounded.
+        CheckpointError: the family has no norm in front of the attention, so nothing is bounded,
+            or its cache holds latent vectors.
     """
     attention_factor = decoder.config.rope.attention_factor
     scales = [_layer_scales(layer, attention_factor) for layer in decoder.layers]
@@ -36,7 +39,11 @@ def kv_scales(decoder: Decoder) -> Tensor:
 def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
     """Returns `[2, num_kv_heads]`."""
     attention, shape = layer.attention, layer.attention.shape
-    channels = _channel_bounds(layer).view(-1, shape.head_dim)
+    if not isinstance(attention, Attention):
+        raise CheckpointError(
+            "--kv-cache-dtype is fp8_e4m3; a cache of latent vectors cannot be held in 8 bits"
+        )
+    channels = _channel_bounds(layer, attention.qkv).view(-1, shape.head_dim)
     values = channels[-shape.num_kv_heads :]
     keys = channels[shape.num_heads : -shape.num_kv_heads]
     if attention.qk_norm is not None:
@@ -48,14 +55,14 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
     return torch.exp2(bounds.clamp(min=2.0**-100).log2().ceil())
 
 
-def _channel_bounds(layer: DecoderLayer) -> Tensor:
+def _channel_bounds(layer: DecoderLayer, qkv: Linear) -> Tensor:
     """Returns `[N]`, the largest size of each output of the product of queries, keys, values."""
     if layer.attention_norm is None:
         raise CheckpointError(
             "--kv-cache-dtype is fp8_e4m3; this model has no norm before its attention, so that "
             "its keys and values have no bound"
         )
-    norm, qkv = layer.attention_norm.weight.float(), layer.attention.qkv
+    norm = layer.attention_norm.weight.float()
     weight = qkv.dense().float() * norm
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=1) * math.sqrt(len(norm))
     return lengths if qkv.bias is None else lengths + qkv.bias.float().abs()

@@ -22,6 +22,7 @@ from shared.models.decoder import Decoder, attention_shape
 from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder_parts
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
+from shared.models.latent_weights import build_latent
 from shared.models.mtp_keys import find_mtp_layers
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import read_weights
@@ -107,7 +108,7 @@ def build_decoder(
         layers=layers,
         norm=norm_from(config, tensors, "norm"),
         lm_head=replace(Linear.of(head), cap=config.logit_cap),
-        rotary=Rotary(config.rope, config.head_dim, device),
+        rotary=Rotary(config.rope, config.rotary_dim, device),
         attention_backend=options.attention_backend,
         group=group,
         sliding_rotary=None
@@ -131,12 +132,14 @@ def build_layer(
     has_input_norm = config.norms is not NormPlacement.AFTER
     has_output_norm = config.norms is not NormPlacement.BEFORE
 
+    build = _attention if config.latent is None else build_latent
+
     def norm(name: str, is_there: bool = True) -> RmsNorm | None:
         return norm_from(config, tensors, f"{prefix}{name}") if is_there else None
 
     return DecoderLayer(
         attention_norm=norm("attention_norm", has_input_norm),
-        attention=_attention(config, tensors, shape, layer, quantisation, group),
+        attention=build(config, tensors, shape, layer, quantisation, group),
         mlp_norm=norm("mlp_norm", has_input_norm),
         mlp=_feed_forward(config, tensors, prefix, quantisation, group),
         attention_output_norm=norm("attention_output_norm", has_output_norm),

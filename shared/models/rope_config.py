@@ -20,7 +20,7 @@ class RopeDefaults:
 
     Attributes:
         theta_key: where older configs have theta.
-        is_interleaved: see `RopeConfig`; configs never say.
+        is_interleaved: see `RopeConfig`; few configs say.
     """
 
     theta: float = 10_000.0
@@ -60,7 +60,8 @@ def read_rope(
         raise CheckpointError(
             f"{config.path}: partial_rotary_factor is {partial:g}; it must be in (0, 1]"
         )
-    plain = RopeConfig(theta, partial=partial, is_interleaved=defaults.is_interleaved)
+    is_interleaved = config.flag("rope_interleave", defaults.is_interleaved)
+    plain = RopeConfig(theta, partial=partial, is_interleaved=is_interleaved)
     if scaling is RopeScaling.NONE:
         return plain
     original_length = max_position_embeddings

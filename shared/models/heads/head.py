@@ -79,6 +79,7 @@ class DraftHead:
             head_dim=self.config.head_dim,
             page_size=page_size,
             dtype=dtype or self.dtype,
+            has_values=not self.layers[0].attention.shape.is_latent,
         )
 
     def reads_rows(self, rows: Tensor) -> bool:

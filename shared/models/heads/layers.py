@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.kernels.head_inputs import join_inputs
 from shared.kernels.partials import Partials, total_of
-from shared.layers.attention import Attention, ForwardContext
+from shared.layers.attention import Attention, ForwardContext, SelfAttention
 from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
@@ -37,7 +37,7 @@ class HeadLayer(Protocol):
     """A layer that reads the embedding of token t + 1 and the hidden state of position t."""
 
     @property
-    def attention(self) -> Attention: ...
+    def attention(self) -> SelfAttention: ...
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` each to the recurrent state `[T, H]`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.layers.attention import Attention, ForwardContext
+from shared.layers.attention import ForwardContext, SelfAttention
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -37,7 +37,7 @@ class MtpLayer:
     state_norm: RmsNorm
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> SelfAttention:
         return self.block.attention
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:

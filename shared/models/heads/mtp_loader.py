@@ -87,7 +87,7 @@ def load_mtp(
             for index in range(len(layers.prefixes))
         ),
         vocabulary=DraftVocabulary(None, lm_head, None, config.vocab_size, config.vocab_size),
-        rotary=Rotary(config.rope, config.head_dim, device),
+        rotary=Rotary(config.rope, config.rotary_dim, device),
         attention_backend=options.attention_backend,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"

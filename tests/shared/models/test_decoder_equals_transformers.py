@@ -63,6 +63,15 @@ GPT_OSS: dict[str, Any] = {
         "truncate": False,
     },
 }
+LATENT: dict[str, Any] = GLM | {
+    "head_dim": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_group": 2,
+}
 PHI_LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_parameters": {
@@ -89,6 +98,11 @@ def rope(**parameters: Any) -> TinyShape:
 
 def with_config(**overrides: Any) -> TinyShape:
     return TinyShape(overrides=overrides)
+
+
+def with_latent(**overrides: Any) -> TinyShape:
+    """Latent attention has as many key heads as heads, for all that its cache has one."""
+    return TinyShape(num_kv_heads=4, overrides=overrides)
 
 
 CASES = {
@@ -164,6 +178,35 @@ CASES = {
     ),
     "gpt oss": Case("gpt_oss", with_config(**GPT_OSS)),
     "gpt oss sharded": Case("gpt_oss", with_config(**GPT_OSS), max_shard_size="20KB"),
+    "deepseek v2": Case("deepseek_v2", with_latent(**LATENT)),
+    "deepseek v2 in groups": Case(
+        "deepseek_v2",
+        with_latent(
+            **LATENT
+            | {
+                "q_lora_rank": 16,
+                "topk_method": "group_limited_greedy",
+                "n_group": 4,
+                "topk_group": 2,
+            }
+        ),
+    ),
+    "deepseek v3": Case("deepseek_v3", with_latent(**LATENT | {"q_lora_rank": 16})),
+    "deepseek v3 with bias": Case(
+        "deepseek_v3",
+        with_latent(**LATENT | {"q_lora_rank": 16, "attention_bias": True, "n_group": 1}),
+    ),
+    "deepseek v3 not interleaved": Case(
+        "deepseek_v3", with_latent(**LATENT | {"rope_interleave": False})
+    ),
+    "deepseek v3 yarn sharded": Case(
+        "deepseek_v3",
+        with_latent(
+            **LATENT,
+            rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        ),
+        max_shard_size="20KB",
+    ),
     "phi3": Case("phi3", with_config(sliding_window=6)),
     "phi3 partial": Case(
         "phi3",

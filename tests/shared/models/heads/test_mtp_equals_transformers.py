@@ -33,6 +33,15 @@ EXPERTS: dict[str, Any] = {
     "topk_group": 1,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": EXPERTS
+    | {
+        "head_dim": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
     "glm4_moe": EXPERTS | {"use_qk_norm": True, "attention_bias": True},
 }
 NUM_LAYERS = 3
@@ -40,7 +49,9 @@ NUM_LAYERS = 3
 
 def _shape(family: str) -> TinyShape:
     """One layer more than the target has: the next-token layer's block."""
-    return TinyShape(vocab_size=64, num_layers=NUM_LAYERS + 1, overrides=OVERRIDES[family])
+    return TinyShape(
+        vocab_size=64, num_layers=NUM_LAYERS + 1, num_kv_heads=4, overrides=OVERRIDES[family]
+    )
 
 
 def _write(folder: Path, family: str) -> dict[str, Tensor]:
