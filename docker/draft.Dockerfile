@@ -12,7 +12,7 @@ RUN python -m venv /opt/outrider \
  && /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt \
       --find-links "${TORCH_WHEELS}" --requirement requirements.txt
 COPY . .
-RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps .
+RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps . ./packaging/demo
 
 FROM ${BASE_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home outrider

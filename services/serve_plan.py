@@ -142,6 +142,13 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
     target = making.load(TargetSettings, TARGET, line.services[TARGET])
     making.refuse()
     assert target is not None
+    if _is_demo(target) and not any(DEMO_MODEL.glob("*.safetensors")):
+        raise SettingsError(
+            (
+                "--model-path: name a model; the demo's weights are a package of their own, "
+                "outrider-demo, which is not installed",
+            )
+        )
     target = with_local_model(target)
     return _plan(making, launcher, target, line)
 

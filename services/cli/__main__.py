@@ -9,6 +9,7 @@ outrider --version
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -23,6 +24,15 @@ _SERVICES = MappingProxyType(
         "target": "services.target.__main__",
         "draft": "services.draft.__main__",
         "gateway": "gateway.__main__",
+    }
+)
+_EXTRAS = MappingProxyType(
+    {
+        **dict.fromkeys(("torch", "numpy", "safetensors", "transformers", "llguidance"), "engine"),
+        **dict.fromkeys(
+            ("fastapi", "pydantic", "uvicorn", "httptools", "orjson", "tokenizers", "jinja2"),
+            "gateway",
+        ),
     }
 )
 _OF_A_CHECKOUT = MappingProxyType({"bench": "tests.bench.choose", "tune": "tests.tune"})
@@ -43,6 +53,15 @@ def main() -> int:
             return _service(command, arguments)
         if command in _OF_A_CHECKOUT:
             return _measure(command, arguments)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(
+            f"outrider {command}: {error.name} is not installed: pip install 'outrider[{extra}]'",
+            file=sys.stderr,
+        )
+        return 2
     except OutriderError as error:
         for line in error.message.splitlines():
             print(f"outrider {command}: {line}", file=sys.stderr)
@@ -61,6 +80,9 @@ def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     if asks_for_help(arguments):
         print(serve_help())
         return 0
+    for name in ("torch", "llguidance", "fastapi"):  # children would each fail by themselves
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
     return serve(make_plan(arguments, env, num_gpus(env)))
 
 
@@ -91,18 +113,15 @@ def _service(command: str, arguments: Sequence[str]) -> int:
 
 def _measure(command: str, arguments: Sequence[str]) -> int:
     module = _OF_A_CHECKOUT[command]
-    try:
-        sys.argv = [f"outrider {command}", *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("tests"):
-            raise
+    if importlib.util.find_spec("tests") is None or importlib.util.find_spec(module) is None:
         print(
             f"outrider {command}: measurements are part of the source and not of the installed "
             f"package; run it in a checkout",
             file=sys.stderr,
         )
         return 2
+    sys.argv = [f"outrider {command}", *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 
 

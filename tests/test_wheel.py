@@ -1,0 +1,113 @@
+"""The wheels: what is in them, and that they serve where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.serving import free_ports
+
+ROOT = Path(__file__).parents[1]
+_SOURCES = ("gateway", "services", "shared", "protos", "packaging")
+_FILES = ("pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both wheels, built from a copy, in which no earlier build has left anything."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    for name in _SOURCES:
+        ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in _FILES:
+        shutil.copy(ROOT / name, source / name)
+    _pip(
+        "wheel", "--no-build-isolation", "--wheel-dir", str(out), ".", "./packaging/demo", at=source
+    )
+    return {path.name.partition("-")[0]: path for path in out.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both wheels installed; what they depend on comes from this environment."""
+    folder = tmp_path_factory.mktemp("site")
+    _pip("install", "--target", str(folder), *map(str, wheels.values()), at=folder)
+    return folder
+
+
+def _pip(command: str, *arguments: str, at: Path) -> None:
+    words = [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments]
+    subprocess.run(words, cwd=at, check=True)
+
+
+def _outrider(site: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(site / "bin" / "outrider"), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_weights_are_in_a_wheel_of_their_own(wheels: dict[str, Path]) -> None:
+    code = zipfile.ZipFile(wheels["outrider"]).namelist()
+    weights = zipfile.ZipFile(wheels["outrider_demo"]).namelist()
+    assert not [name for name in code if name.endswith((".safetensors", ".bin", ".pt"))]
+    assert sum(name.endswith(".safetensors") for name in weights) == 6
+    assert not set(code) & set(weights)
+    assert {"gateway/playground/page/index.html", "shared/demo/target/tokenizer.json"} <= set(code)
+
+
+def test_the_gateway_needs_no_torch(wheels: dict[str, Path]) -> None:
+    [name] = [n for n in zipfile.ZipFile(wheels["outrider"]).namelist() if n.endswith("/METADATA")]
+    metadata = Parser().parsestr(zipfile.ZipFile(wheels["outrider"]).read(name).decode())
+    needed = metadata.get_all("Requires-Dist") or []
+    gateway = [each for each in needed if "extra" not in each or 'extra == "gateway"' in each]
+    assert any(each.startswith("fastapi") for each in gateway)
+    assert not [each for each in gateway if each.startswith(("torch", "transformers", "outrider"))]
+
+
+def test_an_installed_package_serves(site: Path, tmp_path: Path) -> None:
+    ports = free_ports(2)
+    port, target, draft = next(ports), next(ports), next(ports)
+    process = _outrider(
+        *(site, tmp_path, "serve", "--port", str(port), "--target-port", str(target)),
+        *("--draft-port", str(draft), "--log-dir", str(tmp_path / "logs")),
+    )
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    try:
+        assert ready.startswith("ready: "), process.communicate()[1]
+        body = {"model": "demo", "prompt": "The", "max_tokens": 4}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        assert httpx.post(url, json=body, timeout=60).json()["choices"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_measurements_are_for_a_checkout(site: Path, tmp_path: Path) -> None:
+    process = _outrider(site, tmp_path, "bench")
+    assert "run it in a checkout" in process.communicate()[1]
+    assert process.returncode == 2
+
+
+def test_without_the_demos_weights_a_model_has_to_be_named(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    _pip("install", "--target", str(tmp_path), str(wheels["outrider"]), at=tmp_path)
+    process = _outrider(tmp_path, tmp_path, "serve")
+    assert "outrider-demo, which is not installed" in process.communicate()[1]
+    assert process.returncode == 2
