@@ -52,7 +52,7 @@ COMMON_VARIABLES = {"OUTRIDER_LOG_LEVEL", "OUTRIDER_LOG_FORMAT", "OUTRIDER_OTLP_
 # Routes that the web framework adds.
 FRAMEWORK_ROUTES = {"GET /docs", "GET /openapi.json"}
 
-_FOLDERS = r"docker|docs|gateway|protos|services|shared|tests|\.ci"
+_FOLDERS = r"docker|docs|gateway|packaging|protos|services|shared|tests|\.ci"
 
 
 @dataclass(frozen=True, slots=True)
