@@ -19,10 +19,17 @@ ifeq ($(origin PY),command line)
 STAMP :=
 endif
 
+# A word for the shell, whatever is in it.
+quoted = '$(subst ','\'',$(1))'
+
 # Flags of `make serve`; each is passed on when it is set.
-SERVE_FLAGS := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT_MODEL),--draft-model $(DRAFT_MODEL)) \
-  $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(PLACEMENT),--placement $(PLACEMENT)) \
-  $(if $(DTYPE),--dtype $(DTYPE)) $(if $(CERTS),--certs $(CERTS))
+SERVE_FLAGS = $(if $(MODEL),--model $(call quoted,$(MODEL))) \
+  $(if $(DRAFT_MODEL),--draft-model $(call quoted,$(DRAFT_MODEL))) \
+  $(if $(ALGORITHM),--algorithm $(call quoted,$(ALGORITHM))) \
+  $(if $(PLACEMENT),--placement $(call quoted,$(PLACEMENT))) \
+  $(if $(DTYPE),--dtype $(call quoted,$(DTYPE))) $(if $(CERTS),--certs $(call quoted,$(CERTS)))
+
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
@@ -35,8 +42,16 @@ help: ## this list
 setup: $(STAMP) ## create .venv with everything pinned; does nothing when up to date
 
 .venv/.installed: pyproject.toml constraints.txt
-	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[gateway,engine,tracing,dev]'
+	@if ! .venv/bin/python -c '$(IS_NEW_ENOUGH)' 2> /dev/null; then
+	  $(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo "Outrider needs Python 3.11 or newer; $(PYTHON) is" \
+	    "$$($(PYTHON) --version 2>&1). Name another: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	  echo "set-up: a new .venv of $$($(PYTHON) --version)"
+	  rm -rf .venv
+	  $(PYTHON) -m venv .venv
+	fi
+	echo "set-up: installing into .venv; the first time takes a few minutes, most of it for torch"
+	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[gateway,engine,tracing,dev]' \
+	  | sed -u -n '/^Collecting\|^Downloading\|^Installing/s/^\(.\{100\}\).*/\1 …/; /^Collecting\|^Installing/p'
 	touch $@
 
 protos: $(STAMP) ## write shared/pb/ from protos/

@@ -1,12 +1,14 @@
-"""`make demo`: three questions, each answered with and without speculation, side by side in time.
+"""`make demo`: longer answers, each with and without speculation, and what the figures mean.
 
 Talks to a running gateway as any OpenAI client would. Both answers have the same seed, so they must
-be the same token by token: speculation changes when tokens come, never which.
+be the same token by token: speculation changes when tokens come, never which. One answer each way
+comes first and is not counted: it warms the server up.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -17,11 +19,12 @@ from openai import APIConnectionError, APIStatusError, OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 QUESTIONS = (
-    "What is the capital of France?",
-    "How do I list the files in a folder?",
-    "Tell me something about the moon.",
+    "Write a travel guide for Paris.",
+    "Tell me a story about a fox in a forest.",
+    "Write a blog post about a trip to Rome.",
 )
 _SEED = 7
+_WARM_UP_TOKENS = 24
 
 
 @dataclass(slots=True)
@@ -43,6 +46,11 @@ class Run:
     def tokens_per_s(self) -> float:
         return len(self.token_ids) / self.duration_s
 
+    @property
+    def rounds(self) -> int:
+        """Rounds in which candidate tokens of a draft were verified."""
+        return 0 if self.speculation is None else int(self.speculation["num_spec_steps"])
+
     def summary(self) -> str:
         """Returns one line of figures."""
         line = f"{len(self.token_ids):4d} tokens  {self.tokens_per_s:7.1f} tokens/s"
@@ -50,8 +58,19 @@ class Run:
         if self.speculation is None:
             return f"{line}  no draft tokens"
         length = self.speculation["mean_acceptance_length"]
-        rounds = self.speculation["num_spec_steps"]
-        return f"{line}  {length:.2f} tokens a round (bonus included)  {rounds} rounds"
+        return f"{line}  {length:.2f} tokens a round (bonus included)  {self.rounds} rounds"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One question answered both ways; `plain` is None where no draft took part."""
+
+    drafted: Run
+    plain: Run | None
+
+    @property
+    def is_same(self) -> bool:
+        return self.plain is None or self.drafted.token_ids == self.plain.token_ids
 
 
 def ask(
@@ -98,29 +117,75 @@ def _take(run: Run, chunk: ChatCompletionChunk, out: TextIO) -> bool:
     return bool(choice.delta.content)
 
 
-def compare(client: OpenAI, question: str, arguments: argparse.Namespace, out: TextIO) -> bool:
-    """Asks once with and once without speculation; returns whether the tokens are the same."""
-    model = client.models.list().data[0].id
-    runs: list[Run] = []
+def compare(
+    client: OpenAI, model: str, question: str, arguments: argparse.Namespace, out: TextIO
+) -> Pair:
+    """Asks with speculation and, if a draft took part, without."""
     out.write(f"\n> {question}\n")
-    for with_speculation in (True, False):
-        out.write(f"\n  speculation {'on ' if with_speculation else 'off'}  ")
-        run = ask(
-            client,
-            model,
-            question,
-            with_speculation=with_speculation,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            out=out,
-        )
-        out.write(f"\n  [{run.summary()}]\n")
-        runs.append(run)
-    same = runs[0].token_ids == runs[1].token_ids
-    speedup = runs[1].duration_s / runs[0].duration_s
-    verdict = "identical token by token" if same else "DIFFERENT"
+    drafted = _answer(client, model, question, arguments, out, with_speculation=True)
+    if drafted.speculation is None:
+        return Pair(drafted, None)
+    plain = _answer(client, model, question, arguments, out, with_speculation=False)
+    pair = Pair(drafted, plain)
+    verdict = "identical token by token" if pair.is_same else "DIFFERENT"
+    speedup = plain.duration_s / drafted.duration_s
     out.write(f"  both answers are {verdict}; with speculation {speedup:.2f} times as fast\n")
-    return same
+    return pair
+
+
+def _answer(
+    client: OpenAI,
+    model: str,
+    question: str,
+    arguments: argparse.Namespace,
+    out: TextIO,
+    *,
+    with_speculation: bool,
+) -> Run:
+    out.write(f"\n  speculation {'on ' if with_speculation else 'off'}  ")
+    run = ask(
+        client,
+        model,
+        question,
+        with_speculation=with_speculation,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        out=out,
+    )
+    out.write(f"\n  [{run.summary()}]\n")
+    return run
+
+
+def conclusion(pairs: Sequence[Pair]) -> str:
+    """Returns what the answers showed, in words, a loss included."""
+    compared = [(each.drafted, each.plain) for each in pairs if each.plain is not None]
+    if not compared:
+        return (
+            "No draft took part, so there was nothing to compare. Either none is attached (`make "
+            "serve ALGORITHM=STANDALONE` starts one), or plain steps are faster here and the "
+            "target does without trees."
+        )
+    drafted, plain = (sum(run.duration_s for run in runs) for runs in zip(*compared, strict=True))
+    num_tokens = sum(len(run.token_ids) for run, _ in compared)
+    num_rounds = max(1, sum(run.rounds for run, _ in compared))
+    per_round, step_ms = num_tokens / num_rounds, 1000 * plain / max(1, num_tokens)
+    round_ms = 1000 * drafted / num_rounds
+    lines = [
+        f"Speculation was {plain / drafted:.2f} times as fast over {len(compared)} answers of "
+        f"{num_tokens} tokens: {num_tokens / drafted:.0f} instead of {num_tokens / plain:.0f} "
+        f"tokens/s, with the same tokens.",
+        f"A plain step takes {step_ms:.1f} ms and brings one token. A round takes {round_ms:.1f} "
+        f"ms and brings {per_round:.2f}: those of the draft's candidates that the target would "
+        f"have written itself, and one of its own.",
+    ]
+    if plain < drafted:
+        lines.append(
+            f"That is a loss: a round costs as much as {round_ms / step_ms:.2f} plain steps, more "
+            f"than it brings. Target and draft share the cores of this machine, and on a CPU a "
+            f"row more is a row's work more; on a GPU a forward over a tree takes little longer "
+            f"than over one token. Other loads on this machine count as well."
+        )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
@@ -128,20 +193,36 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
     arguments = parser.parse_args(argv)
     try:
         with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
-            same = [compare(client, each, arguments, out) for each in arguments.questions]
+            model = client.models.list().data[0].id
+            _warm_up(client, model, arguments)
+            pairs = [compare(client, model, each, arguments, out) for each in arguments.questions]
     except APIConnectionError:
         out.write(f"nothing answers at {arguments.base_url}; run `make serve` first\n")
         return 1
     except APIStatusError as error:
         out.write(f"\nthe gateway answers {error.status_code}: {error.message}\n")
         return 1
-    return 0 if all(same) else 1
+    out.write(f"\n{conclusion(pairs)}\n")
+    return 0 if all(each.is_same for each in pairs) else 1
+
+
+def _warm_up(client: OpenAI, model: str, arguments: argparse.Namespace) -> None:
+    for with_speculation in (True, False):
+        ask(
+            client,
+            model,
+            arguments.questions[0],
+            with_speculation=with_speculation,
+            max_tokens=_WARM_UP_TOKENS,
+            temperature=arguments.temperature,
+            out=io.StringIO(),
+        )
 
 
 if __name__ == "__main__":
