@@ -60,7 +60,13 @@ async def _serve(settings: GatewaySettings) -> None:
     info = ProcessInfo("gateway", gateway.version, gateway.start_time_s, shown_settings(settings))
     maintenance = await maintenance_server(info, gateway.lifecycle, hooks)
     bind(maintenance, f"{settings.maintenance_host}:{settings.admin_port}", settings.server_tls)
-    http = HttpServer(create_app(gateway), settings.host, settings.port, settings.http_tls)
+    http = HttpServer(
+        create_app(gateway),
+        settings.host,
+        settings.port,
+        settings.http_tls,
+        settings.connection_limits,
+    )
     await maintenance.start()
     gateway.pool.start()
     http.start()

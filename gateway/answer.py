@@ -49,6 +49,8 @@ class Answer:
         self._inbox = Inbox(context.limits.max_unread_tokens, self.cancel)
         self._flights: list[Flight] = []
         self._num_open = len(self.choices)
+        quota = current_quota.get()
+        self.owner = "" if quota is None else quota.name
 
     def __enter__(self) -> Self:
         self._context.open_answers.open(self)

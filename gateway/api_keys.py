@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import hmac
 import re
@@ -17,6 +18,19 @@ ANONYMOUS = "anonymous"
 _DEFAULT_NAME = "default"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Scope(enum.Enum):
+    """What a key is for. Each takes in the one before it."""
+
+    USE = "use"
+    OPERATE = "operate"
+    ADMIN = "admin"
+
+    @property
+    def may_operate(self) -> bool:
+        """Whether it reaches what is everybody's: caches, and requests of others."""
+        return self is not Scope.USE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +54,13 @@ class ApiKey:
 
     Attributes:
         sha256: digest of the key.
+        scope: what it may reach beside its own requests.
     """
 
     name: str
     sha256: bytes
     limits: KeyLimits
+    scope: Scope = Scope.USE
 
     @classmethod
     def of(cls, name: str, key: str, limits: KeyLimits) -> ApiKey:
@@ -83,7 +99,8 @@ def keys_from_file(path: Path, limits: KeyLimits) -> tuple[ApiKey, ...]:
     """Reads a TOML file with a table `[keys.NAME]` for each key.
 
     A table holds `key`, or `key_sha256` in hexadecimal, and its own limits where they differ:
-    `requests_per_minute`, `tokens_per_minute`, `max_concurrent`.
+    `requests_per_minute`, `tokens_per_minute`, `max_concurrent`; and its `scope`, `use` unless it
+    is given.
 
     Raises:
         SettingsError: the file cannot be read, or a table is wrong. The message shows no key.
@@ -115,11 +132,11 @@ def _key(path: Path, name: str, table: object, limits: KeyLimits) -> ApiKey:
     where = f"--api-key-file {path}, key {name!r}"
     if not isinstance(table, dict) or not _NAME.fullmatch(name):
         raise SettingsError((f"{where} must be a table named by letters, digits, _.-",))
-    known = {"key", "key_sha256", *(field.name for field in fields(KeyLimits))}
+    known = {"key", "key_sha256", "scope", *(field.name for field in fields(KeyLimits))}
     unknown = sorted(set(table) - known)
     if unknown:
         raise SettingsError((f"{where} has unknown {', '.join(unknown)}",))
-    return ApiKey(name, _digest(where, table), _limits(where, table, limits))
+    return ApiKey(name, _digest(where, table), _limits(where, table, limits), _scope(where, table))
 
 
 def _digest(where: str, table: Mapping[str, Any]) -> bytes:
@@ -130,6 +147,15 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
         return bytes.fromhex(sha256)
     message = f"{where} needs one of key (text) and key_sha256 (64 hexadecimal digits)"
     raise SettingsError((message,))
+
+
+def _scope(where: str, table: Mapping[str, Any]) -> Scope:
+    given = table.get("scope", Scope.USE.value)
+    try:
+        return Scope(given)
+    except ValueError:
+        known = ", ".join(scope.value for scope in Scope)
+        raise SettingsError((f"{where}: scope is {given!r}; it must be one of {known}",)) from None
 
 
 def _limits(where: str, table: Mapping[str, Any], defaults: KeyLimits) -> KeyLimits:

@@ -60,7 +60,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_playground_routes(app)
     add_reference_routes(app)
     # The last one added runs first.
-    app.add_middleware(BodyLimit, max_body_bytes=gateway.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, limits=gateway.limits)
     app.add_middleware(Access, quotas=gateway.quotas)
     if gateway.cors_origins:
         # Before the key is asked for: a browser sends none with its preflight.

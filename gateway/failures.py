@@ -31,6 +31,7 @@ _ANTHROPIC_ROUTES = "/v1/messages"
 _HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
     StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    StatusCode.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
     # What an operator must change, which asking again does not.
     StatusCode.FAILED_PRECONDITION: HTTPStatus.NOT_IMPLEMENTED,
     StatusCode.UNIMPLEMENTED: HTTPStatus.NOT_IMPLEMENTED,

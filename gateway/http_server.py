@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.http_protocol import ConnectionLimits, protocol_with
 from shared.errors import SettingsError
 from shared.tls import ServerTls
 
@@ -31,7 +32,14 @@ class HttpServer:
         port: the port it listens on.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        tls: ServerTls | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         """Raises:
         SettingsError: the address is taken or not this host's.
         """
@@ -39,7 +47,7 @@ class HttpServer:
         self.port: int = self._listener.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol_with(limits or ConnectionLimits()),
             ws="none",
             lifespan="off",
             access_log=False,

@@ -14,6 +14,8 @@ class RequestLimits:
 
     Attributes:
         max_body_bytes: of an HTTP request body.
+        max_buffered_bytes: of all bodies that are not complete yet.
+        body_timeout_s: from the headers of a request to the last byte of its body.
         max_template_characters: of a `chat_template` in a request; 0 refuses all of them.
         max_choices: largest `n`.
         max_prompts: most prompts of one completion request.
@@ -26,6 +28,8 @@ class RequestLimits:
     """
 
     max_body_bytes: int = 16 * 2**20
+    max_buffered_bytes: int = 256 * 2**20
+    body_timeout_s: float = 60.0
     max_template_characters: int = 0
     max_choices: int = 128
     max_prompts: int = 1024

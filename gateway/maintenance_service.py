@@ -9,6 +9,7 @@ from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import create_server
 
+_MAX_RECEIVE_BYTES = 64 * 1024  # its requests are a few numbers
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
@@ -21,4 +22,4 @@ async def maintenance_server(
         servicer = AdminServicer(info, lifecycle, hooks)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
 
-    return await create_server([_ADMIN], register, lifecycle)
+    return await create_server([_ADMIN], register, lifecycle, max_receive_bytes=_MAX_RECEIVE_BYTES)

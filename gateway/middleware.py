@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import ExitStack
 from http import HTTPStatus
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.failures import Problem, error_response
+from gateway.limits import RequestLimits
 from gateway.notices import NOTICE_HEADER, collect_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
 from gateway.quota import LimitExceeded, Quota, Quotas, current_quota
@@ -23,6 +25,8 @@ from shared.telemetry.request_id import (
 )
 
 _TOO_LARGE = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+_TOO_SLOW = HTTPStatus.REQUEST_TIMEOUT
+_BUSY = HTTPStatus.SERVICE_UNAVAILABLE
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"}
 )
@@ -79,7 +83,9 @@ class Access:
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
             problem = Problem(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
             await problem.response(scope["path"])(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] not in _FREE_PATHS:
+            return
+        current_quota.set(quota)
+        if scope["method"] == "POST" and scope["path"] not in _FREE_PATHS:
             await self._count(quota, scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -91,7 +97,6 @@ class Access:
             except LimitExceeded as error:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
-            current_quota.set(quota)
             await self._app(scope, receive, send)
 
 
@@ -105,36 +110,62 @@ def _given_key(headers: Headers) -> str:
 
 
 class BodyLimit:
-    """Refuses a request body above the bound, whether it says its length or not."""
+    """Refuses a request body above the bound, whether it says its length or not; one that does not
+    arrive in time; and bodies that are too much to hold together while they arrive."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._num_buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
+        if length.isdigit() and int(length) > self._limits.max_body_bytes:
             problem = Problem(_TOO_LARGE, self._message(int(length)), "body_too_large")
             await problem.response(scope["path"])(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, is_complete = 0, False
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._limits.body_timeout_s
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
+            nonlocal num_bytes, is_complete
+            if is_complete:  # it waits for the client to leave
+                return await receive()
+            message = await self._in_time(receive, deadline_s - loop.time())
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._num_buffered += num_new
+            if num_bytes > self._limits.max_body_bytes:
                 # The one kind of exception that FastAPI passes on while it reads a body.
                 raise HTTPException(_TOO_LARGE, self._message(num_bytes))
+            if not message.get("more_body", False):
+                is_complete = True
+                self._num_buffered -= num_bytes
+            elif self._num_buffered > self._limits.max_buffered_bytes:
+                limit = f"{self._limits.max_buffered_bytes:,} bytes of bodies are arriving"
+                raise HTTPException(_BUSY, limit, {"retry-after": "1"})
             return message
 
-        await self._app(scope, receive_counted, send)
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            if not is_complete:
+                self._num_buffered -= num_bytes
+
+    async def _in_time(self, receive: Receive, left_s: float) -> Message:
+        try:
+            return await asyncio.wait_for(receive(), left_s)
+        except TimeoutError as error:
+            limit = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
+            raise HTTPException(_TOO_SLOW, limit, {"connection": "close"}) from error
 
     def _message(self, num_bytes: int) -> str:
         """Args:
         num_bytes: that the body says it has, or that have come so far.
         """
-        return f"the body has {num_bytes:,} bytes or more; it may have {self._max_body_bytes:,}"
+        limit = self._limits.max_body_bytes
+        return f"the body has {num_bytes:,} bytes or more; it may have {limit:,}"

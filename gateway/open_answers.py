@@ -18,6 +18,10 @@ class OpenAnswer(Protocol):
     def trace_id(self) -> str:
         """The `x-request-id` of the request."""
 
+    @property
+    def owner(self) -> str:
+        """The name of the key that asked for it."""
+
     def abort(self) -> None:
         """Ends it; its client is told."""
 
@@ -43,16 +47,24 @@ class OpenAnswers:
         if not self._answers:
             self._idle.set()
 
-    def abort(self, request_id: str) -> int:
-        """Aborts the answers known by this id or `x-request-id`; returns how many there were."""
-        found = [a for a in self._answers if request_id in (a.request_id, a.trace_id)]
+    def abort(self, request_id: str, owner: str | None = None) -> int:
+        """Aborts the answers known by this id or `x-request-id`; returns how many there were.
+
+        Args:
+            owner: whose answers alone it may reach; None reaches everybody's.
+        """
+        found = [
+            answer
+            for answer in self._answers
+            if request_id in (answer.request_id, answer.trace_id) and owner in (None, answer.owner)
+        ]
         for answer in found:
             answer.abort()
         return len(found)
 
-    def abort_all(self) -> int:
-        """Aborts every answer; returns how many there were."""
-        found = tuple(self._answers)
+    def abort_all(self, owner: str | None = None) -> int:
+        """Aborts every answer, or every one of an owner; returns how many there were."""
+        found = [answer for answer in self._answers if owner in (None, answer.owner)]
         for answer in found:
             answer.abort()
         return len(found)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from gateway.api_keys import ANONYMOUS, ApiKey, KeyLimits, find_key
-from shared.errors import OutriderError, StatusCode
+from gateway.api_keys import ANONYMOUS, ApiKey, KeyLimits, Scope, find_key
+from shared.errors import OutriderError, PermissionDenied, StatusCode
 
 Clock = Callable[[], float]
 
@@ -50,13 +50,17 @@ class Quota:
     """One client: counts, and refuses what is above its limits.
 
     Attributes:
+        scope: what its key may reach.
         num_requests, num_tokens: since the start.
         num_open: requests that are being answered.
         refusals: by what was exceeded: requests, tokens, concurrency.
     """
 
-    def __init__(self, name: str, limits: KeyLimits, clock: Clock) -> None:
+    def __init__(
+        self, name: str, limits: KeyLimits, clock: Clock, scope: Scope = Scope.USE
+    ) -> None:
         self.name = name
+        self.scope = scope
         self.num_requests = 0
         self.num_tokens = 0
         self.num_open = 0
@@ -114,9 +118,13 @@ class Quotas:
         clock: Clock = time.monotonic,
     ) -> None:
         self._keys = tuple(keys)
-        self._by_name = {key.name: Quota(key.name, key.limits, clock) for key in self._keys}
+        self._by_name = {
+            key.name: Quota(key.name, key.limits, clock, key.scope) for key in self._keys
+        }
         if not self._keys:
-            self._by_name[ANONYMOUS] = Quota(ANONYMOUS, anonymous or KeyLimits(), clock)
+            self._by_name[ANONYMOUS] = Quota(
+                ANONYMOUS, anonymous or KeyLimits(), clock, Scope.ADMIN
+            )
 
     @property
     def all(self) -> Sequence[Quota]:
@@ -132,6 +140,19 @@ class Quotas:
 
 current_quota: ContextVar[Quota | None] = ContextVar("quota", default=None)
 """Of the client whose request is being answered."""
+
+
+def check_may_operate(what: str) -> None:
+    """Raises:
+    PermissionDenied: the client's key is for its own requests only.
+    """
+    quota = current_quota.get()
+    if quota is not None and not quota.scope.may_operate:
+        message = (
+            f"key {quota.name!r} may not {what}: its scope is {quota.scope.value}; "
+            "it must be operate or admin"
+        )
+        raise PermissionDenied(message, reason="SCOPE_TOO_NARROW")
 
 
 def _allowance(per_minute: int | None, clock: Clock) -> Allowance | None:

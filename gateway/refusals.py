@@ -67,6 +67,7 @@ _UNIMPLEMENTED = frozenset(
         "allowed_token_ids",
         "audio",
         "bad_words",
+        "cache_salt",
         "chat_template",
         "continue_final_message",
         "documents",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys_from_texts
+from gateway.http_protocol import ConnectionLimits
 from gateway.limits import RequestLimits
 from gateway.output.families import ReasoningParser, ToolCallParser
 from shared.addresses import address_problems
@@ -18,6 +19,7 @@ from shared.tls import ServerTls, checked_server_tls
 
 DEMO_MODEL = Path(__file__).parents[1] / "shared" / "demo" / "target"
 _LIMITS = RequestLimits()
+_CONNECTIONS = ConnectionLimits()
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
@@ -92,6 +94,21 @@ class GatewaySettings(DialingSettings):
         30.0, "time that running requests get to finish after SIGTERM", minimum=0.0
     )
 
+    max_connections: int = setting(
+        _CONNECTIONS.max_connections, "HTTP connections open at once", minimum=1
+    )
+    max_header_bytes: int = setting(
+        _CONNECTIONS.max_header_bytes, "request line and headers of a request", minimum=1024
+    )
+    header_timeout_s: float = setting(
+        _CONNECTIONS.header_timeout_s, "time the headers of a request may take", minimum=0.001
+    )
+    body_timeout_s: float = setting(
+        _LIMITS.body_timeout_s, "time the body of a request may take", minimum=0.001
+    )
+    max_buffered_bytes: int = setting(
+        _LIMITS.max_buffered_bytes, "bodies that are not complete yet, all together", minimum=1024
+    )
     max_body_bytes: int = setting(
         _LIMITS.max_body_bytes, "largest request body", minimum=1024, maximum=2**30
     )
@@ -126,6 +143,8 @@ class GatewaySettings(DialingSettings):
             for origin in self.cors_origin
             if not _ORIGIN.fullmatch(origin)
         )
+        if self.round_log is not None:
+            problems += ("--round-log is set; a gateway takes no steps: set it at targets, drafts",)
         if problems:
             raise SettingsError(problems)
 
@@ -161,9 +180,15 @@ class GatewaySettings(DialingSettings):
         return keys + keys_from_file(self.api_key_file, self.key_limits)
 
     @property
+    def connection_limits(self) -> ConnectionLimits:
+        return ConnectionLimits(self.max_connections, self.max_header_bytes, self.header_timeout_s)
+
+    @property
     def limits(self) -> RequestLimits:
         return RequestLimits(
             max_body_bytes=self.max_body_bytes,
+            max_buffered_bytes=self.max_buffered_bytes,
+            body_timeout_s=self.body_timeout_s,
             max_template_characters=self.max_template_characters,
             max_choices=self.max_choices,
             max_prompts=self.max_prompts,

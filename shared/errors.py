@@ -6,6 +6,7 @@ OutriderError
 ├── QueueFull                RESOURCE_EXHAUSTED    retry later, or elsewhere
 ├── Unavailable              UNAVAILABLE           starting or draining; retry elsewhere
 ├── NotFound                 NOT_FOUND
+├── PermissionDenied         PERMISSION_DENIED
 ├── Cancelled                CANCELLED             the caller ended it
 ├── DeadlineExceeded         DEADLINE_EXCEEDED     the caller's patience ended
 ├── Unimplemented            UNIMPLEMENTED         this process does not offer it; another may
@@ -30,6 +31,7 @@ class StatusCode(enum.IntEnum):
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     UNIMPLEMENTED = 12
@@ -147,6 +149,12 @@ class Unavailable(OutriderError):
         return cls("the server is draining", reason="SERVER_DRAINING", retry_after_s=1.0)
 
 
+class PermissionDenied(OutriderError):
+    """Who asks is known, and may not do this."""
+
+    code = StatusCode.PERMISSION_DENIED
+
+
 class NotFound(OutriderError):
     """No such thing."""
 
@@ -215,6 +223,7 @@ def error_class(code: int) -> type[OutriderError]:
         QueueFull,
         Unavailable,
         NotFound,
+        PermissionDenied,
         Cancelled,
         DeadlineExceeded,
         Unimplemented,

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from gateway.native.schema import AbortRequest
+from gateway.quota import check_may_operate, current_quota
 from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
@@ -53,6 +54,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/flush_cache", tags=["server"])
     @app.post("/flush_cache", tags=["server"])
     async def flush_cache() -> dict[str, Any]:
+        check_may_operate("flush caches")
         addresses = gateway.target_maintenance
         if not addresses:
             message = "flush_cache needs the targets' maintenance ports; set target_maintenance"
@@ -65,12 +67,14 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/abort_request", tags=["server"])
     async def abort_request(body: AbortRequest) -> dict[str, int]:
+        quota = current_quota.get()
+        owner = None if quota is None or quota.scope.may_operate else quota.name
         if body.abort_all:
-            return {"aborted_request_count": gateway.open_answers.abort_all()}
+            return {"aborted_request_count": gateway.open_answers.abort_all(owner)}
         if not body.rid:
             message = "rid names no request; give one, or abort_all"
             raise InvalidArgument.of("RID_MISSING", "rid", message)
-        return {"aborted_request_count": gateway.open_answers.abort(body.rid)}
+        return {"aborted_request_count": gateway.open_answers.abort(body.rid, owner)}
 
 
 async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:

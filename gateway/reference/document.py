@@ -20,8 +20,10 @@ _STREAMED = frozenset(
 _DESCRIPTIONS = {
     400: "a field is missing, malformed, out of range or not implemented",
     401: "the API key is missing or wrong",
+    403: "the key's scope does not reach so far",
     404: "no such model, response or route",
     410: "somebody aborted the request",
+    408: "the body did not arrive in time",
     413: "the body is larger than the gateway takes",
     429: "the target's queue is full, or a limit of the key is reached; see `retry-after`",
     500: "the gateway or the engine failed",
@@ -30,7 +32,7 @@ _DESCRIPTIONS = {
     504: "it took longer than allowed",
 }
 _OF_KEYED: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
-_OF_BODIES = (413,)
+_OF_BODIES = (408, 413)
 _OF_POST = (429,)  # the only method that limits of keys count
 _EVENT: Schema = {
     "type": "object",
@@ -120,7 +122,7 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
         statuses += _OF_POST
     if path in _STREAMED:
         statuses += (410,)
-    return (*statuses, 501) if path == "/flush_cache" else statuses
+    return (*statuses, 403, 501) if path == "/flush_cache" else statuses
 
 
 def _error(status: int, path: str) -> Mapping[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
-from shared.errors import EngineFailed, OutriderError
+from shared.errors import EngineFailed, InvalidArgument, OutriderError
 from shared.rpc.metadata import Metadata, enter_request
 from shared.rpc.status import abort_arguments
 
@@ -44,9 +47,43 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
             build, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         else:
             build, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        deserialize = handler.request_deserializer
         return build(
-            _guarded(behaviour, method), handler.request_deserializer, handler.response_serializer
+            _guarded(behaviour, method),
+            deserialize and partial(_deserialized, deserialize),
+            handler.response_serializer,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a request whose bytes are no message: gRPC would answer with a Python text."""
+
+    error: InvalidArgument
+
+
+def _deserialized(deserialize: Callable[[bytes], Any], content: bytes) -> Any:
+    try:
+        return deserialize(content)
+    except DecodeError:
+        message = f"the request of {len(content):,} bytes is not the message of this method"
+        return _Undecodable(InvalidArgument(message, reason="MESSAGE_UNDECODABLE"))
+
+
+def _checked(request: Any) -> Any:
+    """Returns a request, or a stream of them that raises at the first that is none.
+
+    Raises:
+        InvalidArgument: its bytes could not be decoded.
+    """
+    if isinstance(request, _Undecodable):
+        raise request.error
+    return _checked_stream(request) if isinstance(request, AsyncIterator) else request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
 
 
 def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
@@ -56,7 +93,7 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
     async def guarded(request: Any, context: Context) -> Any:
         request_id = enter_request(cast("Metadata", context.invocation_metadata() or ()))
         try:
-            return await respond(behaviour, request, context)
+            return await respond(behaviour, _checked(request), context)
         except aio.AbortError:  # an Exception to Python, the wanted end of the call to gRPC
             raise
         except Exception as error:  # the last line: what gets past here kills the connection

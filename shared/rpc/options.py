@@ -20,10 +20,10 @@ def channel_options() -> Options:
     ]
 
 
-def server_options() -> Options:
+def server_options(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Returns the options of a server, which must allow the pings its clients send."""
     return [
-        *_both_ends(),
+        *_both_ends(max_receive_bytes),
         # gRPC's own default tolerates a ping in five minutes and then ends the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_INTERVAL_MS // 2),
         # Two processes on one port would take turns with the connections, silently.
@@ -31,10 +31,10 @@ def server_options() -> Options:
     ]
 
 
-def _both_ends() -> Options:
+def _both_ends(max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Limits, and pings that find a dead peer within 30 s, on a stream that is silent too."""
     return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),

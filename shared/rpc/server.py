@@ -13,14 +13,18 @@ from shared.errors import SettingsError
 from shared.rpc.credentials import server_credentials
 from shared.rpc.interceptors import ErrorInterceptor
 from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.options import server_options
+from shared.rpc.options import MAX_MESSAGE_BYTES, server_options
 from shared.tls import ServerTls
 
 Registration = Callable[[aio.Server], None]
 
 
 async def create_server(
-    services: Sequence[ServiceDescriptor], register: Registration, lifecycle: Lifecycle
+    services: Sequence[ServiceDescriptor],
+    register: Registration,
+    lifecycle: Lifecycle,
+    *,
+    max_receive_bytes: int = MAX_MESSAGE_BYTES,
 ) -> aio.Server:
     """Returns a server, not started, of some services, health and reflection.
 
@@ -28,8 +32,11 @@ async def create_server(
         services: descriptors of what `register` adds, for reflection.
         register: adds the servicers, e.g. `add_TargetServiceServicer_to_server`.
         lifecycle: drives the server's health.
+        max_receive_bytes: largest message that is read at all.
     """
-    server = aio.server(interceptors=[ErrorInterceptor()], options=server_options())
+    server = aio.server(
+        interceptors=[ErrorInterceptor()], options=server_options(max_receive_bytes)
+    )
     register(server)
     health_pb2_grpc.add_HealthServicer_to_server(await lifecycle.new_health_servicer(), server)
     names = [service.full_name for service in services]

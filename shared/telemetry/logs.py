@@ -16,6 +16,7 @@ from typing import TextIO
 
 from shared.telemetry.request_id import NO_REQUEST, current_request_id, current_traceparent
 
+_MAX_CHARACTERS = 4096  # of a message, and of each text beside it
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -48,7 +49,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         # A line break in a message could pass for a record of its own.
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        message = _cut(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
         words = [_utc(record.created), self._service, record.levelname, message]
         words += [f"{name}={value}" for name, value in _extra(record).items()]
         if (request_id := current_request_id.get()) != NO_REQUEST:
@@ -70,7 +71,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "service": self._service,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _cut(record.getMessage()),
         }
         if (request_id := current_request_id.get()) != NO_REQUEST:
             fields["request_id"] = request_id
@@ -83,7 +84,15 @@ class JsonFormatter(logging.Formatter):
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _OWN_ATTRIBUTES}
+    extra = {name: value for name, value in vars(record).items() if name not in _OWN_ATTRIBUTES}
+    return {n: _cut(v) if isinstance(v, str) else v for n, v in extra.items()}
+
+
+def _cut(text: str) -> str:
+    """Returns what a line holds of a text; strangers can make messages as long as they like."""
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:_MAX_CHARACTERS]}… ({len(text):,} characters)"
 
 
 def _utc(seconds: float) -> str:

@@ -17,6 +17,7 @@ CLASSES = (
     errors.QueueFull,
     errors.Unavailable,
     errors.NotFound,
+    errors.PermissionDenied,
     errors.Cancelled,
     errors.DeadlineExceeded,
     errors.Unimplemented,
