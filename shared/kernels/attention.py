@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shared.kernels.attention_rows import RowPlan, plan_rows
 from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.narrow_cache import CacheScales, load
 from shared.kernels.paged_rows import PagedRows
@@ -57,7 +58,7 @@ class TilePlan:
     result_rows: Tensor
 
 
-AttentionPlan: TypeAlias = TilePlan | SplitPlan
+AttentionPlan: TypeAlias = TilePlan | SplitPlan | RowPlan
 
 
 def plan_attention(
@@ -66,6 +67,7 @@ def plan_attention(
     sliding_window: int | None,
     num_query_groups: int,
     backend: AttentionBackend = AttentionBackend.AUTO,
+    is_special: bool = False,
 ) -> AttentionPlan:
     """Computes masks and gather indices of one forward.
 
@@ -75,10 +77,14 @@ def plan_attention(
             depth of any tree, whose nodes are never cut off.
         num_query_groups: query heads that share a key head; rows are padded with it in view.
         backend: `TORCH` takes the plain path on CUDA, too; `TRITON` needs CUDA.
+        is_special: scores have caps or sinks, or values are the first part of keys, which only
+            the kernels of single rows know.
     """
     has_triton = runs_triton(batch.positions)
     assert has_triton or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
     if has_triton and backend is not AttentionBackend.TORCH:
+        if is_special:
+            return plan_rows(batch, sliding_window)
         return plan_splits(batch, sliding_window, num_query_groups)
     return plan_tiles(batch, sliding_window=sliding_window, num_query_groups=num_query_groups)
 
@@ -113,8 +119,8 @@ def paged_attention(
         values: like `keys`.
         scale: factor of the scores, usually `D ** -0.5`.
         cache_scales: of an e4m3 cache; None of any other.
-        cap: bounds scores softly, `cap * tanh(score / cap)`; None of most models. Only for a
-            `TilePlan`, as are sinks.
+        cap: bounds scores softly, `cap * tanh(score / cap)`; None of most models. A `SplitPlan`
+            knows no caps, sinks and `value_dim`.
         sinks: `[Hq]`, a score of each head that takes its share of the softmax and has no value;
             None of most models. Source: Xiao et al., arXiv 2309.17453, section 3.3.
         value_dim: V, the dimensions of a value that are wanted, its first ones; None wants all.
@@ -124,6 +130,13 @@ def paged_attention(
         `[T, Hq, V]` in the dtype of `queries`; scores are float32, and so are sums over keys on
         CUDA, while the plain path sums in float64.
     """
+    if isinstance(plan, RowPlan):
+        from shared.kernels.attention_rows_triton import row_attention
+
+        assert cache_scales is None, "these kernels know no e4m3 cache"
+        return row_attention(
+            queries, keys, values, plan, scale=scale, cap=cap, sinks=sinks, value_dim=value_dim
+        )
     if isinstance(plan, SplitPlan):
         assert cap is None and sinks is None and value_dim is None, "unknown to the kernels"  # noqa: PT018
         # Triton is not installed where there is no CUDA.

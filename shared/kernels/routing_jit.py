@@ -51,7 +51,8 @@ def choose_experts(  # type: ignore[no-untyped-def]
     chosen = tl.full((BLOCK_CHOSEN,), 0, tl.int64)
     chosen_scores = tl.full((BLOCK_CHOSEN,), low if SCORES == 2 else 0.0, tl.float32)
     for place in tl.static_range(NUM_CHOSEN):
-        expert = tl.argmax(choice, 0)
+        # Rows that pad a batch may be no numbers, and must name an expert all the same.
+        expert = tl.minimum(tl.argmax(choice, 0), NUM_EXPERTS - 1)
         score = tl.sum(tl.where(columns == expert, scores, 0.0), 0)
         chosen = tl.where(places == place, expert.to(tl.int64), chosen)
         chosen_scores = tl.where(places == place, score, chosen_scores)

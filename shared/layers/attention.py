@@ -45,8 +45,8 @@ class AttentionShape:
     is_latent: bool = False
 
     @property
-    def needs_plain_torch(self) -> bool:
-        """Whether no kernel computes such scores."""
+    def is_special(self) -> bool:
+        """See `plan_attention`."""
         return self.cap is not None or self.has_sinks or self.is_latent
 
 
@@ -179,13 +179,12 @@ def plan_for(
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> AttentionPlan:
     """Plans attention of every layer that has this shape."""
-    if shape.needs_plain_torch:
-        backend = AttentionBackend.TORCH
     return plan_attention(
         _paged_rows(batch),
         sliding_window=shape.sliding_window,
         num_query_groups=shape.num_heads // shape.num_kv_heads,
         backend=backend,
+        is_special=shape.is_special,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Self
 
@@ -165,8 +166,10 @@ def _architecture(config: ConfigFile) -> str:
     for name in names:
         if name in FAMILIES:
             return name
+    nearest = get_close_matches(" ".join(names), FAMILIES, n=1, cutoff=0.0)
     raise CheckpointError(
-        f"{config.path}: architectures is {list(names)}; supported are {', '.join(FAMILIES)}"
+        f"{config.path}: architectures is {list(names)}, which is not supported; the nearest that "
+        f"is: {', '.join(nearest)}; all that are: {', '.join(FAMILIES)}"
     )
 
 

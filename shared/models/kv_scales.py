@@ -43,6 +43,11 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
         raise CheckpointError(
             "--kv-cache-dtype is fp8_e4m3; a cache of latent vectors cannot be held in 8 bits"
         )
+    if shape.is_special:
+        raise CheckpointError(
+            "--kv-cache-dtype is fp8_e4m3; a model with caps or sinks in its attention needs a "
+            "cache of more bits"
+        )
     channels = _channel_bounds(layer, attention.qkv).view(-1, shape.head_dim)
     values = channels[-shape.num_kv_heads :]
     keys = channels[shape.num_heads : -shape.num_kv_heads]

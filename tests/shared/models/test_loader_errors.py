@@ -62,7 +62,10 @@ def test_config_that_is_no_object_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["OtherForCausalLM"]}, r"\['OtherForCausalLM'\]; supported are Llama"),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"]},
+            r"\['Qwen3NextForCausalLM'\], .* nearest that is: Qwen3ForCausalLM; all .*: Llama",
+        ),
         ({"architectures": "absent"}, r"architectures is \[\]"),
         ({"hidden_size": "absent"}, r"config.json has no hidden_size"),
         ({"hidden_size": "wide"}, r"hidden_size is 'wide'; it must be of type int"),
