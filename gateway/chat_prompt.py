@@ -11,7 +11,14 @@ from gateway.json_body import parse_json
 from gateway.limits import RequestLimits
 from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
 from gateway.refusals import refuse_unimplemented_message
-from gateway.schema import ChatCompletionRequest, ChatMessage, NamedTool, ToolCall
+from gateway.schema import (
+    AllowedToolChoice,
+    ChatCompletionRequest,
+    ChatMessage,
+    FunctionDefinition,
+    NamedTool,
+    ToolCall,
+)
 from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 
@@ -31,17 +38,36 @@ def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
     if choice == "none":
         return None
     functions = [tool.function for tool in body.tools]
+    mode: object = choice
+    if isinstance(choice, AllowedToolChoice):
+        mode = choice.allowed_tools.mode
+        functions = _allowed(functions, choice)
     toolbox = Toolbox(
         tools=tuple(
             Tool(each.name, each.description, schema_of(each.parameters), each.strict)
             for each in functions
         ),
-        use=ToolUse.AUTO if choice in (None, "auto") else ToolUse.REQUIRED,
+        use=ToolUse.AUTO if mode in (None, "auto") else ToolUse.REQUIRED,
         forced_name=choice.function.name if isinstance(choice, NamedTool) else None,
         is_parallel=body.parallel_tool_calls is not False,
     )
     toolbox.check("tools", "tool_choice")
     return toolbox
+
+
+def _allowed(
+    functions: Sequence[FunctionDefinition], choice: AllowedToolChoice
+) -> list[FunctionDefinition]:
+    """Raises:
+    InvalidArgument: a tool that may be called is not there, or none may be.
+    """
+    field = "tool_choice.allowed_tools.tools"
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    unknown = sorted(allowed - {function.name for function in functions})
+    if unknown or not allowed:
+        what = f"names {unknown[0][:80]!r}, which is none of the tools" if unknown else "is empty"
+        raise InvalidArgument.of("TOOL_UNKNOWN", field, f"{field} {what}")
+    return [function for function in functions if function.name in allowed]
 
 
 def chat_text(

@@ -230,6 +230,20 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[NamedTool]
+
+
+class AllowedToolChoice(Body):
+    """Only some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatCompletionRequest(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
@@ -238,7 +252,7 @@ class ChatCompletionRequest(GenerationBody):
     logprobs: Flag = False
     top_logprobs: int | None = None
     tools: Items[ToolDefinition] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     reasoning_effort: str | None = None
     include_reasoning: bool | None = Field(default=None, description="true by default")

@@ -104,6 +104,10 @@ def format_of(grammar: Grammar) -> Tag | None:
         return regex(grammar.text)
     if grammar.kind is GrammarKind.CHOICES:
         return any_of([text(choice) for choice in grammar.source])
+    if grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        tag = json.loads(grammar.text)
+        inner = tag.get("format") if isinstance(tag, dict) else None
+        return inner if isinstance(inner, dict) else None
     return None
 
 
@@ -114,14 +118,17 @@ def after_thinking(answer: Tag, tags: ThinkTags, *, starts_inside: bool) -> Tag:
     return thought if starts_inside else any_of([thought, answer])
 
 
-def after_analysis(answer: Tag, *, is_call: bool) -> Tag:
+def final_message(answer: Tag) -> Tag:
+    """Returns an answer of harmony that is no call, with its header."""
+    return sequence(text(f"{CHANNEL}final{MESSAGE}"), answer)
+
+
+def after_analysis(answer: Tag) -> Tag:
     """Returns the same for harmony: a message of analysis, or none, then the answer.
 
     Args:
-        is_call: the answer is a call, with a header of its own.
+        answer: with its header.
     """
-    header = CHANNEL if is_call else f"{CHANNEL}final{MESSAGE}"
-    answer = answer if is_call else sequence(text(header), answer)
     end = f"<|end|>{START}assistant"
     thought = sequence(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, end), answer)
     return any_of([thought, answer])

@@ -6,6 +6,7 @@ import secrets
 import string
 from dataclasses import dataclass
 
+from gateway.notices import give_notice
 from gateway.output import forced
 from gateway.output import tool_formats as marks
 from gateway.output.families import (
@@ -20,7 +21,8 @@ from gateway.output.families import (
 from gateway.output.harmony import harmony
 from gateway.output.parts import Format
 from gateway.output.reasoning import text_only, thinking
-from gateway.output.tools import Toolbox
+from gateway.output.structure import Tag, any_of
+from gateway.output.tools import Toolbox, ToolUse
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
@@ -121,28 +123,59 @@ class ChatOutput:
         Args:
             asked: what the answer must match, if the client said.
 
+        A required call goes before what is asked. Where the model is free to call, the answer is
+        either a call or what is asked.
+
         Raises:
-            InvalidArgument: calls are required of an answer that has a grammar.
+            InvalidArgument: calls cannot stand beside what is asked, or be held to their schemas.
         """
-        family = self.style.tools.value
-        tools = None if self.toolbox is None else forced.tool_format(family, self.toolbox)
-        if tools is not None and asked is not None:
-            message = "tool_choice is set beside a grammar; only one may say what the answer is"
-            raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", "tool_choice", message)
-        if asked is not None:
-            content = forced.format_of(asked)
-            if not self.has_reasoning or content is None:
-                return asked
-        elif tools is not None:
-            content = tools
-        else:
+        is_harmony = self.style.reasoning is ReasoningParser.HARMONY
+        is_harmony = is_harmony or self.style.tools is ToolCallParser.HARMONY
+        calls = self._calls(asked is not None)
+        answer = None
+        if asked is not None and (self.toolbox is None or self.toolbox.use is ToolUse.AUTO):
+            answer = forced.format_of(asked)
+            if answer is None:
+                return self._alone(asked)
+            answer = forced.final_message(answer) if is_harmony else answer
+        if asked is not None and answer is None:
+            give_notice("a call is required, so the format of the answer has no effect")
+        either = [part for part in (calls, answer) if part is not None]
+        if not either:
             return None
-        if self.style.reasoning is ReasoningParser.HARMONY or family == "harmony":
-            content = forced.after_analysis(content, is_call=tools is not None)
+        if asked is not None and calls is None and not self.has_reasoning and not is_harmony:
+            return asked
+        content = either[0] if len(either) == 1 else any_of(either)
+        if is_harmony:
+            content = forced.after_analysis(content)
         elif self.has_reasoning:
             tags = self.style.reasoning.tags
             content = forced.after_thinking(content, tags, starts_inside=self.starts_inside)
         return forced.structural_tag(content)
+
+    def _calls(self, is_asked: bool) -> Tag | None:
+        """Returns the format of calls; None where they are free, or there are no tools.
+
+        Args:
+            is_asked: the answer has a format unless it is a call.
+        """
+        if self.toolbox is None:
+            return None
+        family = self.style.tools.value
+        if is_asked:
+            return forced.calls_format(family, self.toolbox)
+        return forced.tool_format(family, self.toolbox)
+
+    def _alone(self, asked: Grammar) -> Grammar:
+        """Returns a grammar that cannot be part of another.
+
+        Raises:
+            InvalidArgument: the model may call, which the grammar would forbid without a word.
+        """
+        if self.toolbox is not None:
+            message = f"tools are set beside a {asked.kind.value}, which cannot be one of two"
+            raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", "tools", message)
+        return asked
 
     def new_call_id(self) -> str:
         """Returns an id; Mistral's templates take nine letters and digits, no more."""

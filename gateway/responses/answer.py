@@ -14,7 +14,7 @@ from gateway.logprobs import chat_logprobs
 from gateway.output.parts import Content
 from gateway.responses.chat import ResponsePlan
 from gateway.responses.items import Event, Items, Logprobs
-from gateway.responses.schema import NamedFunction, ResponsesRequest
+from gateway.responses.schema import ResponsesRequest
 from gateway.usage import metrics, usage
 from shared.errors import OutriderError
 from shared.text.tokenizer import Tokenizer
@@ -165,7 +165,7 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
 
 def _tool_choice(body: ResponsesRequest) -> Any:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto"
+    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
 def _status(choice: Choice) -> str:

@@ -15,8 +15,10 @@ from gateway.planner import Planner
 from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
 from gateway.responses.input import chat_messages
 from gateway.responses.namespaces import flat_name, namespaces
-from gateway.responses.schema import NamedFunction, ResponsesRequest, Tool
+from gateway.responses.schema import AllowedFunctions, NamedFunction, ResponsesRequest, Tool
 from gateway.schema import (
+    AllowedToolChoice,
+    AllowedTools,
     ChatCompletionRequest,
     ChatMessage,
     FunctionDefinition,
@@ -158,11 +160,20 @@ def _functions(
 
 
 def _tool_choice(
-    choice: Literal["none", "auto", "required"] | NamedFunction | None,
-) -> Literal["none", "auto", "required"] | NamedTool | None:
+    choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
+) -> Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None:
     if isinstance(choice, NamedFunction):
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return _named(choice)
+    if isinstance(choice, AllowedFunctions):
+        tools = [_named(each) for each in choice.tools]
+        return AllowedToolChoice(
+            type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools)
+        )
     return choice
+
+
+def _named(choice: NamedFunction) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=choice.name))
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:

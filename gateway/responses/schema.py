@@ -42,6 +42,14 @@ class NamedFunction(Body):
     name: str
 
 
+class AllowedFunctions(Body):
+    """Only some of the functions may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[NamedFunction]
+
+
 class Reasoning(Body):
     """How much to reason; handed to the chat template."""
 
@@ -81,7 +89,9 @@ class ResponsesRequest(Body):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        None
+    )
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     metadata: dict[str, str] | None = None
     seed: int | None = Field(default=None, description="not OpenAI's: makes the answer exact")

@@ -22,7 +22,7 @@ from gateway.text.model_text import ModelText
 from shared.grammar import GrammarKind
 from shared.rpc.grammar import grammar_from_message
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.driving import CHAT, MakeGateway, error_of, events, http_client, say
+from tests.gateway.driving import CHAT, MakeGateway, error_of, events, http_client, post, say
 from tests.helpers.fake_target import FakeTarget
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -211,6 +211,54 @@ async def test_strict_tool_is_held_to_its_schema_when_the_model_calls(
     assert _tag(target)["triggers"] == ["<tool_call>"]
 
 
+async def test_a_call_or_the_format_where_the_model_is_free_to_call(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+) -> None:
+    gateway = await make_gateway(target, text=tool_text)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    await _chat(gateway, {**BODY, "response_format": form, "max_tokens": 1})
+    tag = _tag(target)
+    assert tag["type"] == "or"
+    calls, answer = tag["elements"]
+    assert calls["type"] == "tags_with_separator"
+    assert answer == {"type": "json_schema", "json_schema": SCHEMA}
+
+
+async def test_a_required_call_goes_before_the_format(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+) -> None:
+    gateway = await make_gateway(target, text=tool_text)
+    body = {**BODY, "tool_choice": "required", "regex": "a", "max_tokens": 1}
+    response = await _chat(gateway, body)
+    assert _tag(target)["type"] == "tags_with_separator"
+    assert "no effect" in response.headers["x-outrider-notice"]
+
+
+async def test_only_allowed_tools_are_told_and_called(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+) -> None:
+    gateway = await make_gateway(target, text=tool_text)
+    now = [{"type": "function", "function": {"name": "now"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": now}}
+    await _chat(gateway, {**BODY, "tool_choice": choice, "max_tokens": 1})
+    assert _prompt(target, tool_text).startswith("[now ]")
+    assert len(_tag(target)["tags"]) == 1
+    choice["allowed_tools"]["mode"] = "auto"  # type: ignore[index]
+    await _chat(gateway, {**BODY, "tool_choice": choice, "max_tokens": 1})
+    assert not target.submits[-1].request.HasField("grammar")
+    body = {
+        "model": "fake",
+        "input": "then",
+        "max_output_tokens": 1,
+        "tools": [{"type": "function", "name": name} for name in ("now", "weather")],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [
+            {"type": "function", "name": "now"}]},
+    }  # fmt: skip
+    response = await post(gateway, "/v1/responses", body)
+    assert response.json()["tool_choice"]["mode"] == "required"
+    assert len(_tag(target)["tags"]) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -229,9 +277,20 @@ async def test_strict_tool_is_held_to_its_schema_when_the_model_calls(
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "field_invalid"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "field_invalid"),
         (
-            {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
-            "tool_choice",
+            {"tools": TOOLS, "ebnf": 'root ::= "a"'},
+            "tools",
             "constraint_ambiguous",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"tools": [{"type": "function", "function": {"name": "x"}}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools",
+            "tool_unknown",
         ),
     ],
 )
