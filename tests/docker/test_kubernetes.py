@@ -1,48 +1,83 @@
-"""The Kubernetes manifests: that they fit each other and the services' flags."""
+"""The Kubernetes manifests: that each overlay fits the base, itself and the services' flags."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gateway.settings import GatewaySettings
+from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
+from services.embedded_settings import embedded_settings
 from services.target.settings import TargetSettings
-from shared.settings import load_settings
+from shared.settings import load_settings, split_arguments
+from tests.helpers.kustomize import Manifest, built
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
 SETTINGS = {"target": TargetSettings, "draft": DraftSettings, "gateway": GatewaySettings}
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 
 
-def _objects(kind: str) -> dict[str, dict[str, Any]]:
-    documents = yaml.safe_load_all((FOLDER / "outrider.yaml").read_text())
-    return {each["metadata"]["name"]: each for each in documents if each and each["kind"] == kind}
+@functools.cache
+def _manifests(overlay: str) -> tuple[Manifest, ...]:
+    return tuple(built(FOLDER / "overlays" / overlay))
+
+
+def _objects(kind: str, overlay: str = "demo") -> dict[str, Manifest]:
+    return {each["metadata"]["name"]: each for each in _manifests(overlay) if each["kind"] == kind}
+
+
+def _pods(overlay: str = "demo") -> dict[str, Any]:
+    """Templates of pods by the service that they run."""
+    pods = {
+        name: each["spec"]["template"]
+        for name, each in _objects("Deployment", overlay).items()
+        if each["spec"].get("replicas") != 0
+    }
+    for group in _objects("LeaderWorkerSet", overlay).values():
+        template = group["spec"]["leaderWorkerTemplate"]
+        pods |= {"target": template["leaderTemplate"], "draft": template["workerTemplate"]}
+    return pods
 
 
 def _pod(name: str) -> dict[str, Any]:
-    pod: dict[str, Any] = _objects("Deployment")[name]["spec"]["template"]
+    pod: dict[str, Any] = _pods()[name]
     return pod
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
-def test_a_deployment_is_served_with_flags_that_exist(name: str) -> None:
-    [container] = _pod(name)["spec"]["containers"]
-    settings: Any = load_settings(SETTINGS[name], service=name, arguments=container["args"], env={})
+PODS = [(overlay, name) for overlay in OVERLAYS for name in _pods(overlay)]
+
+
+def test_there_is_an_overlay_for_each_way_to_serve() -> None:
+    assert OVERLAYS == ["demo", "gpu", "gpus", "groups"]
+    assert set(_pods("gpu")) == {"target", "gateway"}
+    assert all(set(_pods(each)) == set(SETTINGS) for each in ("demo", "gpus", "groups"))
+
+
+@pytest.mark.parametrize(("overlay", "name"), PODS)
+def test_a_pod_is_served_with_flags_that_exist(overlay: str, name: str) -> None:
+    [container] = _pods(overlay)[name]["spec"]["containers"]
+    words = [word.replace("$(LWS_LEADER_ADDRESS)", "leader") for word in container["args"]]
+    own, others = split_arguments(SETTINGS[name], words)
+    settings: Any = load_settings(SETTINGS[name], service=name, arguments=own, env={})
+    if others:
+        assert embedded_settings(settings, others, {}).algorithm.reads_features
     ports = {port["containerPort"] for port in container["ports"]}
     assert settings.port in ports
     if name != "gateway":
         assert settings.metrics_port in ports
-        assert _pod(name)["metadata"]["annotations"]["prometheus.io/port"] == str(
-            settings.metrics_port
-        )
+        annotations = _pods(overlay)[name]["metadata"].get("annotations", {})
+        scraped = annotations.get("prometheus.io/port", str(settings.metrics_port))
+        assert scraped == str(settings.metrics_port)
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
-def test_a_pod_keeps_the_restricted_standard(name: str) -> None:
-    spec = _pod(name)["spec"]
+@pytest.mark.parametrize(("overlay", "name"), PODS)
+def test_a_pod_keeps_the_restricted_standard(overlay: str, name: str) -> None:
+    spec = _pods(overlay)[name]["spec"]
     [container] = spec["containers"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -53,6 +88,22 @@ def test_a_pod_keeps_the_restricted_standard(name: str) -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert "memory" in container["resources"]["limits"]
+    assert container["image"] == f"registry.example/outrider-{name}:0.1.0"
+
+
+@pytest.mark.parametrize(("overlay", "name"), PODS)
+def test_what_a_pod_mounts_is_there(overlay: str, name: str) -> None:
+    spec = _pods(overlay)[name]["spec"]
+    [container] = spec["containers"]
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
+    claims = {
+        each["persistentVolumeClaim"]["claimName"]
+        for each in volumes.values()
+        if "persistentVolumeClaim" in each
+    }
+    assert claims <= set(_objects("PersistentVolumeClaim", overlay))
+    assert bool(claims) == any(word.startswith("/models/") for word in container["args"])
 
 
 def test_selectors_find_their_pods() -> None:
@@ -75,10 +126,31 @@ def test_only_gateway_and_draft_reach_a_target() -> None:
     assert all({"port": 50052} not in rule["ports"] for rule in rules), "maintenance is for nobody"
 
 
-def test_every_image_is_placed() -> None:
-    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-    placed = {image["name"] for image in kustomization["images"]}
-    assert placed == {
-        _pod(name)["spec"]["containers"][0]["image"] for name in _objects("Deployment")
-    }
-    assert all((FOLDER / name).is_file() for name in kustomization["resources"])
+def test_drafts_are_scaled_by_a_series_that_they_have() -> None:
+    [autoscaler] = _objects("HorizontalPodAutoscaler", "gpus").values()
+    reference = autoscaler["spec"]["scaleTargetRef"]
+    assert reference["name"] in _objects(reference["kind"], "gpus")
+    [metric] = autoscaler["spec"]["metrics"]
+    figure = metric["pods"]["metric"]["name"].removeprefix("outrider_draft_")
+    assert f'"{figure}":' in inspect.getsource(DraftEngine.gauges)
+    assert "replicas" not in _objects("Deployment", "gpus")["draft"]["spec"]
+
+
+def test_the_gateway_names_every_group() -> None:
+    [group] = _objects("LeaderWorkerSet", "groups").values()
+    name, count = group["metadata"]["name"], group["spec"]["replicas"]
+    args = _pods("groups")["gateway"]["spec"]["containers"][0]["args"]
+    settings = load_settings(GatewaySettings, service="gateway", arguments=args, env={})
+    assert settings.target == tuple(f"{name}-{place}.{name}:50051" for place in range(count))
+    labels = group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
+    policy = _objects("NetworkPolicy", "groups")["target"]["spec"]["podSelector"]["matchLabels"]
+    assert policy.items() <= labels.items()
+
+
+def test_a_patch_of_what_is_not_there_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{FOLDER / 'base'}]\n"
+        "patches: [{target: {kind: Deployment, name: nobody}, patch: '[]'}]\n"
+    )
+    with pytest.raises(AssertionError, match="nothing is"):
+        built(tmp_path)
