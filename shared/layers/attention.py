@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
@@ -79,6 +80,33 @@ class ForwardContext:
         return self.sliding_tables
 
 
+@dataclass(frozen=True, slots=True)
+class NarrowHeads:
+    """Keys and values of a layer whose cache is shaped for wider ones.
+
+    Attributes:
+        num_kv_heads: of the layer; a divisor of the cache's.
+        value_dim: of the layer's values; at most a key's.
+        value_scale: what values are multiplied by.
+    """
+
+    num_kv_heads: int
+    value_dim: int
+    value_scale: float
+
+    def widened(self, projected: Tensor, shape: AttentionShape) -> Tensor:
+        """Returns `[T, (num_heads + 2 * shape.num_kv_heads) * head_dim]` of what the layer
+        projects: key heads are repeated, and values are padded with zeros."""
+        count, dim = self.num_kv_heads, shape.head_dim
+        first_key = shape.num_heads * dim
+        first_value = first_key + count * dim
+        keys = projected[:, first_key:first_value].view(-1, count, dim)
+        values = projected[:, first_value:].view(-1, count, self.value_dim) * self.value_scale
+        heads = torch.cat((keys, F.pad(values, (0, dim - self.value_dim))), dim=1)
+        wide = heads.repeat_interleave(shape.num_kv_heads // count, dim=1)
+        return torch.cat((projected[:, :first_key], wide.flatten(1)), dim=1)
+
+
 class SelfAttention(Protocol):
     """The first block of a decoder layer."""
 
@@ -107,6 +135,8 @@ class Attention:
             None in most families.
         joint_norms: of all query heads at once and of all key heads, before rotation; None in most
             families.
+        sinks: `[num_heads]`, see `paged_attention`; None in most families.
+        narrow: where the cache has more key heads than the layer, or wider values; None elsewhere.
         layer: index of this layer's keys and values in the pool.
     """
 
@@ -117,6 +147,7 @@ class Attention:
     layer: int
     joint_norms: tuple[RmsNorm, RmsNorm] | None = None
     sinks: Tensor | None = None
+    narrow: NarrowHeads | None = None
 
     def steadied(self) -> Attention:
         """Returns the same attention with products that keep a row's bits; see
@@ -158,10 +189,14 @@ class Attention:
             cap=shape.cap,
             sinks=self.sinks,
         )
-        return attended.view(len(hidden), -1)
+        if self.narrow is not None:
+            attended = attended[..., : self.narrow.value_dim]
+        return attended.reshape(len(hidden), -1)
 
     def _projected(self, hidden: Tensor) -> Tensor | Partials:
         """Returns queries, keys and values before rotation."""
+        if self.narrow is not None:
+            return self.narrow.widened(self.qkv(hidden), self.shape)
         if self.joint_norms is None:
             return self.qkv.partials(hidden)
         projected, dim = self.qkv(hidden), self.shape.head_dim

@@ -15,8 +15,9 @@ from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
+from shared.models.hybrid_config import HybridConfig, read_hybrid
 from shared.models.latent_config import LatentConfig, latent_scale, read_latent
-from shared.models.rope_config import SLIDING_ATTENTION, read_rope
+from shared.models.rope_config import FULL_ATTENTION, SLIDING_ATTENTION, read_rope
 from shared.models.scaled_weights import scale_block
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -47,6 +48,8 @@ class ModelConfig:
         has_fused_matrices: see `Family`.
         experts: of the layers that have some; None in dense families.
         latent: of latent attention, whose cache has one key head as wide as a row; None elsewhere.
+        sinks_key: see `Family`.
+        hybrid: where sliding layers have other heads than the rest; None elsewhere.
         has_sinks: heads have a score without a value, see `paged_attention`.
     """
 
@@ -82,6 +85,8 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     has_sinks: bool = False
     latent: LatentConfig | None = None
+    hybrid: HybridConfig | None = None
+    sinks_key: str = "sinks"
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -113,6 +118,9 @@ class ModelConfig:
                 f"num_key_value_heads, {num_kv_heads}"
             )
         latent = read_latent(config) if family.is_latent else None
+        hybrid = read_hybrid(config) if family.is_hybrid else None
+        if hybrid is not None:
+            num_kv_heads = hybrid.cached_kv_heads
         max_positions = config.integer("max_position_embeddings")
         hidden_size = config.integer("hidden_size")
         attention_bias = config.flag("attention_bias", False)
@@ -125,7 +133,7 @@ class ModelConfig:
             head_dim=_head_dim(config, family, num_heads) if latent is None else latent.row_dim,
             intermediate_size=config.integer("intermediate_size"),
             vocab_size=config.integer("vocab_size"),
-            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=config.number("rms_norm_eps", config.number("layernorm_epsilon", 1e-6)),
             rope=read_rope(config, max_position_embeddings=max_positions, defaults=family.rope),
             sliding_windows=_sliding_windows(config, family),
             has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -149,12 +157,25 @@ class ModelConfig:
             experts=read_experts(config, family.experts),
             has_sinks=family.has_sinks,
             latent=latent,
+            hybrid=hybrid,
+            sinks_key=family.sinks_key,
         )
 
     @property
     def rotary_dim(self) -> int:
         """Of what is rotated by `rope`."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim
+
+    def layer_kv_heads(self, layer: int) -> int:
+        """Returns the key heads of a layer in the checkpoint."""
+        if self.hybrid is None:
+            return self.num_kv_heads
+        is_sliding = self.sliding_windows[layer] is not None
+        return self.hybrid.sliding_kv_heads if is_sliding else self.hybrid.full_kv_heads
+
+    def layer_has_sinks(self, layer: int) -> bool:
+        """Whether a layer has sinks; of two kinds of layers, the sliding ones have."""
+        return self.has_sinks and (self.hybrid is None or self.sliding_windows[layer] is not None)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward block has experts."""
@@ -245,6 +266,9 @@ def _head_dim(config: ConfigFile, family: Family, num_heads: int) -> int:
 def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ...]:
     num_layers = config.integer("num_hidden_layers")
     window = config.integer("sliding_window") if "sliding_window" in config else None
+    if family.is_hybrid and "sliding_window_size" in config:
+        # Positions before a row's own.
+        window = config.integer("sliding_window_size") + 1
     if family.window_rule is WindowRule.NEVER or window is None:
         return (None,) * num_layers
     if family.window_rule is WindowRule.EVERY_LAYER:
@@ -253,6 +277,10 @@ def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ..
     if not is_pattern and not config.flag("use_sliding_window", False):
         return (None,) * num_layers
     kinds = config.texts("layer_types")
+    if not kinds:
+        # 1 slides.
+        listed = config.integers("hybrid_layer_pattern")
+        kinds = tuple(SLIDING_ATTENTION if each else FULL_ATTENTION for each in listed)
     if not kinds and is_pattern:
         period = config.integer(
             "sliding_window_pattern",

@@ -125,7 +125,9 @@ def decoder_parts(
         source = f"{keys.root}layers.{layer}."
         has_experts = config.has_experts(layer)
         parts.extend(
-            layer_parts(config, source, f"layers.{layer}.", shard, has_experts=has_experts)
+            layer_parts(
+                config, source, f"layers.{layer}.", shard, layer=layer, has_experts=has_experts
+            )
         )
     parts.append(WeightPart(f"{keys.root}norm.weight", (hidden,), "norm"))
     if not config.tie_word_embeddings:
@@ -139,6 +141,7 @@ def layer_parts(
     target: str,
     shard: Shard = WHOLE,
     *,
+    layer: int = -1,
     has_experts: bool = False,
 ) -> Iterator[WeightPart]:
     """Yields the tensors of one layer, from keys that begin with `source` to names that begin with
@@ -151,7 +154,7 @@ def layer_parts(
     for key, name in _NORMS[config.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
     if config.latent is None:
-        for matrix in _attention_matrices(config, shard):
+        for matrix in _attention_matrices(config, shard, layer):
             yield from matrix.parts(source, target)
     else:
         yield from latent_parts(config, source, target, shard)
@@ -162,10 +165,12 @@ def layer_parts(
         for matrix in _mlp_matrices(config, shard):
             yield from matrix.parts(source, target)
     yield from _head_norms(config, source, target, shard)
-    if config.has_sinks:
+    if config.layer_has_sinks(layer):
         own = shard.num_heads(config)
         cut = None if shard.size == 1 else Cut(0, shard.rank * own, own)
-        yield WeightPart(f"{source}self_attn.sinks", (config.num_heads,), f"{target}sinks", cut=cut)
+        yield WeightPart(
+            f"{source}self_attn.{config.sinks_key}", (config.num_heads,), f"{target}sinks", cut=cut
+        )
 
 
 def _head_norms(
@@ -189,9 +194,12 @@ def _head_norms(
             )
 
 
-def _attention_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
+def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterator[_Matrix]:
     hidden, dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+    value_dim = dim if config.hybrid is None else config.hybrid.value_dim
+    num_kv_heads = config.layer_kv_heads(layer)
+    queries, keys = config.num_heads * dim, num_kv_heads * dim
+    values, attended = num_kv_heads * value_dim, config.num_heads * value_dim
     order = config.rope.dim_order(dim)
     query_cut = key_cut = output_cut = None
     if shard.size > 1:
@@ -202,7 +210,7 @@ def _attention_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
     for key, rows, cut, row_order in (
         ("q_proj", queries, query_cut, order),
         ("k_proj", keys, key_cut, order),
-        ("v_proj", keys, key_cut, None),
+        ("v_proj", values, key_cut, None),
     ):
         whole = (queries + 2 * keys if config.has_fused_matrices else rows, hidden)
         name = "qkv_proj" if config.has_fused_matrices else key
@@ -212,7 +220,7 @@ def _attention_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
         first_row += rows if config.has_fused_matrices else 0
     yield _Matrix(
         "self_attn.o_proj",
-        (hidden, queries),
+        (hidden, attended),
         0,
         hidden,
         "output",

@@ -128,13 +128,16 @@ def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:
 
 
 def _layers(config: ConfigFile) -> frozenset[int]:
-    """Returns the layers with experts: configs list them, or count them in one of three ways."""
+    """Returns the layers with experts: configs list them, or count them in one of several ways."""
     kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
     if kinds:
         return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+    listed = config.integers("moe_layer_freq")
+    if len(listed) > 1:
+        return frozenset(index for index, has_experts in enumerate(listed) if has_experts)
     first = config.integer("first_k_dense_replace", 0)
     step = config.integer("decoder_sparse_step", 1)
-    frequency = config.integer("moe_layer_freq", 1)
+    frequency = listed[0] if listed else 1
     dense = config.integers("mlp_only_layers")
     return frozenset(
         layer

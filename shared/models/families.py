@@ -58,6 +58,8 @@ class Family:
         rope: rotary parameters of configs that do not have them.
         sliding_rope: likewise of sliding layers; None gives them those of all others.
         is_latent: keys and values are made of a latent vector, see `LatentAttention`.
+        is_hybrid: sliding layers have other key heads than the rest, see `HybridConfig`.
+        sinks_key: how checkpoints name sinks.
         activation: None asks the config.
         has_sinks: see `ModelConfig`.
         experts: of the layers that have some; None in dense families.
@@ -79,6 +81,8 @@ class Family:
     activation: Activation | None = None
     has_sinks: bool = False
     is_latent: bool = False
+    is_hybrid: bool = False
+    sinks_key: str = "sinks"
     experts: ExpertFamily | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -226,6 +230,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 is_wide=True,
             ),
             defaults={"norm_topk_prob": True},
+        ),
+        "MiMoV2FlashForCausalLM": Family(
+            qkv_bias=None,
+            output_bias=False,
+            window_rule=WindowRule.PATTERN,
+            default_head_dim=192,
+            rope=RopeDefaults(theta=5e6, partial=0.334),
+            sliding_rope=RopeDefaults(theta_key="swa_rope_theta", partial=0.334),
+            has_sinks=True,
+            sinks_key="attention_sink_bias",
+            is_hybrid=True,
+            experts=ExpertFamily(
+                keys=ExpertKeys(),
+                scores=RouterScores.SIGMOID,
+                has_correction=True,
+                is_wide=True,
+            ),
+            defaults={"norm_topk_prob": True, "v_head_dim": 128},
         ),
         "GptOssForCausalLM": Family(
             qkv_bias=None,

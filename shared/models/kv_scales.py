@@ -43,9 +43,9 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
         raise CheckpointError(
             "--kv-cache-dtype is fp8_e4m3; a cache of latent vectors cannot be held in 8 bits"
         )
-    if shape.is_special:
+    if shape.is_special or attention.narrow is not None:
         raise CheckpointError(
-            "--kv-cache-dtype is fp8_e4m3; a model with caps or sinks in its attention needs a "
+            "--kv-cache-dtype is fp8_e4m3; a model with caps, sinks or two kinds of heads needs a "
             "cache of more bits"
         )
     channels = _channel_bounds(layer, attention.qkv).view(-1, shape.head_dim)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.layers.attention import Attention, AttentionShape
+from shared.layers.attention import Attention, AttentionShape, NarrowHeads
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.mlp import FeedForward, Mlp
@@ -23,7 +23,7 @@ from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
-from shared.models.mtp_keys import find_mtp_layers
+from shared.models.mtp_keys import MTP_PREFIXES, find_mtp_layers
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import read_weights
 from shared.telemetry.start_up import start_phase
@@ -59,6 +59,7 @@ def load_decoder(
             decoder_parts(config, shard_of(group), keys),
             # Next-token layers are a drafter's.
             ignored_prefixes=(
+                *MTP_PREFIXES,
                 *find_mtp_layers(checkpoint.files).prefixes,
                 *keys.ignored_prefixes,
                 *tied_copy,
@@ -192,7 +193,15 @@ def _attention(
         layer=layer,
         joint_norms=joint_norms,
         sinks=tensors.pop(f"{prefix}sinks", None),
+        narrow=_narrow(config, layer),
     )
+
+
+def _narrow(config: ModelConfig, layer: int) -> NarrowHeads | None:
+    hybrid = config.hybrid
+    if hybrid is None:
+        return None
+    return NarrowHeads(config.layer_kv_heads(layer), hybrid.value_dim, hybrid.value_scale)
 
 
 def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> RmsNorm:

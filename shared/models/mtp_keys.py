@@ -21,6 +21,8 @@ _KEYS = {
     MtpStyle.DEEPSEEK: re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\."),
     MtpStyle.MIMO: re.compile(r"model\.mtp_layers\.(\d+)\."),
 }
+# Next-token layers of spellings that no drafter reads yet.
+MTP_PREFIXES = ("model.mtp.",)
 
 
 @dataclass(frozen=True, slots=True)

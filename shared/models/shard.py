@@ -38,6 +38,11 @@ class Shard:
                 f"--tp-size is {self.size}; {config.architecture} norms all heads at once, so that "
                 f"they cannot be spread"
             )
+        if self.size > 1 and config.hybrid is not None:
+            found.append(
+                f"--tp-size is {self.size}; {config.architecture} has two kinds of key heads, "
+                f"which cannot be spread"
+            )
         return tuple(found)
 
     def num_heads(self, config: ModelConfig) -> int:

@@ -99,3 +99,65 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
 
 def test_no_end_token_is_allowed(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA).eos_token_ids == frozenset()
+
+
+def test_both_spellings_of_two_kinds_of_layers_mean_the_same(tmp_path: Path) -> None:
+    common = LLAMA | {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "attention_value_scale": 0.7,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    published = read(
+        tmp_path,
+        common,
+        hybrid_layer_pattern=[0, 1, 1, 0],
+        moe_layer_freq=[0, 1, 1, 1],
+        sliding_window=8,
+        sliding_window_size=8,
+        swa_num_key_value_heads=2,
+        rope_theta=5e6,
+        swa_rope_theta=1e4,
+        partial_rotary_factor=0.334,
+        layernorm_epsilon=1e-5,
+        n_shared_experts=None,
+        routed_scaling_factor=None,
+        architectures=["MiMoV2FlashForCausalLM"],
+    )
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
+    newer = read(
+        tmp_path,
+        common,
+        layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=9,
+        rope_parameters={
+            "full_attention": rope | {"rope_theta": 5e6},
+            "sliding_attention": rope | {"rope_theta": 1e4},
+        },
+        rms_norm_eps=1e-5,
+    )
+    assert published == newer
+    assert published.sliding_windows == (None, 9, 9, None)
+    assert [published.layer_kv_heads(layer) for layer in range(4)] == [1, 2, 2, 1]
+    assert [published.has_experts(layer) for layer in range(4)] == [False, True, True, True]
+
+
+def test_a_picture_models_config_is_read_for_its_text_model(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 8}
+    text = {"hidden_size": 64, "num_hidden_layers": 7, "intermediate_size": 96, "head_dim": 16}
+    config = read(
+        tmp_path,
+        {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"},
+        text_config=text | {"sliding_window": 1024, "rope_scaling": scaling},
+    )
+    assert (config.num_heads, config.num_kv_heads, config.vocab_size) == (8, 4, 262_208)
+    assert config.sliding_windows == (1024,) * 5 + (None, 1024)
+    assert (config.rope.theta, config.rope.factor) == (1e6, 8.0)
+    assert config.sliding_rope is not None
+    assert (config.sliding_rope.theta, config.sliding_rope.factor) == (1e4, 1.0)
+    assert config.dtype is torch.bfloat16

@@ -72,6 +72,29 @@ LATENT: dict[str, Any] = GLM | {
     "v_head_dim": 6,
     "n_group": 2,
 }
+MIMO_V2: dict[str, Any] = {
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "attention_value_scale": 0.7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.334,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.334,
+        },
+    },
+}
 PHI_LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_parameters": {
@@ -206,6 +229,10 @@ CASES = {
             rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
         ),
         max_shard_size="20KB",
+    ),
+    "mimo v2 flash": Case("mimo_v2_flash", with_config(**MIMO_V2)),
+    "mimo v2 flash sharded": Case(
+        "mimo_v2_flash", with_config(**MIMO_V2, attention_bias=True), max_shard_size="20KB"
     ),
     "phi3": Case("phi3", with_config(sliding_window=6)),
     "phi3 partial": Case(

@@ -33,6 +33,16 @@ OVERRIDES: dict[str, dict[str, object]] = {
     "gemma3": {"sliding_window": 6},
     "phi3": {"sliding_window": 6},
     "olmo2": {},
+    "mimo_v2_flash": {
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
