@@ -9,7 +9,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from gateway.chat_parts import message_fields
-from gateway.finale import Finale, best_finales
+from gateway.finale import Finale, best_finales, stop_fields
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs, vllm_prompt_logprobs
@@ -56,6 +56,7 @@ def _body(plan: Plan, finales: Sequence[Finale], kind: str) -> dict[str, Any]:
         "object": kind,
         "created": plan.created,
         "model": plan.model,
+        "system_fingerprint": plan.fingerprint,
         "usage": usage(plan, choices),
         "metrics": metrics(choices),
     }
@@ -66,8 +67,11 @@ def _chat_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, 
     choice: dict[str, Any] = {
         "index": finale.index,
         "message": {"role": "assistant", "refusal": None, **message_fields(piece)},
-        "logprobs": chat_logprobs(piece.scores, tokenizer) if piece.scores else None,
+        "logprobs": chat_logprobs(piece.scores, tokenizer, as_ids=plan.tokens_as_ids)
+        if piece.scores
+        else None,
         "finish_reason": finale.finish_reason,
+        **stop_fields(plan, finale.choice),
     }
     if plan.return_token_ids:
         choice["token_ids"] = list(piece.token_ids)
@@ -82,12 +86,15 @@ def _completion_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict
     prompt = plan.generations[drawn.index].prompt_token_ids
     scores = None
     if piece.scores and plan.shows_logprobs and not plan.echoes_scores:
-        scores = completion_logprobs(piece.scores, tokenizer, echo_length=len(echoed))
+        scores = completion_logprobs(
+            piece.scores, tokenizer, echo_length=len(echoed), as_ids=plan.tokens_as_ids
+        )
     choice: dict[str, Any] = {
         "index": finale.index,
         "text": echoed + piece.text,
         "logprobs": scores,
         "finish_reason": finale.finish_reason,
+        **stop_fields(plan, finale.choice),
     }
     if plan.return_token_ids:
         choice["prompt_token_ids"] = prompt
@@ -107,4 +114,5 @@ def _echoed(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
         finale.piece.scores,
         tokenizer,
         echo_length=len(plan.echoed_texts[index // plan.num_choices]),
+        as_ids=plan.tokens_as_ids,
     )

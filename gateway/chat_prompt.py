@@ -86,6 +86,8 @@ def chat_text(
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.verbosity is not None:
+        variables.setdefault("verbosity", body.verbosity)
     template = text.template
     if body.chat_template is not None:
         limits.check_template(body.chat_template)
@@ -96,11 +98,30 @@ def chat_text(
         variables["tools"] = [tool.definition for tool in toolbox.tools]
         if not template.reads_tools:
             messages = _with_tools_prompt(messages, toolbox)
-    return template.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=variables,
-    )
+    begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
+    rendered = template.render(messages, add_generation_prompt=begins_answer, variables=variables)
+    if not body.continue_final_message:
+        return rendered
+    if body.add_generation_prompt:
+        message = "continue_final_message is set beside add_generation_prompt; only one may be"
+        raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
+    return _up_to_final(rendered, messages[-1]["content"])
+
+
+def _up_to_final(rendered: str, final: str) -> str:
+    """Returns a prompt up to the end of its last message's text, which the answer continues.
+
+    Raises:
+        InvalidArgument: the message has no text, or the template does not write it.
+    """
+    bare = final.strip()
+    start = rendered.rfind(bare) if bare else -1
+    if start < 0:
+        message = "continue_final_message needs text in the last message, written by the template"
+        raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
+    whole = final.lstrip()  # some templates trim it
+    kept = whole if rendered.startswith(whole, start) else bare
+    return rendered[: start + len(kept)]
 
 
 def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

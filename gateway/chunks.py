@@ -13,6 +13,7 @@ import orjson
 from gateway.chat_parts import delta_fields
 from gateway.choice import Choice, Piece
 from gateway.failures import error_body
+from gateway.finale import stop_fields
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs
@@ -55,6 +56,7 @@ class _Envelope:
             "object": kind,
             "created": plan.created,
             "model": plan.model,
+            "system_fingerprint": plan.fingerprint,
         }
         self.before = b"data: " + orjson.dumps(self.head)[:-1] + b',"choices":[{"index":'
 
@@ -125,7 +127,7 @@ class ChatChunks:
         if choice.finish_name is not None:
             reason = choice.finish_name.encode()
             parts += [before, b"%d" % choice.index, b',"delta":{},"logprobs":null']
-            parts += [b',"finish_reason":"', reason, b'"', after]
+            parts += [b',"finish_reason":"', reason, b'"', stop_bytes(self._plan, choice), after]
         return b"".join(parts)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
@@ -137,7 +139,9 @@ class ChatChunks:
     def _scores(self, piece: Piece) -> bytes:
         if not piece.scores:
             return b',"logprobs":null'
-        return b',"logprobs":' + orjson.dumps(chat_logprobs(piece.scores, self._tokenizer))
+        return b',"logprobs":' + orjson.dumps(
+            chat_logprobs(piece.scores, self._tokenizer, as_ids=self._plan.tokens_as_ids)
+        )
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; only who asked for tokens or scores hears of it."""
@@ -182,13 +186,18 @@ class CompletionChunks:
         if self._plan.echoes_scores and choice.index not in self._echoed:
             self._echoed.add(choice.index)
             prompt = self._plan.generations[choice.index].prompt_token_ids
-            scores = echoed_logprobs(prompt, choice, (), self._tokenizer, echo_length=0)
+            as_ids = self._plan.tokens_as_ids
+            scores = echoed_logprobs(
+                prompt, choice, (), self._tokenizer, echo_length=0, as_ids=as_ids
+            )
             echo = self._echo(choice, b',"logprobs":' + orjson.dumps(scores))
         return echo + self._news(choice, piece or Piece(""), usage_so_far)
 
     def _news(self, choice: Choice, piece: Piece, usage_so_far: bytes) -> bytes:
         reason = choice.finish_reason
-        last = b"null" if reason is None else b'"' + reason.value.encode() + b'"'
+        last = b"null"
+        if reason is not None:
+            last = b'"' + reason.value.encode() + b'"' + stop_bytes(self._plan, choice)
         if self._plan.return_token_ids:
             last += token_ids_field(piece)
         last += rounds_field(piece, self._tokenizer)
@@ -220,7 +229,12 @@ class CompletionChunks:
             return b',"logprobs":null'
         prompt = choice.index // self._plan.num_choices
         echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
-        scores = completion_logprobs(piece.scores, self._tokenizer, echo_length=len(echoed))
+        scores = completion_logprobs(
+            piece.scores,
+            self._tokenizer,
+            echo_length=len(echoed),
+            as_ids=self._plan.tokens_as_ids,
+        )
         return b',"logprobs":' + orjson.dumps(scores)
 
 
@@ -229,6 +243,11 @@ def rounds_field(piece: Piece, tokenizer: Tokenizer) -> bytes:
     if not piece.rounds:
         return b""
     return b',"speculation":' + orjson.dumps({"rounds": round_fields(piece.rounds, tokenizer)})
+
+
+def stop_bytes(plan: Plan, choice: Choice) -> bytes:
+    """Returns the extra fields of a choice's last chunk: what ended it."""
+    return b"," + orjson.dumps(stop_fields(plan, choice))[1:-1]
 
 
 def _chat_delta(piece: Piece) -> bytes:

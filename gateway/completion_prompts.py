@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.generation import TargetModel
-from gateway.schema import CompletionRequest
+from gateway.schema import CompletionRequest, GenerationBody
 from shared.errors import InvalidArgument
 from shared.text.tokenizer import Tokenizer
 
@@ -33,15 +33,46 @@ async def prompt_tokens(
         return await tokenizer.encode(
             prompt,
             add_special_tokens=add_special_tokens,
-            max_tokens=model.max_context_tokens - 1,
+            max_tokens=longest_prompt(body, model),
         )
-    if len(prompt) >= model.max_context_tokens:
-        raise InvalidArgument.prompt_too_long(len(prompt), model.max_context_tokens - 1)
+    longest = longest_prompt(body, model)
+    if longest is not None and len(prompt) > longest:
+        raise InvalidArgument.prompt_too_long(len(prompt), longest)
+    check_token_ids("prompt", prompt, model)
+    return prompt
+
+
+def check_token_ids(field: str, prompt: Sequence[int], model: TargetModel) -> None:
+    """Raises:
+    InvalidArgument: an id is not in the vocabulary.
+    """
     for token_id in (min(prompt, default=0), max(prompt, default=0)):
         if not 0 <= token_id < model.vocab_size:
-            message = f"prompt holds token {token_id}; ids must be in [0, {model.vocab_size})"
-            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "prompt", message)
-    return prompt
+            message = f"{field} holds token {token_id}; ids must be in [0, {model.vocab_size})"
+            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", field, message)
+
+
+def longest_prompt(body: GenerationBody, model: TargetModel) -> int | None:
+    """Returns the tokens a prompt may have; None where what is too long is cut."""
+    return model.max_context_tokens - 1 if body.truncate_prompt_tokens is None else None
+
+
+def truncated(prompt: list[int], body: GenerationBody, model: TargetModel) -> list[int]:
+    """Returns the end of a prompt that `truncate_prompt_tokens` leaves.
+
+    Raises:
+        InvalidArgument: it asks for none, or for more than the context holds.
+    """
+    num_kept, limit = body.truncate_prompt_tokens, model.max_context_tokens - 1
+    if num_kept is None:
+        return prompt
+    if num_kept == -1:
+        num_kept = max(limit + 1 - (body.max_tokens or 1), 1)
+    if not 1 <= num_kept <= limit:
+        raise InvalidArgument.out_of_range(
+            "truncate_prompt_tokens", num_kept, f"-1 or in [1, {limit}]"
+        )
+    return prompt[-num_kept:]
 
 
 def echoed_texts(

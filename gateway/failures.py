@@ -49,6 +49,7 @@ _TYPES = {
 _HTTP_CODES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large"}
 _OPENAI_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
 _ANTHROPIC_TYPES = {
+    HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",

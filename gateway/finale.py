@@ -43,6 +43,18 @@ def best_finales(plan: Plan, finales: Sequence[Finale]) -> Sequence[Finale]:
     return [replace(finale, index=index) for index, finale in enumerate(best)]
 
 
+def stop_fields(plan: Plan, choice: Choice) -> dict[str, str | int | None]:
+    """Returns what ended a choice: vLLM's `stop_reason`, null at the model's own end, and SGLang's
+    `matched_stop`, which names that token too."""
+    token_id = choice.stop_token_id
+    asked = plan.generations[choice.index].stop.stop_token_ids
+    reason = token_id if token_id in asked else None
+    matched = choice.matched_stop
+    if matched is not None:
+        return {"stop_reason": matched, "matched_stop": matched}
+    return {"stop_reason": reason, "matched_stop": token_id}
+
+
 def _mean_log_prob(finale: Finale) -> float:
     scores = finale.piece.scores
     return sum(score.logprobs.log_prob for score in scores) / max(len(scores), 1)

@@ -11,13 +11,20 @@ from shared.text.tokenizer import Tokenizer
 _LEAST = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot say
 
 
-def chat_logprobs(scores: Sequence[TokenScore], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns `logprobs` of a chat choice."""
+def chat_logprobs(
+    scores: Sequence[TokenScore], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """Returns `logprobs` of a chat choice.
+
+    Args:
+        as_ids: tokens are named by their ids.
+    """
     content = [
         {
-            **_entry(score.token_id, score.logprobs.log_prob, tokenizer),
+            **_entry(score.token_id, score.logprobs.log_prob, tokenizer, as_ids),
             "top_logprobs": [
-                _entry(token_id, log_prob, tokenizer) for token_id, log_prob in score.logprobs.top
+                _entry(token_id, log_prob, tokenizer, as_ids)
+                for token_id, log_prob in score.logprobs.top
             ],
         }
         for score in scores
@@ -26,41 +33,48 @@ def chat_logprobs(scores: Sequence[TokenScore], tokenizer: Tokenizer) -> dict[st
 
 
 def completion_logprobs(
-    scores: Sequence[TokenScore], tokenizer: Tokenizer, *, echo_length: int
+    scores: Sequence[TokenScore],
+    tokenizer: Tokenizer,
+    *,
+    echo_length: int,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """Returns `logprobs` of a completion choice.
 
     Args:
         echo_length: characters of echoed prompt before the output.
+        as_ids: tokens are named by their ids.
     """
     return {
-        "tokens": [_spelling(score.token_id, tokenizer) for score in scores],
+        "tokens": [_spelling(score.token_id, tokenizer, as_ids) for score in scores],
         "token_logprobs": [finite(score.logprobs.log_prob) for score in scores],
-        "top_logprobs": [_top(score, tokenizer) for score in scores],
+        "top_logprobs": [_top(score, tokenizer, as_ids) for score in scores],
         "text_offset": [echo_length + score.offset for score in scores],
     }
 
 
-def _entry(token_id: int, log_prob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+def _entry(token_id: int, log_prob: float, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
     token_bytes = tokenizer.token_bytes.get(token_id, b"")
     return {
-        "token": token_bytes.decode("utf-8", "replace"),
+        "token": f"token_id:{token_id}" if as_ids else token_bytes.decode("utf-8", "replace"),
         "logprob": finite(log_prob),
         "bytes": list(token_bytes),
     }
 
 
-def _top(score: TokenScore, tokenizer: Tokenizer) -> dict[str, float]:
+def _top(score: TokenScore, tokenizer: Tokenizer, as_ids: bool) -> dict[str, float]:
     """Returns the most probable tokens, and the drawn one even when it is not among them."""
     top: dict[str, float] = {}
     for token_id, log_prob in (*score.logprobs.top, (score.token_id, score.logprobs.log_prob)):
         # Two tokens may be spelled alike; the more probable one comes first.
-        top.setdefault(_spelling(token_id, tokenizer), finite(log_prob))
+        top.setdefault(_spelling(token_id, tokenizer, as_ids), finite(log_prob))
     return top
 
 
-def _spelling(token_id: int, tokenizer: Tokenizer) -> str:
+def _spelling(token_id: int, tokenizer: Tokenizer, as_ids: bool) -> str:
     """Returns a token as the completions interface writes it: `bytes:\\xe2\\x80` for a fragment."""
+    if as_ids:
+        return f"token_id:{token_id}"
     token_bytes = tokenizer.token_bytes.get(token_id, b"")
     try:
         return token_bytes.decode()

@@ -44,6 +44,8 @@ class Plan:
         echoes_scores: the log probabilities of an echo hold those of the prompt.
         shows_logprobs: False when log probabilities only serve to find the best choices.
         shows_prompt_logprobs: the answer has vLLM's `prompt_logprobs`.
+        tokens_as_ids: log probabilities name tokens by their ids.
+        fingerprint: what the answer depends on beside the request.
         grammar_field: where the client said what the output must match.
         echoed_texts: what goes before the output, one for each prompt; empty without echo.
     """
@@ -58,6 +60,8 @@ class Plan:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    fingerprint: str = ""
     grammar_field: str = ""
     num_shown: int = 1
     echoes_scores: bool = False

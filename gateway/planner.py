@@ -9,15 +9,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.chat_prompt import chat_text, toolbox_of
-from gateway.completion_prompts import echoed_texts, given_prompts, prompt_tokens
+from gateway.completion_prompts import (
+    check_token_ids,
+    echoed_texts,
+    given_prompts,
+    longest_prompt,
+    prompt_tokens,
+    truncated,
+)
 from gateway.constraints import constraint_of
 from gateway.field_names import client_names
+from gateway.fingerprint import fingerprint
 from gateway.generation import PromptScoring, TargetModel
 from gateway.limits import RequestLimits
 from gateway.off_loop import off_loop
+from gateway.output.families import ReasoningParser
+from gateway.output.style import OutputStyle
 from gateway.output.tools import Toolbox
 from gateway.plan import Plan
-from gateway.refusals import refuse_unimplemented
+from gateway.refusals import refuse_unimplemented, unimplemented
 from gateway.sampling import check_top_logprobs
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.text.model_text import ModelText
@@ -51,16 +61,33 @@ class Planner:
             check_top_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
         )
         toolbox = toolbox_of(body)
-        text = await self._chat_text(body, toolbox)
+        style = self._style(body, toolbox)
+        if body.input_ids is None:
+            text = await self._chat_text(body, toolbox)
+        else:
+            check_token_ids("input_ids", body.input_ids, model)
+            text = self.text.tokenizer.decode(body.input_ids, skip_special_tokens=False)
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
-        output = self.text.style.output(text, toolbox)
+        output = style.output(text, toolbox)
         wanted = WantedOutput(body, model, trace_id, top_logprobs, max_tokens, output)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        prompt = await self._encode(text, model.max_context_tokens - 1)
+        prompt = body.input_ids
+        if prompt is None:
+            prompt = await self._encode(text, longest_prompt(body, model))
         with client_names(_PROMPT_IN_CHAT):
             return self._plan(wanted, request_id, name, [prompt])
+
+    def _style(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> OutputStyle:
+        """Returns how the output is read; thoughts that are not set apart are text like any."""
+        style = self.text.style
+        if body.separate_reasoning is not False or style.reasoning is ReasoningParser.NONE:
+            return style
+        if toolbox is not None or constraint_of(body) is not None:
+            what = "separate_reasoning: false beside tools or a grammar"
+            raise unimplemented("separate_reasoning", what)
+        return replace(style, reasoning=ReasoningParser.NONE)
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Returns the token ids of a chat."""
@@ -146,7 +173,7 @@ class Planner:
             grammar = wanted.output.grammar(grammar)
         generations = [
             generation
-            for prompt in prompts
+            for prompt in (truncated(each, body, wanted.model) for each in prompts)
             for generation in wanted.generations(prompt, grammar, self.text.defaults)
         ]
         return Plan(
@@ -160,6 +187,8 @@ class Planner:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_token_ids=body.return_token_ids,
+            tokens_as_ids=body.return_tokens_as_token_ids,
+            fingerprint=fingerprint(wanted.model),
             num_shown=wanted.num_shown,
             shows_prompt_logprobs=body.prompt_logprobs is not None,
             grammar_field="tools" if constraint is None else constraint.field,

@@ -18,12 +18,14 @@ def echoed_logprobs(
     tokenizer: Tokenizer,
     *,
     echo_length: int,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """Returns `logprobs` of a completion that echoes its prompt: null for the first token.
 
     Args:
         scores: of the output; empty in the chunk that is the echo.
         echo_length: characters of echoed prompt before the output.
+        as_ids: tokens are named by their ids.
     """
     offsets = _offsets(prompt, tokenizer)
     own = [
@@ -33,9 +35,10 @@ def echoed_logprobs(
         )
     ]
     first = completion_logprobs([], tokenizer, echo_length=0)
-    rest = completion_logprobs(own, tokenizer, echo_length=0)
-    output = completion_logprobs(scores, tokenizer, echo_length=echo_length)
-    nothing = {"tokens": tokenizer.decode(prompt[:1], skip_special_tokens=False), "text_offset": 0}
+    rest = completion_logprobs(own, tokenizer, echo_length=0, as_ids=as_ids)
+    output = completion_logprobs(scores, tokenizer, echo_length=echo_length, as_ids=as_ids)
+    begin = tokenizer.decode(prompt[:1], skip_special_tokens=False)
+    nothing = {"tokens": f"token_id:{prompt[0]}" if as_ids else begin, "text_offset": 0}
     return {key: [nothing.get(key), *rest[key], *output[key]] for key in first}
 
 

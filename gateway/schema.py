@@ -106,14 +106,10 @@ class StructuredOutputs(Body):
     structural_tag: dict[str, Any] | str | None = None
 
 
-class GenerationBody(Body):
-    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
+class SamplingFields(Body):
+    """How tokens are drawn and when that ends: the same in every interface."""
 
-    model: str | None = None
-    stream: Flag = False
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, description="choices for each prompt; 1 by default")
-    seed: int | None = None
+    seed: int | None = Field(default=None, description="makes the answer exact")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, description="0 or -1 is off")
@@ -122,19 +118,45 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Bias | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: Flag = False
+    no_stop_trim: Flag = Field(
+        default=False, description="SGLang's name of `include_stop_str_in_output`"
+    )
     ignore_eos: Flag = False
     skip_special_tokens: bool | None = None
-    return_token_ids: Flag = False
-    prompt_logprobs: int | None = Field(
-        default=None, description="log probabilities of the prompt's tokens, with so many others"
-    )
     priority: int | None = Field(
         default=None, description="whose turn it is when requests wait; the least first, 0 if none"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None, description="only so many tokens of the prompt's end; -1: what fits"
+    )
+
+    @property
+    def sampling_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SamplingFields.model_fields}
+
+    @property
+    def keeps_stop(self) -> bool:
+        return self.include_stop_str_in_output or self.no_stop_trim
+
+
+class GenerationBody(SamplingFields):
+    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    model: str | None = None
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, description="choices for each prompt; 1 by default")
+    max_tokens: int | None = None
+    return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = Field(
+        default=False, description="log probabilities name tokens as `token_id:ID`"
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, description="log probabilities of the prompt's tokens, with so many others"
     )
     speculation: Speculation | None = None
     response_format: ResponseFormat | None = None
@@ -261,3 +283,11 @@ class ChatCompletionRequest(GenerationBody):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: Flag = Field(
+        default=False, description="the answer continues the last message"
+    )
+    input_ids: Items[int] | None = Field(
+        default=None, description="the prompt as tokens, in place of what the template writes"
+    )
+    separate_reasoning: bool | None = Field(default=None, description="true by default")
+    verbosity: str | None = Field(default=None, description="handed to the chat template")

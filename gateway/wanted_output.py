@@ -122,10 +122,10 @@ class WantedOutput:
     def text_options(self, stop: StopParams) -> TextOptions:
         body = self.body
         eos = frozenset() if body.ignore_eos else self.model.eos_token_ids
-        hidden = frozenset() if body.include_stop_str_in_output else stop.stop_token_ids | eos
+        hidden = frozenset() if body.keeps_stop else stop.stop_token_ids | eos
         return TextOptions(
             stop_strings=body.stop_strings,
-            include_stop=body.include_stop_str_in_output,
+            include_stop=body.keeps_stop,
             skip_special_tokens=body.skip_special_tokens is not False,
             hidden_token_ids=hidden,
             with_logprobs=self.top_logprobs is not None,

@@ -56,11 +56,8 @@ async def messages_plan(
         update={
             "stream": body.stream,
             "max_tokens": body.max_tokens,
-            "stop": body.stop_sequences,
-            "temperature": body.temperature,
-            "top_k": body.top_k,
-            "top_p": body.top_p,
-            "seed": body.seed,
+            **body.sampling_fields,
+            "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "response_format": response_format,
             "reasoning_effort": body.output_config and body.output_config.effort,
             "speculation": body.speculation,
@@ -93,9 +90,10 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
     messages = chat_messages(edited(body.messages, body.context_management))
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
-    if messages[-1].role == "assistant":
+    is_prefilled = messages[-1].role == "assistant"
+    if is_prefilled and messages[-1].tool_calls:
         field = f"messages[{len(body.messages) - 1}].role"
-        raise unimplemented(field, "an assistant's message at the end, to be continued,")
+        raise unimplemented(field, "an assistant's call at the end, to be continued,")
     if body.system:
         messages.insert(0, ChatMessage(role="system", content=_system(body.system)))
     is_thinking = _is_thinking(body.thinking, style)
@@ -105,6 +103,7 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         include_reasoning=is_thinking,
+        continue_final_message=is_prefilled,
         # Templates of models that can do without have one of these.
         chat_template_kwargs={"enable_thinking": is_thinking, "thinking": is_thinking},
     )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gateway.schema import Body, ContentPart, Flag, Items, Speculation
+from gateway.schema import Body, ContentPart, Flag, Items, SamplingFields, Speculation
 
 
 class Block(Body):
@@ -94,16 +94,12 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Prompt):
+class MessagesRequest(Prompt, SamplingFields):
     """Body of `/v1/messages`."""
 
     max_tokens: int
     stream: Flag = False
     stop_sequences: Items[str] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = Field(default=None, description="not Anthropic's: makes the answer exact")
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(
         default=None, description="the older place of `output_config.format`"

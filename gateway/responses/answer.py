@@ -72,7 +72,7 @@ class ResponseText:
             "reasoning": _reasoning(body),
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": _format(body)},
+            "text": _text(body),
             "tool_choice": _tool_choice(body),
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
@@ -154,6 +154,11 @@ class ResponseChunks:
 def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
     given = body.reasoning
     return {"effort": given and given.effort, "summary": given and given.summary}
+
+
+def _text(body: ResponsesRequest) -> dict[str, Any]:
+    verbosity = None if body.text is None else body.text.verbosity
+    return {"format": _format(body)} | ({} if verbosity is None else {"verbosity": verbosity})
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:

@@ -47,14 +47,15 @@ _FIELDS = KnownFields(
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"}
     ),
     unimplemented=frozenset(
-        {"background", "context_management", "conversation", "image", "moderation"}
+        {"background", "cache_salt", "context_management", "conversation", "image", "lora_path"}
+        | {"moderation"}
         | {"previous_response_id", "prompt", "store"}
     ),
     neutral={
         "truncation": ("disabled",),
     },
 )
-_TEXT_FIELDS = KnownFields(frozenset(), frozenset({"verbosity"}), {"verbosity": ("medium",)})
+_TEXT_FIELDS = KnownFields(frozenset(), frozenset())
 # Thoughts are shown as they are; there is no summary of them.
 _REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}), frozenset())
 
@@ -86,9 +87,8 @@ async def response_plan(
         messages=_messages(body),
         stream=body.stream,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
+        **body.sampling_fields,
+        verbosity=None if body.text is None else body.text.verbosity,
         logprobs=_wants_logprobs(body),
         top_logprobs=body.top_logprobs or None,
         reasoning_effort=_effort(body),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gateway.schema import Body, ContentPart, Flag, Items, Speculation
+from gateway.schema import Body, ContentPart, Flag, Items, SamplingFields, Speculation
 
 
 class InputItem(Body):
@@ -71,9 +71,10 @@ class TextConfig(Body):
     """How the text is to be."""
 
     format: TextFormat | None = None
+    verbosity: str | None = Field(default=None, description="handed to the chat template")
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingFields):
     """Body of `/v1/responses`."""
 
     model: str | None = None
@@ -82,8 +83,6 @@ class ResponsesRequest(Body):
     stream: Flag = False
     # The answer repeats what was asked, and JSON's writer knows 64 bits.
     max_output_tokens: int | None = Field(default=None, le=2**31 - 1)
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     include: Items[str] | None = None
     reasoning: Reasoning | None = None
@@ -94,5 +93,4 @@ class ResponsesRequest(Body):
     )
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     metadata: dict[str, str] | None = None
-    seed: int | None = Field(default=None, description="not OpenAI's: makes the answer exact")
     speculation: Speculation | None = None

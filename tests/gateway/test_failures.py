@@ -10,6 +10,7 @@ from shared.errors import OutriderError, StatusCode, error_class
 # Clients try 408, 409, 429 and 5xx again; 501 is for people, and only operators' routes have it.
 EXPECTED = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_request_error"),
+    StatusCode.PERMISSION_DENIED: (403, "invalid_request_error", "permission_error"),
     StatusCode.NOT_FOUND: (404, "invalid_request_error", "not_found_error"),
     StatusCode.CANCELLED: (410, "invalid_request_error", "invalid_request_error"),
     StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_error"),

@@ -169,7 +169,18 @@ async def test_tokens_are_counted_as_they_are_billed(client: httpx.AsyncClient) 
         ({"system": [{"type": "image"}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "so"}]}, "assistant"),
+        (
+            {
+                "messages": [
+                    *MESSAGES,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "assistant",
+        ),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_name(

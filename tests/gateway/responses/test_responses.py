@@ -168,7 +168,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"tone": "low"}, "lora_path": "x"}, "lora_path"),
         ({"truncation": "auto"}, "truncation"),
     ],
 )

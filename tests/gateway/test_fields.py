@@ -1,0 +1,215 @@
+"""Fields beyond OpenAI's own: each honoured, whole and streamed, in every interface that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.app import Gateway
+from gateway.text.model_text import ModelText
+from shared.text.tokenizer import Tokenizer
+from tests.gateway.driving import (
+    CHAT,
+    MESSAGES,
+    PROMPT,
+    MakeGateway,
+    error_of,
+    events,
+    ids_of,
+    post,
+    say,
+)
+from tests.gateway.test_errors import COMPLETION
+from tests.helpers.fake_target import FakeTarget
+
+BOTH = (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION))
+
+
+async def _choices(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> list[Any]:
+    """Returns the choice of a whole answer, and the last one of a stream."""
+    whole = await client.post(url, json=body)
+    assert whole.status_code == 200, whole.text
+    streamed = events((await client.post(url, json={**body, "stream": True})).content)
+    return [whole.json()["choices"][0], streamed[-2]["choices"][0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "matched"),
+    [
+        ({"stop": "fox"}, "fox", "fox"),
+        ({}, None, 0),
+        ({"max_tokens": 2}, None, None),
+    ],
+)
+async def test_choices_say_what_ended_them(
+    client: httpx.AsyncClient,
+    target: FakeTarget,
+    tokenizer: Tokenizer,
+    fields: dict[str, Any],
+    reason: Any,
+    matched: Any,
+) -> None:
+    await say(target, tokenizer, "the quick fox jumps")
+    for url, body in BOTH:
+        for choice in await _choices(client, url, {"max_tokens": 50, **body, **fields}):
+            assert (choice["stop_reason"], choice["matched_stop"]) == (reason, matched)
+
+
+async def test_a_stop_token_is_a_reason(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    token_ids = await say(target, tokenizer, "the quick fox jumps")
+    for url, body in BOTH:
+        asked = {**body, "max_tokens": 50, "stop_token_ids": [token_ids[2]]}
+        for choice in await _choices(client, url, asked):
+            assert choice["stop_reason"] == choice["matched_stop"] == token_ids[2]
+
+
+async def test_the_stop_string_stays_by_sglangs_name(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    await say(target, tokenizer, "the quick fox jumps")
+    body = {**COMPLETION, "stop": "fox", "no_stop_trim": True, "max_tokens": 50}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["text"] == "the quick fox"
+
+
+async def test_tokens_are_named_by_their_ids(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    (first, *_) = await say(target, tokenizer, "the fox")
+    asked = {"return_tokens_as_token_ids": True, "max_tokens": 1}
+    completion = {**COMPLETION, **asked, "logprobs": 1}
+    whole = (await client.post("/v1/completions", json=completion)).json()
+    found = whole["choices"][0]["logprobs"]
+    assert found["tokens"] == list(found["top_logprobs"][0]) == [f"token_id:{first}"]
+    streamed = await client.post("/v1/completions", json={**completion, "stream": True})
+    assert b'"tokens":["token_id:%d"]' % first in streamed.content
+    chat = {**CHAT, **asked, "logprobs": True, "top_logprobs": 1}
+    whole = (await client.post("/v1/chat/completions", json=chat)).json()
+    (entry,) = whole["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{first}"
+    streamed = await client.post("/v1/chat/completions", json={**chat, "stream": True})
+    assert b'"token":"token_id:%d"' % first in streamed.content
+    echo = {**COMPLETION, **asked, "logprobs": 0, "echo": True}
+    whole = (await client.post("/v1/completions", json=echo)).json()
+    names = whole["choices"][0]["logprobs"]["tokens"]
+    assert all(name.startswith("token_id:") for name in names)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(2, 2), (-1, 4), (4000, 5)])
+async def test_only_the_end_of_a_prompt_is_kept(
+    client: httpx.AsyncClient, target: FakeTarget, asked: int, kept: int
+) -> None:
+    prompt = [5, 6, 7, 8, 9]
+    max_tokens = 4092 if asked == -1 else 2
+    body = {**COMPLETION, "prompt": prompt, "truncate_prompt_tokens": asked}
+    response = await client.post("/v1/completions", json={**body, "max_tokens": max_tokens})
+    assert response.status_code == 200
+    assert list(target.submits[0].request.prompt_token_ids) == prompt[-kept:]
+
+
+async def test_a_long_text_is_cut_where_it_may_be(
+    client: httpx.AsyncClient, target: FakeTarget
+) -> None:
+    body = {**COMPLETION, "prompt": "the " * 50_000, "truncate_prompt_tokens": 3, "max_tokens": 2}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert len(target.submits[0].request.prompt_token_ids) == 3
+    for wrong in (0, -2, 4096):
+        response = await client.post(
+            "/v1/completions", json={**body, "truncate_prompt_tokens": wrong}
+        )
+        assert (await error_of(response))[:2] == (400, "truncate_prompt_tokens")
+
+
+async def test_the_answer_continues_the_last_message(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "the quick"}]
+    expected = await ids_of(tokenizer, PROMPT + "the quick")
+    body = {**CHAT, "messages": messages, "continue_final_message": True, "max_tokens": 2}
+    claude = {"model": "fake", "messages": messages, "max_tokens": 2}
+    for url, asked in (("/v1/chat/completions", body), ("/v1/messages", claude)):
+        assert (await client.post(url, json=asked)).status_code == 200
+        assert list(target.submits[-1].request.prompt_token_ids) == expected
+    for wrong in ({"add_generation_prompt": True}, {"messages": [{"role": "user", "content": ""}]}):
+        response = await client.post("/v1/chat/completions", json={**body, **wrong})
+        assert (await error_of(response))[:2] == (400, "continue_final_message")
+
+
+async def test_a_chat_may_bring_its_prompt_as_tokens(
+    client: httpx.AsyncClient, target: FakeTarget
+) -> None:
+    body = {**CHAT, "input_ids": [5, 6], "max_tokens": 2}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert list(target.submits[0].request.prompt_token_ids) == [5, 6]
+    response = await client.post("/v1/chat/completions", json={**body, "input_ids": [512]})
+    assert (await error_of(response))[:2] == (400, "input_ids")
+
+
+async def test_thoughts_that_are_not_set_apart_are_text(
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
+) -> None:
+    await say(target, thinking_text.tokenizer, "<think>the fox</think>jumps")
+    gateway = await make_gateway(target, text=thinking_text)
+    body = {**CHAT, "separate_reasoning": False, "max_tokens": 50}
+    message = (await post(gateway, "/v1/chat/completions", body)).json()["choices"][0]["message"]
+    assert message["content"] == "<think>the fox</think>jumps"
+    assert "reasoning" not in message
+    response = await post(gateway, "/v1/chat/completions", {**body, "regex": "a"})
+    assert (await error_of(response))[:2] == (400, "separate_reasoning")
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/responses", {"model": "fake", "input": "then", "max_output_tokens": 9}),
+        ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 9}),
+    ],
+)
+async def test_every_interface_takes_the_sampling_fields(
+    client: httpx.AsyncClient, target: FakeTarget, url: str, body: dict[str, Any]
+) -> None:
+    fields = {
+        "top_k": 7,
+        "min_p": 0.25,
+        "presence_penalty": 1.0,
+        "logit_bias": {"3": 2.0},
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "priority": 3,
+    }
+    response = await client.post(url, json={**body, **fields})
+    assert response.status_code == 200, response.text
+    request = target.submits[0].request
+    params, stop = request.sampling_params, request.stop_params
+    assert (params.top_k, params.min_p, params.presence_penalty) == (7, 0.25, 1.0)
+    assert dict(params.logit_bias) == {3: 2.0}
+    assert (stop.min_output_token_count, list(stop.stop_token_ids)) == (2, [9])
+    assert (stop.ignore_eos, request.priority) == (True, 3)
+    refused = await client.post(url, json={**body, "min_p": 2})
+    assert refused.status_code == 400
+    assert "min_p" in refused.text
+
+
+async def test_answers_carry_a_fingerprint(client: httpx.AsyncClient) -> None:
+    found = set()
+    for url, body in BOTH:
+        whole = (await client.post(url, json={**body, "max_tokens": 2})).json()
+        streamed = await client.post(url, json={**body, "max_tokens": 2, "stream": True})
+        found |= {whole["system_fingerprint"]}
+        found |= {chunk["system_fingerprint"] for chunk in events(streamed.content)[:-1]}
+    (fingerprint,) = found
+    assert fingerprint.startswith("fp_")
+
+
+@pytest.mark.parametrize("field", ["lora_path", "custom_logit_processor", "stop_regex"])
+async def test_what_needs_more_than_the_target_has_is_refused(
+    client: httpx.AsyncClient, gateway: Gateway, field: str
+) -> None:
+    for url, body in BOTH:
+        response = await client.post(url, json={**body, field: "x"})
+        assert (await error_of(response))[:3] == (400, field, "not_implemented")
