@@ -51,6 +51,13 @@ class Run:
         """Rounds in which candidate tokens of a draft were verified."""
         return 0 if self.speculation is None else int(self.speculation["num_spec_steps"])
 
+    @property
+    def num_round_tokens(self) -> float:
+        """Tokens that those rounds brought, the target's own included."""
+        if self.speculation is None:
+            return 0.0
+        return self.rounds * float(self.speculation["mean_acceptance_length"])
+
     def summary(self) -> str:
         """Returns one line of figures."""
         line = f"{len(self.token_ids):4d} tokens  {self.tokens_per_s:7.1f} tokens/s"
@@ -167,17 +174,25 @@ def conclusion(pairs: Sequence[Pair]) -> str:
         )
     drafted, plain = (sum(run.duration_s for run in runs) for runs in zip(*compared, strict=True))
     num_tokens = sum(len(run.token_ids) for run, _ in compared)
-    num_rounds = max(1, sum(run.rounds for run, _ in compared))
-    per_round, step_ms = num_tokens / num_rounds, 1000 * plain / max(1, num_tokens)
-    round_ms = 1000 * drafted / num_rounds
+    num_drafted = sum(run.num_round_tokens for run, _ in compared)
     lines = [
         f"Speculation was {plain / drafted:.2f} times as fast over {len(compared)} answers of "
         f"{num_tokens} tokens: {num_tokens / drafted:.0f} instead of {num_tokens / plain:.0f} "
-        f"tokens/s, with the same tokens.",
-        f"A plain step takes {step_ms:.1f} ms and brings one token. A round takes {round_ms:.1f} "
-        f"ms and brings {per_round:.2f}: those of the draft's candidates that the target would "
-        f"have written itself, and one of its own.",
+        f"tokens/s, with the same tokens."
     ]
+    if num_drafted < num_tokens / 2:
+        lines.append(
+            f"Only {num_drafted:.0f} of the tokens came from rounds with a draft: plain steps are "
+            f"faster here, so the target mostly went without. `--candidate-wait-always` insists."
+        )
+        return "\n".join(lines)
+    num_rounds = sum(run.rounds for run, _ in compared)
+    step_ms, round_ms = 1000 * plain / num_tokens, 1000 * drafted / num_rounds
+    lines.append(
+        f"A plain step takes {step_ms:.1f} ms and brings one token. A round takes {round_ms:.1f} "
+        f"ms and brings {num_drafted / num_rounds:.2f}: those of the draft's candidates that the "
+        f"target would have written itself, and one of its own."
+    )
     if plain < drafted:
         lines.append(
             f"That is a loss: a round costs as much as {round_ms / step_ms:.2f} plain steps, more "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,6 +14,8 @@ from shared.rpc.channel import open_channel
 from shared.tls import ClientTls
 
 _TIMEOUT_S = 2.0
+_WARM_UP_TOKENS = 16
+_WARM_UP_TIMEOUT_S = 60.0
 
 
 async def grpc_is_serving(address: str, tls: ClientTls | None = None) -> bool:
@@ -45,6 +48,30 @@ async def http_is_ready(host: str, port: int, path: str, tls: ClientTls | None =
     return await asyncio.to_thread(_get_is_ok, host, port, path, tls)
 
 
+async def has_answered(host: str, port: int, model: str, tls: ClientTls | None = None) -> bool:
+    """Asks for a few tokens, so that the first real request meets nothing that is done once.
+
+    Returns whether the gateway answered, be it with a refusal: it may want a key.
+    """
+    return await asyncio.to_thread(_ask, host, port, model, tls)
+
+
+def _ask(host: str, port: int, model: str, tls: ClientTls | None) -> bool:
+    body = {"model": model, "prompt": "Hello", "max_tokens": _WARM_UP_TOKENS, "temperature": 0}
+    connection = _connection(host, port, tls, timeout_s=_WARM_UP_TIMEOUT_S)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        connection.getresponse().read()
+    except TimeoutError:
+        return True  # slow is not broken
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True
+
+
 def _get_is_ok(host: str, port: int, path: str, tls: ClientTls | None) -> bool:
     connection = _connection(host, port, tls)
     try:
@@ -56,7 +83,9 @@ def _get_is_ok(host: str, port: int, path: str, tls: ClientTls | None) -> bool:
         connection.close()
 
 
-def _connection(host: str, port: int, tls: ClientTls | None) -> http.client.HTTPConnection:
+def _connection(
+    host: str, port: int, tls: ClientTls | None, *, timeout_s: float = _TIMEOUT_S
+) -> http.client.HTTPConnection:
     if tls is None:
-        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls.context())
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls.context())

@@ -62,8 +62,20 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
         parts.append(Part(child, are_attached, is_expendable=True, hint=hint, is_back=all_are))
     gateway = Child(_spec(plan, "gateway", "gateway", plan.gateway_arguments))
     host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
-    parts.append(Part(gateway, lambda: probe.http_is_ready(host, int(port), "/ready", tls)))
+
+    async def is_warm() -> bool:
+        if not await probe.http_is_ready(host, int(port), "/ready", tls):
+            return False
+        return await probe.has_answered(host, int(port), _model_name(plan), tls)
+
+    parts.append(Part(gateway, is_warm))
     return tuple(parts)
+
+
+def _model_name(plan: Plan) -> str:
+    """What clients pass as `model`."""
+    default = "demo" if plan.is_demo else plan.target.model_id
+    return plan.gateway.model_name or plan.target.served_model_name or default
 
 
 def _hint(plan: Plan, draft: PlannedDraft) -> str:
@@ -85,9 +97,8 @@ def ready_line(plan: Plan) -> str:
         drafts = f"{names} ({plan.placement.value})"
     scheme = "http" if plan.gateway.http_tls is None else "https"
     url = f"{scheme}://{dial_address(plan.gateway.host, plan.gateway.port)}"
-    name = "demo" if plan.is_demo else plan.target.model_id
     return (
-        f"ready: {url}/v1  page: {url}/  model: {plan.target.served_model_name or name}"
+        f"ready: {url}/v1  page: {url}/  model: {_model_name(plan)}"
         f"  speculation: {drafts}  logs: {plan.launcher.log_dir}/"
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gateway.settings import GatewaySettings
@@ -27,6 +28,14 @@ LOOPBACK = "127.0.0.1"
 _DEMO_NAME = "demo"
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 _MOST_GRAPH_SEQUENCES = 256
+_WAITS = "--candidate-wait-always"
+_SHAPE = MappingProxyType(
+    {
+        "--speculative-num-steps": 4,
+        "--speculative-eagle-topk": 2,
+        "--speculative-num-draft-tokens": 8,
+    }
+)
 _COMPILE_FLAGS = ("--enable-torch-compile", "--torch-compile-max-bs")
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
 S = TypeVar("S")
@@ -149,8 +158,38 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
                 "outrider-demo, which is not installed",
             )
         )
-    target = with_local_model(target)
+    target = _show_trees(making, with_local_model(target), line)
     return _plan(making, launcher, target, line)
+
+
+def _show_trees(making: _Making, target: TargetSettings, line: Line) -> TargetSettings:
+    """The demo on a CPU is there to be looked at: it waits for trees even where plain steps are as
+    fast. A flag or variable says otherwise."""
+    if not _is_shown(making, target):
+        return target
+    if _is_given(making, line.services[TARGET], TARGET, _WAITS):
+        return target
+    line.services[TARGET].append(_WAITS)
+    return replace(target, candidate_wait_always=True)
+
+
+def _is_shown(making: _Making, target: TargetSettings) -> bool:
+    return _is_demo(target) and (target.device == "cpu" or not making.num_gpus)
+
+
+def _shown_shape(
+    making: _Making, target: TargetSettings, words: Sequence[str], algorithm: str
+) -> list[str]:
+    """Trees with branches for the demo's small model, whose own default is a chain."""
+    is_set = any(_is_given(making, words, DRAFT, flag) for flag in _SHAPE)
+    if is_set or algorithm != "STANDALONE" or not _is_shown(making, target):
+        return []
+    return [f"{flag}={value}" for flag, value in _SHAPE.items()]
+
+
+def _is_given(making: _Making, words: Sequence[str], service: str, flag: str) -> bool:
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    return _has(words, flag) or bool(making.env.get(f"OUTRIDER_{service.upper()}_{name}"))
 
 
 def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, line: Line) -> Plan:
@@ -236,7 +275,8 @@ def _planned(
             "--speculative-algorithm NGRAM needs no model"
         )
         return None
-    words = [*line.services[DRAFT], f"--speculative-algorithm={algorithm}"]
+    shape = _shown_shape(making, target, line.services[DRAFT], algorithm)
+    words = [*shape, *line.services[DRAFT], f"--speculative-algorithm={algorithm}"]
     if placement is Placement.EMBEDDED:
         names = {each.flag for each in declared_fields(TargetSettings)}
         own = [

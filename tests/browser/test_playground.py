@@ -319,6 +319,22 @@ def test_a_phone_shows_everything_without_scrolling_sideways(open_tab: OpenTab, 
         assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
 
 
+def test_the_narrowest_phone_keeps_the_bar_in_two_lines(open_tab: OpenTab) -> None:
+    tab = open_tab(width=320, height=640)
+    tops = tab.page.eval_on_selector_all(
+        ".bar > h1, .bar > .panes, .bar > button", "all => all.map((each) => each.offsetTop)"
+    )
+    assert max(tops) - min(tops) < 16
+
+
+def test_of_several_drafts_the_strongest_answers_unless_another_is_chosen(
+    tab: PlaygroundPage,
+) -> None:
+    assert tab.page.input_value("#algorithm") == "STANDALONE"
+    tab.choose("any")
+    assert tab.page.input_value("#algorithm") == "any"
+
+
 def test_enter_sends_shift_enter_does_not_and_focus_is_seen(tab: PlaygroundPage) -> None:
     page = tab.page
     page.focus("#prompt")

@@ -97,7 +97,7 @@ async def test_the_demo_compares_answers_with_and_without_speculation(
     disabled = [submit.request.speculation_params.disabled for submit in target.submits]
     assert disabled == [False, True] * 3, "the first pair warms up"
     assert "times as fast over 2 answers of" in out.getvalue()
-    assert "A plain step takes" in out.getvalue()
+    assert "tokens/s, with the same tokens" in out.getvalue()
 
 
 def _run(duration_s: float, rounds: int) -> demo.Run:
@@ -112,6 +112,11 @@ def test_the_demo_explains_a_loss_and_a_gain() -> None:
     gain = demo.conclusion([demo.Pair(_run(0.5, 50), _run(1.0, 0))])
     assert "Speculation was 2.00 times as fast" in gain
     assert "loss" not in gain
+
+
+def test_the_demo_says_when_the_target_mostly_went_without() -> None:
+    text = demo.conclusion([demo.Pair(_run(1.0, 5), _run(1.0, 0))])
+    assert "Only 10 of the tokens came from rounds with a draft" in text
 
 
 def test_the_demo_says_when_no_draft_took_part() -> None:

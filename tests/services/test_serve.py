@@ -15,6 +15,7 @@ from services.serve import ready_line
 from services.serve_plan import Plan, make_plan
 from services.serve_settings import Placement
 from shared.errors import SettingsError
+from shared.tokens import TreeShape
 from tests.helpers.checkpoints import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +156,19 @@ def test_host_and_port_are_those_of_http() -> None:
     assert (plan.gateway.host, plan.gateway.port) == ("0.0.0.0", 30000)
     assert (plan.target.host, plan.target.port) == ("127.0.0.1", 50051)
     assert ready_line(plan).startswith("ready: http://127.0.0.1:30000/v1  page: http://127.0.0.1")
+
+
+def test_the_demo_on_a_cpu_shows_trees_unless_told_otherwise() -> None:
+    plan = _plan()
+    assert plan.target.candidate_wait_always
+    assert "--candidate-wait-always" in plan.target_arguments
+    assert plan.drafts[0].settings.shape == TreeShape(4, 2, 8)
+    assert not _plan("--no-candidate-wait-always").target.candidate_wait_always
+    assert not _plan(gpus=1).target.candidate_wait_always
+    chain = _plan("--speculative-eagle-topk", "1")
+    assert chain.drafts[0].settings.shape == TreeShape(3, 1, 4)
+    env = {"OUTRIDER_TARGET_CANDIDATE_WAIT_ALWAYS": "false"}
+    assert not _plan(env=env).target.candidate_wait_always
 
 
 def test_variables_of_each_service_are_read() -> None:

@@ -5,11 +5,19 @@ import { part, refill } from "./element.js";
 const OFF = "off";
 const ANY = "any";
 const NONE = "none";
+/** Drafters by how much they usually bring; of several, the first that is attached answers. */
+const STRONGEST = ["EAGLE3", "MTP", "EAGLE", "DFLASH", "STANDALONE", "NGRAM"];
 
 /** @typedef {{name: string, speculation: object}} Side how a request is to be speculated */
 
 export class Parameters {
+  /** Whether the draft was chosen by hand. */
+  #isChosen = false;
+
   constructor() {
+    part("algorithm").addEventListener("change", () => {
+      this.#isChosen = true;
+    });
     const toggle = part("parameters-toggle");
     toggle.addEventListener("click", () => {
       const isOpen = toggle.getAttribute("aria-expanded") === "true";
@@ -24,6 +32,10 @@ export class Parameters {
     const named = algorithms.map((each) => [each, each]);
     refill(part("algorithm"), [[ANY, "any draft"], ...named, [OFF, "off"]]);
     refill(part("rival"), [[NONE, "nothing"], [OFF, "off"], ...named]);
+    const strongest = STRONGEST.find((each) => algorithms.includes(each));
+    if (!this.#isChosen && algorithms.length > 1 && strongest !== undefined) {
+      part("algorithm").value = strongest; // the target gives "any" to whichever has room
+    }
   }
 
   /** @returns {Side[]} what the next turn runs: one, or two to compare */

@@ -61,7 +61,8 @@ export class RoundPanel {
     part("round-number").textContent = round === null ? "" : round.round;
     part("round-draft").textContent = round?.algorithm ?? "";
     part("round-summary").textContent = round === null ? "" : summaryOf(round);
-    this.#tree.draw(round, rounds[current - 1]?.tokens.at(-1)?.text ?? "prompt");
+    const isLast = current === rounds.length - 1 && this.#answer?.finishReason === "stop";
+    this.#tree.draw(round, rounds[current - 1]?.tokens.at(-1)?.text ?? "prompt", isLast);
     this.#timeline.draw(rounds, current);
   }
 
@@ -89,6 +90,9 @@ export class RoundPanel {
   }
 }
 
+const NO_TREE =
+  "No tree was verified: no draft is attached, or plain steps are faster here and the target goes without trees.";
+
 /** @param {import("./figures.js").Round} round */
 function summaryOf(round) {
   const candidates = round.tree?.token_ids.length ?? 0;
@@ -106,7 +110,7 @@ function digits(value) {
 
 /** @param {{reached: number, accepted: number}[]} positions */
 function positionRows(positions) {
-  if (positions.length === 0) return [element("p", { class: "hint" }, "No tree was verified.")];
+  if (positions.length === 0) return [element("p", { class: "hint" }, NO_TREE)];
   return positions.map(({ reached, accepted }, place) => {
     const share = accepted / reached;
     const fill = element("i");

@@ -31,17 +31,19 @@ const LONGEST_LABEL = 12;
 /**
  * @param {import("./figures.js").Round} round
  * @param {string} before the last token before it, which stands for all of them
+ * @param {boolean} [isLast] of the answer, whose last token may be the one that ends it
  * @returns {{nodes: Node[], width: number, height: number}}
  */
-export function layoutOf(round, before) {
+export function layoutOf(round, before, isLast = false) {
   const root = node("root", null, null, before, -1, null);
   const nodes = [root, ...candidates(round, root)];
   const last = round.accepted_nodes.at(-1);
+  if (isLast && last !== undefined && nodes[last + 1].text === "") nodes[last + 1].label = "end";
   const drawn = round.tokens.at(-1);
   if (drawn !== undefined && drawn.source !== "accepted") {
     const parent = last === undefined ? root : nodes[last + 1];
     const own = node(drawn.source, null, parent, drawn.text, drawn.id, null);
-    own.label = labelOf(drawn.text) || `#${drawn.id}`;
+    own.label = labelOf(drawn.text) || (isLast ? "end" : `#${drawn.id}`);
     nodes.push(own);
   }
   const numRows = stand(root, 0);
@@ -86,7 +88,9 @@ function candidates(round, root) {
     const kind = accepted.has(index) ? "accepted" : "rejected";
     const logProb = tree.log_probs[index];
     const prob = logProb === undefined ? null : Math.exp(logProb);
-    made.push(node(kind, index, parent, text, tree.token_ids[index], prob));
+    const drawn = node(kind, index, parent, text, tree.token_ids[index], prob);
+    drawn.label ||= `#${drawn.id}`;
+    made.push(drawn);
   }
   return made;
 }

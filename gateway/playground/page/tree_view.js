@@ -12,6 +12,9 @@ const KINDS = {
 };
 const KEPT_HEIGHT = 176;
 const SMALLEST_SCALE = 0.8;
+const HINT = matchMedia("(pointer: coarse)").matches
+  ? "Tap a node."
+  : "Point at a node, or focus the tree and use the arrow keys.";
 const STEPS = { ArrowRight: "in", ArrowLeft: "out", ArrowDown: "next", ArrowUp: "before" };
 
 export class TreeView {
@@ -45,8 +48,9 @@ export class TreeView {
   /**
    * @param {import("./figures.js").Round | null} round
    * @param {string} [before] the last token before it
+   * @param {boolean} [isLast] of an answer that the model has ended
    */
-  draw(round, before = "") {
+  draw(round, before = "", isLast = false) {
     this.#current = 0;
     if (round === null) {
       this.#nodes = [];
@@ -56,7 +60,7 @@ export class TreeView {
       this.#detail.textContent = "";
       return;
     }
-    const { nodes, width, height } = layoutOf(round, before);
+    const { nodes, width, height } = layoutOf(round, before, isLast);
     // The box hardly shrinks, so that a live tree does not make the page jump.
     this.#height = Math.min(Math.max(this.#height, height), KEPT_HEIGHT);
     this.#size = { width, height: Math.max(height, this.#height) };
@@ -132,7 +136,7 @@ export class TreeView {
   #leave() {
     if (document.activeElement === this.#box) return;
     this.#unmark();
-    this.#detail.textContent = this.#nodes.length > 0 ? "Point at a node, or focus the tree and use the arrow keys." : "";
+    this.#detail.textContent = this.#nodes.length > 0 ? HINT : "";
   }
 
   #unmark() {
@@ -158,7 +162,7 @@ function detailOf(node) {
     facts.push(`draft ${percent(node.prob)}`, `path ${percent(node.pathProb)}`);
   }
   facts.push(`position ${node.depth}`, KINDS[node.kind]);
-  return [element("b", {}, JSON.stringify(node.text)), ` ${facts.join(" · ")}`];
+  return [element("b", {}, node.text === "" ? node.label : JSON.stringify(node.text)), ` ${facts.join(" · ")}`];
 }
 
 /** @param {import("./tree_layout.js").Node[]} nodes */
