@@ -204,8 +204,11 @@ def text_config(config: ConfigFile) -> ConfigFile:
     """Returns the part that describes the text model; in most configs that is all of it."""
     if "text_config" not in config:
         return config
-    # What concerns saving stands outside.
-    outer = {key: value for key in _OUTER_KEYS if (value := config.text(key, ""))}
+    # What concerns saving and the end of an answer stands outside.
+    outer: dict[str, object] = {
+        key: value for key in _OUTER_KEYS if (value := config.text(key, ""))
+    }
+    outer["eos_token_id"] = list(config.integers("eos_token_id"))
     return config.nested("text_config").with_defaults(outer)
 
 

@@ -152,7 +152,11 @@ def test_a_picture_models_config_is_read_for_its_text_model(tmp_path: Path) -> N
     text = {"hidden_size": 64, "num_hidden_layers": 7, "intermediate_size": 96, "head_dim": 16}
     config = read(
         tmp_path,
-        {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"},
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "torch_dtype": "bfloat16",
+            "eos_token_id": [1, 106],
+        },
         text_config=text | {"sliding_window": 1024, "rope_scaling": scaling},
     )
     assert (config.num_heads, config.num_kv_heads, config.vocab_size) == (8, 4, 262_208)
@@ -161,3 +165,4 @@ def test_a_picture_models_config_is_read_for_its_text_model(tmp_path: Path) -> N
     assert config.sliding_rope is not None
     assert (config.sliding_rope.theta, config.sliding_rope.factor) == (1e4, 1.0)
     assert config.dtype is torch.bfloat16
+    assert config.eos_token_ids == {1, 106}

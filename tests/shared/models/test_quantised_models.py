@@ -92,6 +92,21 @@ def test_a_decoders_logits_stay_close(target: Path, quantisation: Quantisation) 
     assert _relative_error(exact.roll(1, dims=0), exact) > 0.5, "logits of other rows are far off"
 
 
+@pytest.mark.parametrize("quantisation", EIGHT_BITS)
+def test_experts_are_held_in_8_bits_and_their_logits_stay_close(
+    tmp_path: Path, quantisation: Quantisation
+) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    shape = TinyShape(vocab_size=64, num_layers=1, overrides=sizes)
+    folder = write_checkpoint(tmp_path, "qwen3_moe", shape)
+    exact = _decoder_logits(_decoder(folder, Quantisation.UNQUANT))
+    decoder = _decoder(folder, quantisation)
+    assert 0.0 < _relative_error(_decoder_logits(decoder), exact) < TOLERANCE[quantisation]
+    attention, experts = 32 * (64 + 32), 4 * 3 * 24 * 32
+    channels = 64 + 32 + 4 * (2 * 24 + 32)
+    assert num_saved_bytes(decoder) == 3 * (attention + experts) - 4 * channels
+
+
 @pytest.mark.parametrize("head", [EAGLE, EAGLE3], ids=["eagle", "eagle3"])
 @pytest.mark.parametrize("quantisation", EIGHT_BITS)
 def test_a_heads_logits_stay_close(

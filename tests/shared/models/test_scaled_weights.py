@@ -21,10 +21,32 @@ from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.models.scaled_weights import ScaleBlock, scale_block, spread_scales
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.plain_forward import plain_forward
 
 CPU = torch.device("cpu")
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 Pack = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "glm4_moe": EXPERTS,
+    "deepseek_v3": EXPERTS
+    | {
+        "head_dim": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
 
 
 def compressed(layout: str = "int-quantized", **weights: object) -> dict[str, object]:
@@ -135,6 +157,22 @@ def test_decoder_of_8_bits_equals_that_of_the_same_numbers(
         assert torch.equal(layer.mlp.gate_up.dense(), same.mlp.gate_up.dense())
         assert torch.equal(layer.mlp.down.dense(), same.mlp.down.dense())
         assert torch.equal(layer.mlp_norm.weight, same.mlp_norm.weight)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["channel", "block FP8"])
+def test_experts_and_latent_attention_of_8_bits_compute_with_the_same_numbers(
+    family: str, layout: str, tmp_path: Path
+) -> None:
+    shape = TinyShape(vocab_size=64, num_kv_heads=4, overrides=MIXTURES[family])
+    folder, plain = (
+        write_checkpoint(tmp_path / name, family, shape) for name in ("packed", "plain")
+    )
+    save_file(pack_folder(folder, layout), plain / "model.safetensors")
+    read, expected = (
+        plain_forward(load(each), range(20), range(20)).logits for each in (folder, plain)
+    )
+    assert torch.equal(read, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
