@@ -34,7 +34,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
   bench-drafters bench-async bench-http bench-start bench-gpu bench-tp bench-tp-draft load load-gateway load-target load-draft \
-  tune test-clients up down clean
+  tune fuzz test-clients up down clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -165,6 +165,9 @@ tune: $(STAMP) ## the best tree shape, placement and concurrency for a workload;
 
 # Each in an environment of its own: their dependencies do not fit together, or ours.
 CLIENTS := sdk litellm aiperf guidellm lm_eval smg node
+
+fuzz: $(STAMP) ## nearly right requests to every route of a gateway; ARGS="--seconds 600 --seed 7"
+	@$(PY) -m tests.fuzz $(ARGS)
 
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients; ARGS="--only aiperf"
 	@$(PY) -m tests.clients --environments .venv-clients $(ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import orjson
 from fastapi import FastAPI, Request
-from openai.types.responses import Response as OpenAiResponse
 from starlette.responses import Response
 
 from gateway.event_stream import EventStream, whole_answer
@@ -32,8 +31,8 @@ def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
         text = ResponseText(asked, tokenizer)
         text.add(finale.piece)
         text.close(finale.choice)
-        response = OpenAiResponse.model_validate(text.response(finale.choice))
-        content = orjson.dumps(response.model_dump(mode="json", exclude_unset=True, by_alias=True))
+        # As it is: it repeats what was asked, which the package's type may not allow for.
+        content = orjson.dumps(text.response(finale.choice))
         return Response(content, media_type="application/json")
 
     @app.get("/v1/responses/{path:path}", tags=["openai"])

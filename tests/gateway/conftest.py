@@ -56,12 +56,17 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+def write_model(folder: Path) -> None:
+    """Writes what a gateway reads of a model."""
     write_tokenizer(folder)
     config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
     return folder
 
 

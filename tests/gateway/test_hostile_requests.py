@@ -127,6 +127,21 @@ async def test_arguments_of_a_history_are_read_as_far_as_they_go(
         assert str((await error_of(response))[1]).startswith(param)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": 1}}},
+        {"reasoning": {"summary": "\x00"}},
+    ],
+)
+async def test_what_a_response_repeats_may_be_anything_that_was_taken(
+    client: httpx.AsyncClient, extra: dict[str, Any]
+) -> None:
+    body = {"model": "fake", "input": "then", "max_output_tokens": 2, **extra}
+    assert (await client.post("/v1/responses", json=body)).status_code == 200
+
+
 async def test_a_number_that_is_none_is_refused(client: httpx.AsyncClient) -> None:
     content = orjson.dumps(CHAT)[:-1] + b',"temperature":NaN}'
     response = await client.post("/v1/chat/completions", content=content, headers=JSON)
