@@ -213,6 +213,11 @@ def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, l
         for place, algorithm in enumerate(algorithms)
         if (planned := _planned(making, launcher, target, line, placement, algorithm, place))
     ]
+    if target.speculative_adaptive and any(each.settings.is_shape_pinned for each in drafts):
+        making.notices.append(
+            "--speculative-adaptive: the shape that is set stays, and only whether to draft is "
+            "chosen; --speculative-eagle-topk 1 alone leaves the depth to it"
+        )
     gateway_words = _gateway_words(target, line)
     gateway = making.load(GatewaySettings, GATEWAY, gateway_words)
     making.refuse()

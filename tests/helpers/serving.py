@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 _BLOCK_SIZE = 40
 EVERY_ROUND_HAS_A_TREE = {
     "OUTRIDER_TARGET_SPECULATIVE_ADAPTIVE": "false",
-    "OUTRIDER_TARGET_CANDIDATE_WAIT_MS": "5000",
+    "OUTRIDER_TARGET_CANDIDATE_WAIT_MS": "60000",
+    "OUTRIDER_TARGET_CANDIDATE_WAIT_ALWAYS": "true",
 }
 """Settings of a target that speculates even where plain steps are faster: on a busy machine."""
 

@@ -34,7 +34,12 @@ def _completion(base_url: str, context: ssl.SSLContext | None = None) -> dict[st
     return answer
 
 
-@pytest.mark.parametrize("flags", [(), ("--algorithm", "NONE"), ("--placement", "embedded")])
+HOSTED = ("--placement", "embedded", "--algorithm", "EAGLE3", "--dtype", "fp32")
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--algorithm", "NONE"), (*HOSTED, "--max-running-requests", "8")]
+)
 def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: Path) -> None:
     with serving(tmp_path, *flags) as (process, ready_line, base_url):
         assert ready_line.startswith(f"ready: {base_url}/v1"), process.communicate()[1]

@@ -171,6 +171,16 @@ def test_the_demo_on_a_cpu_shows_trees_unless_told_otherwise() -> None:
     assert not _plan(env=env).target.candidate_wait_always
 
 
+def test_adaptive_speculation_chooses_the_depth_of_chains_that_have_none() -> None:
+    flags = ("--speculative-adaptive", "--speculative-eagle-topk", "1")
+    free = _plan(*flags)
+    assert not free.drafts[0].settings.is_shape_pinned
+    assert free.notices == ()
+    pinned = _plan(*flags, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
+    [notice] = pinned.notices
+    assert "the shape that is set stays" in notice
+
+
 def test_variables_of_each_service_are_read() -> None:
     env = {"OUTRIDER_TARGET_PORT": "6000", "OUTRIDER_SERVE_LOG_DIR": "elsewhere"}
     plan = _plan(env=env)
