@@ -182,7 +182,8 @@ def _shown_shape(
 ) -> list[str]:
     """Trees with branches for the demo's small model, whose own default is a chain."""
     is_set = any(_is_given(making, words, DRAFT, flag) for flag in _SHAPE)
-    if is_set or algorithm != "STANDALONE" or not _is_shown(making, target):
+    is_free = target.speculative_adaptive or algorithm != "STANDALONE"
+    if is_set or is_free or not _is_shown(making, target):
         return []
     return [f"{flag}={value}" for flag, value in _SHAPE.items()]
 

@@ -176,6 +176,7 @@ def test_adaptive_speculation_chooses_the_depth_of_chains_that_have_none() -> No
     free = _plan(*flags)
     assert not free.drafts[0].settings.is_shape_pinned
     assert free.notices == ()
+    assert _plan("--speculative-adaptive").notices == ()
     pinned = _plan(*flags, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
     [notice] = pinned.notices
     assert "the shape that is set stays" in notice
