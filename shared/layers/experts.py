@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from shared.kernels.activation import Activation, gate_mul
@@ -51,6 +52,7 @@ class Experts:
         down: of each expert `N` to `H`.
         shared: the block that all rows take; None in some families.
         group: processes that each hold some channels N of every expert and of the shared block.
+        scales_inputs: weights multiply what enters an expert, not what leaves it.
     """
 
     router: Router
@@ -59,6 +61,7 @@ class Experts:
     activation: Activation
     shared: Mlp | None = None
     group: TensorGroup | None = None
+    scales_inputs: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
@@ -87,6 +90,10 @@ class Experts:
         if runs_triton(hidden):
             num_rows = tile_rows(experts.numel(), self.gate_up)
             tiles = tiles_of(experts.flatten(), self.gate_up.num_experts, num_rows)
-        gated = gate_mul(expert_product(hidden, experts, self.gate_up, tiles), self.activation)
+        inputs = hidden
+        if self.scales_inputs:
+            inputs = (hidden.unsqueeze(1) * weights.to(hidden.dtype).unsqueeze(2)).flatten(0, 1)
+            weights = torch.ones_like(weights)
+        gated = gate_mul(expert_product(inputs, experts, self.gate_up, tiles), self.activation)
         routed = weighted_sum(expert_product(gated, experts, self.down, tiles), weights)
         return routed if self.shared is None else routed + self.shared(hidden)

@@ -49,6 +49,9 @@ class ModelConfig:
         experts: of the layers that have some; None in dense families.
         latent: of latent attention, whose cache has one key head as wide as a row; None elsewhere.
         sinks_key: see `Family`.
+        unrotated_layers: those whose queries and keys are not rotated.
+        has_unit_norm: queries and keys of the other layers are normed a head, without weights.
+        mlp_block: see `Family`.
         hybrid: where sliding layers have other heads than the rest; None elsewhere.
         has_sinks: heads have a score without a value, see `paged_attention`.
     """
@@ -87,6 +90,9 @@ class ModelConfig:
     latent: LatentConfig | None = None
     hybrid: HybridConfig | None = None
     sinks_key: str = "sinks"
+    unrotated_layers: frozenset[int] = frozenset()
+    has_unit_norm: bool = False
+    mlp_block: str = "mlp."
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -131,7 +137,9 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads if latent is None else 1,
             head_dim=_head_dim(config, family, num_heads) if latent is None else latent.row_dim,
-            intermediate_size=config.integer("intermediate_size"),
+            intermediate_size=config.integer(
+                "intermediate_size_mlp", config.integer("intermediate_size")
+            ),
             vocab_size=config.integer("vocab_size"),
             rms_norm_eps=config.number("rms_norm_eps", config.number("layernorm_epsilon", 1e-6)),
             rope=read_rope(config, max_position_embeddings=max_positions, defaults=family.rope),
@@ -141,7 +149,7 @@ class ModelConfig:
             has_mlp_bias=config.flag("mlp_bias", False),
             has_qk_norm=_has_qk_norm(config, family),
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=_most_positions(config, family),
             eos_token_ids=_eos_token_ids(config),
             dtype=saved_dtype(config),
             activation=family.activation or activation_of(config),
@@ -159,12 +167,21 @@ class ModelConfig:
             latent=latent,
             hybrid=hybrid,
             sinks_key=family.sinks_key,
+            unrotated_layers=_unrotated_layers(config, family),
+            has_unit_norm=family.skips_rotation and config.flag("use_qk_norm", True),
+            mlp_block=family.mlp_block,
         )
 
     @property
     def rotary_dim(self) -> int:
         """Of what is rotated by `rope`."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim
+
+    def layer_turns_apart(self, layer: int) -> bool:
+        """Whether a layer has the rotation of `sliding_rope`."""
+        if self.unrotated_layers:
+            return layer in self.unrotated_layers
+        return self.sliding_rope is not None and self.sliding_windows[layer] is not None
 
     def layer_kv_heads(self, layer: int) -> int:
         """Returns the key heads of a layer in the checkpoint."""
@@ -245,7 +262,31 @@ def _optional_number(config: ConfigFile, key: str) -> float | None:
     return config.number(key) if key in config else None
 
 
+def _unrotated_layers(config: ConfigFile, family: Family) -> frozenset[int]:
+    if not family.skips_rotation:
+        return frozenset()
+    # 1 rotates, for all that the name says.
+    listed, period = config.integers("no_rope_layers"), config.integer("no_rope_layer_interval", 4)
+    count = config.integer("num_hidden_layers")
+    rotates = listed or [(layer + 1) % period for layer in range(count)]
+    return frozenset(layer for layer, is_rotated in enumerate(rotates) if not is_rotated)
+
+
+def _most_positions(config: ConfigFile, family: Family) -> int:
+    """Returns the longest text: of families that attend in chunks, one chunk, as far as the
+    temperature of long texts does not matter."""
+    most = config.integer("max_position_embeddings")
+    if not family.skips_rotation:
+        return most
+    most = min(most, config.integer("attention_chunk_size", most))
+    if config.flag("attn_temperature_tuning", True):
+        most = min(most, config.integer("floor_scale", 8192) - 1)
+    return most
+
+
 def _sliding_rope(config: ConfigFile, family: Family, max_positions: int) -> RopeConfig | None:
+    if family.skips_rotation:
+        return RopeConfig(theta=1.0, partial=0.0)
     if family.sliding_rope is None:
         return None
     return read_rope(

@@ -149,6 +149,5 @@ def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> At
         cap=config.attention_cap,
         has_sinks=config.layer_has_sinks(layer),
         is_latent=config.latent is not None,
-        has_own_rotation=config.sliding_rope is not None
-        and config.sliding_windows[layer] is not None,
+        has_own_rotation=config.layer_turns_apart(layer),
     )

@@ -22,6 +22,7 @@ _PLAIN_ROOT = "model."
 _ROOTS = (_PLAIN_ROOT, "model.language_model.", "language_model.model.")
 _PICTURE_PREFIXES = (
     "vision_tower.",
+    "vision_model.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
@@ -232,14 +233,16 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
 def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
     hidden, wide, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
     is_fused, own = config.has_fused_matrices, wide // shard.size
-    cut = down_cut = None
+    block, cut, down_cut = config.mlp_block, None, None
     if shard.size > 1:
         cut, down_cut = Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
     for index, key in enumerate(("gate_proj", "up_proj")):
         whole = (2 * wide if is_fused else wide, hidden)
         name, first_row = ("gate_up_proj", index * wide) if is_fused else (key, 0)
-        yield _Matrix(f"mlp.{name}", whole, first_row, wide, "gate_up", has_bias, cut)
-    yield _Matrix("mlp.down_proj", (hidden, wide), 0, hidden, "down", has_bias, down_cut)
+        yield _Matrix(f"{block}{name}", whole, first_row, wide, "gate_up", has_bias, cut)
+    yield _Matrix(
+        f"{config.mlp_block}down_proj", (hidden, wide), 0, hidden, "down", has_bias, down_cut
+    )
 
 
 def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:

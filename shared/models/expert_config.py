@@ -43,8 +43,9 @@ class ExpertFamily:
             config.
         has_correction: the choice, and not the weights, has a bias an expert.
         is_wide: the router computes in float32.
-        is_stacked: the checkpoint has all experts' matrices as one tensor, transposed, gate and up
-            interleaved, and everything has a bias.
+        is_stacked: the checkpoint has all experts' matrices as one tensor, transposed.
+        has_biases: experts and router have biases, and gate and up of a stack are interleaved.
+        scales_inputs: see `Experts`.
     """
 
     keys: ExpertKeys
@@ -53,6 +54,8 @@ class ExpertFamily:
     has_correction: bool = False
     is_wide: bool = False
     is_stacked: bool = False
+    has_biases: bool = False
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,8 @@ def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:
 
 def _layers(config: ConfigFile) -> frozenset[int]:
     """Returns the layers with experts: configs list them, or count them in one of several ways."""
+    if config.integers("moe_layers"):
+        return frozenset(config.integers("moe_layers"))
     kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
     if kinds:
         return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
@@ -136,7 +141,7 @@ def _layers(config: ConfigFile) -> frozenset[int]:
     if len(listed) > 1:
         return frozenset(index for index, has_experts in enumerate(listed) if has_experts)
     first = config.integer("first_k_dense_replace", 0)
-    step = config.integer("decoder_sparse_step", 1)
+    step = config.integer("interleave_moe_layer_step", config.integer("decoder_sparse_step", 1))
     frequency = listed[0] if listed else 1
     dense = config.integers("mlp_only_layers")
     return frozenset(

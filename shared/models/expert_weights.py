@@ -40,11 +40,11 @@ def expert_parts(
             dtype=torch.float32,
         )
     if config.family.is_stacked:
-        yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
         yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
-        return
+    if config.family.has_biases:
+        yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
     inner, outer = _cuts(wide, shard)
-    for expert in range(num_experts):
+    for expert in range(0 if config.family.is_stacked else num_experts):
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
             yield WeightPart(
@@ -61,17 +61,26 @@ def _stacked_parts(
     config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
 ) -> Iterator[WeightPart]:
     wide, num_experts = config.intermediate_size, config.routing.num_experts
-    # Gate and up of a channel are neighbours.
-    inner, outer = _cuts(2 * wide, shard)[0], _cuts(wide, shard)[1]
-    own = 2 * wide // shard.size
-    order = (*range(0, own, 2), *range(1, own, 2))
-    for expert in range(num_experts):
-        for key, shape, name, cut, row_order in (
-            ("gate_up_proj", (hidden, 2 * wide), "gate_up", inner, order),
-            ("gate_up_proj_bias", (2 * wide,), "gate_up_bias", inner, order),
-            ("down_proj", (wide, hidden), "down", outer, None),
+    own, outer = wide // shard.size, _cuts(wide, shard)[1]
+    first, both = shard.rank * own, (hidden, 2 * wide)
+    matrices: list[tuple[str, tuple[int, ...], str, Cut | None, tuple[int, ...] | None]]
+    if config.family.has_biases:
+        # Gate and up of a channel are neighbours.
+        inner = Cut(0, 2 * first, 2 * own)
+        order = (*range(0, 2 * own, 2), *range(1, 2 * own, 2))
+        matrices = [
+            ("gate_up_proj", both, "gate_up", inner, order),
+            ("gate_up_proj_bias", both[1:], "gate_up_bias", inner, order),
             ("down_proj_bias", (hidden,), "down_bias", None, None),
-        ):
+        ]
+    else:
+        matrices = [
+            ("gate_up_proj", both, "gate_up", Cut(0, start, own), None)
+            for start in (first, wide + first)
+        ]
+    matrices.append(("down_proj", (wide, hidden), "down", outer, None))
+    for expert in range(num_experts):
+        for key, shape, name, cut, row_order in matrices:
             yield WeightPart(
                 f"{source}{key}",
                 (num_experts, *shape),
@@ -143,6 +152,7 @@ def build_experts(
         activation=activation,
         shared=shared,
         group=group,
+        scales_inputs=config.family.scales_inputs,
     )
 
 

@@ -59,6 +59,8 @@ class Family:
         sliding_rope: likewise of sliding layers; None gives them those of all others.
         is_latent: keys and values are made of a latent vector, see `LatentAttention`.
         is_hybrid: sliding layers have other key heads than the rest, see `HybridConfig`.
+        skips_rotation: some layers do not rotate, and the others attend in chunks.
+        mlp_block: what the keys of a feed-forward block begin with, after those of the layer.
         sinks_key: how checkpoints name sinks.
         activation: None asks the config.
         has_sinks: see `ModelConfig`.
@@ -82,6 +84,8 @@ class Family:
     has_sinks: bool = False
     is_latent: bool = False
     is_hybrid: bool = False
+    skips_rotation: bool = False
+    mlp_block: str = "mlp."
     sinks_key: str = "sinks"
     experts: ExpertFamily | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -130,6 +134,22 @@ _GEMMA3 = Family(
         "max_position_embeddings": 131_072,
     },
 )
+_LLAMA4 = Family(
+    qkv_bias=None,
+    output_bias=None,
+    skips_rotation=True,
+    mlp_block="feed_forward.",
+    default_head_dim=128,
+    rope=RopeDefaults(theta=500_000.0, is_interleaved=True),
+    experts=ExpertFamily(
+        keys=ExpertKeys(block="feed_forward.", router="router", shared="shared_expert."),
+        scores=RouterScores.SIGMOID,
+        normalises=False,
+        is_stacked=True,
+        scales_inputs=True,
+    ),
+    defaults=_EPS | {"n_shared_experts": 1, "intermediate_size_mlp": 16_384},
+)
 _OLMO2 = Family(
     qkv_bias=None,
     output_bias=None,
@@ -141,6 +161,8 @@ _OLMO2 = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None),
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
         "MistralForCausalLM": Family(
             qkv_bias=False,
             output_bias=False,
@@ -263,6 +285,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 scores=RouterScores.SOFTMAX_OF_CHOSEN,
                 normalises=False,
                 is_stacked=True,
+                has_biases=True,
             ),
             defaults=_EPS | {"attention_bias": True, "sliding_window": 128},
         ),

@@ -180,6 +180,11 @@ def _attention(
     if config.has_qk_norm:
         own = norm_from(config, tensors, f"{prefix}qk_norm")
         qk_norm = RmsNorm(own.weight.view(-1, config.head_dim), eps)
+    if config.has_unit_norm and layer not in config.unrotated_layers:
+        # Rotation leaves the length of a head as it is, so norms may stand before it.
+        own_weight = tensors[f"{prefix}qkv.weight"]
+        num_normed = shape.num_heads + shape.num_kv_heads
+        qk_norm = RmsNorm(own_weight.new_ones(num_normed, config.head_dim), eps)
     if config.norms_all_heads:
         joint_norms = (
             norm_from(config, tensors, f"{prefix}query_norm"),

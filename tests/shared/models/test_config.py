@@ -166,3 +166,17 @@ def test_a_picture_models_config_is_read_for_its_text_model(tmp_path: Path) -> N
     assert (config.sliding_rope.theta, config.sliding_rope.factor) == (1e4, 1.0)
     assert config.dtype is torch.bfloat16
     assert config.eos_token_ids == {1, 106}
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [({}, 8191), ({"attn_temperature_tuning": False}, 8192), ({"attention_chunk_size": 64}, 64)],
+)
+def test_llama_4_accepts_one_chunk_of_text(
+    tmp_path: Path, changes: dict[str, object], longest: int
+) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 8192}
+    llama4 = LLAMA | experts | {"architectures": ["Llama4ForCausalLM"]}
+    config = read(tmp_path, llama4, max_position_embeddings=131_072, **changes)
+    assert config.max_position_embeddings == longest
+    assert config.unrotated_layers == {3}

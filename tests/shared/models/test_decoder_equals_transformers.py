@@ -95,6 +95,12 @@ MIMO_V2: dict[str, Any] = {
         },
     },
 }
+LLAMA4: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 40,
+    "no_rope_layer_interval": 2,
+}
 PHI_LONGROPE = {
     "original_max_position_embeddings": 64,
     "rope_parameters": {
@@ -234,6 +240,12 @@ CASES = {
     "mimo v2 flash sharded": Case(
         "mimo_v2_flash", with_config(**MIMO_V2, attention_bias=True), max_shard_size="20KB"
     ),
+    "llama4": Case("llama4", with_config(**LLAMA4)),
+    "llama4 without norms, some layers dense": Case(
+        "llama4",
+        with_config(**LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False}),
+    ),
+    "llama4 scaled": Case("llama4", with_config(**LLAMA4, rope_parameters=LLAMA3)),
     "phi3": Case("phi3", with_config(sliding_window=6)),
     "phi3 partial": Case(
         "phi3",

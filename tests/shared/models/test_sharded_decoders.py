@@ -49,6 +49,14 @@ CASES: dict[str, TinyShape] = {
         overrides={"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     ),
     "glm4_moe": TinyShape(overrides=EXPERTS | {"attention_bias": True}),
+    "llama4": TinyShape(
+        overrides={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 2,
+        }
+    ),
     "gpt_oss": TinyShape(overrides={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": TinyShape(num_kv_heads=4, overrides=EXPERTS | LATENT | {"q_lora_rank": None}),
     "deepseek_v3": TinyShape(num_kv_heads=4, overrides=EXPERTS | LATENT | {"q_lora_rank": 16}),

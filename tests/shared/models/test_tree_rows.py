@@ -33,6 +33,7 @@ OVERRIDES: dict[str, dict[str, object]] = {
     "gemma3": {"sliding_window": 6},
     "phi3": {"sliding_window": 6},
     "olmo2": {},
+    "llama4": {"num_local_experts": 4, "num_experts_per_tok": 2, "no_rope_layer_interval": 2},
     "mimo_v2_flash": {
         "head_dim": 12,
         "v_head_dim": 8,
