@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
+from gateway.event_stream import whole_answer
 from gateway.native.schema import AbortRequest
 from gateway.quota import check_may_operate, current_quota
+from gateway.schema import CompletionRequest
 from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.rpc.admin_client import flush_prefix_cache
+from shared.telemetry.request_id import current_request_id
 
 _FLUSH_TIMEOUT_S = 5.0
 
@@ -50,6 +53,43 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             # Load tools take the mean over everything since the start from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
+
+    @app.get("/load", tags=["server"])
+    async def load() -> dict[str, int]:
+        return {"server_load": gateway.open_answers.num_open}
+
+    @app.get("/v1/loads", tags=["server"])
+    async def loads() -> dict[str, Any]:
+        each = [
+            {
+                "address": link.address,
+                "num_running_reqs": link.num_live,
+                "num_reserved_tokens": link.num_reserved_tokens,
+            }
+            for link in gateway.pool.links
+        ]
+        return {"loads": each, "num_waiting_reqs": gateway.pool.num_waiting}
+
+    @app.get("/tokenizer_info", tags=["server"])
+    async def tokenizer_info() -> dict[str, Any]:
+        tokenizer, template = gateway.text.tokenizer, gateway.text.template
+        decode = tokenizer.decode
+        return {
+            "vocab_size": len(tokenizer.token_bytes),
+            "special_tokens": {
+                str(token_id): decode([token_id], skip_special_tokens=False)
+                for token_id in sorted(tokenizer.special_ids)
+            },
+            "chat_template": None if template is None else template.source,
+        }
+
+    @app.get("/health_generate", tags=["server"])
+    async def health_generate(request: Request) -> dict[str, str]:
+        name, model = gateway.pool.model(None)
+        body = CompletionRequest(prompt=[0], max_tokens=1, ignore_eos=True)
+        plan = await gateway.planner.completion(body, name, model, current_request_id.get())
+        await whole_answer(gateway.answer(plan, "health_generate"), request.receive)
+        return {"status": "generating"}
 
     @app.get("/flush_cache", tags=["server"])
     @app.post("/flush_cache", tags=["server"])

@@ -118,9 +118,12 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
     statuses = _OF_KEYED
     if method in ("post", "put"):
         statuses += _OF_BODIES
-    if method == "post" or path in _STREAMED:  # of these the target's queue may be full
+    if method == "post" or path in (
+        *_STREAMED,
+        "/health_generate",
+    ):  # of these the target's queue may be full
         statuses += _OF_POST
-    if path in _STREAMED:
+    if path in (*_STREAMED, "/health_generate"):
         statuses += (410,)
     return (*statuses, 403, 501) if path == "/flush_cache" else statuses
 

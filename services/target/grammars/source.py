@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from services.target.grammars.schema_formats import without_unknown_formats
 from services.target.grammars.special_tokens import SpecialTokens, quoted
 from services.target.grammars.structural_tag import structural_tag_lark
 from shared.errors import InvalidArgument
@@ -32,7 +33,7 @@ def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
     if kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     if kind is GrammarKind.JSON_SCHEMA:
-        schema = json_object(grammar.text, kind)
+        schema = without_unknown_formats(json_object(grammar.text, kind))
         return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
     if kind is GrammarKind.CHOICES:
         if not all(grammar.source) or not grammar.source:

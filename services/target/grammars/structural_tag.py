@@ -15,6 +15,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from services.target.grammars.schema_formats import without_unknown_formats
 from services.target.grammars.special_tokens import SpecialTokens, quoted
 from shared.errors import InvalidArgument
 
@@ -103,6 +104,7 @@ class _Rules:
         schema = content["json_schema"]
         if schema is True:
             schema = {}
+        schema = without_unknown_formats(schema)
         return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
 
     def _sequence(self, elements: Sequence[Format]) -> str:

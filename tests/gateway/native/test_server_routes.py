@@ -73,6 +73,24 @@ async def test_the_server_tells_its_targets_and_its_mean_accepted_length(
     assert (after["models"], after["open_request_count"]) == (["fake"], 0)
 
 
+async def test_load_and_tokenizer_are_told(client: httpx.AsyncClient, target: FakeTarget) -> None:
+    assert (await client.get("/load")).json() == {"server_load": 0}
+    (load,) = (await client.get("/v1/loads")).json()["loads"]
+    assert load == {
+        "address": target.address, "num_running_reqs": 0, "num_reserved_tokens": 0,
+    }  # fmt: skip
+    info = (await client.get("/tokenizer_info")).json()
+    assert info["special_tokens"]["0"] == "<|end|>"
+    assert "add_generation_prompt" in info["chat_template"]
+
+
+async def test_one_token_shows_that_it_generates(
+    client: httpx.AsyncClient, target: FakeTarget
+) -> None:
+    assert (await client.get("/health_generate")).json() == {"status": "generating"}
+    assert target.submits[0].request.stop_params.max_output_token_count == 1
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_flushing_reaches_the_targets_maintenance_port(
     gateway: Gateway, maintenance: str, method: str
