@@ -20,6 +20,7 @@ class PoolSettings:
     """Attributes:
     addresses: of the targets, `host:port`.
     model_name: what clients call the model; None takes each target's own id.
+    aliases: further names of the model, where there is only one.
     tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
     retry_window_s: how long a request that lost its target before its first event waits for one.
     tls: of the way to the targets; None speaks plainly.
@@ -28,6 +29,7 @@ class PoolSettings:
     addresses: tuple[str, ...]
     tokenizer_sha256: str
     model_name: str | None = None
+    aliases: tuple[str, ...] = ()
     retry_window_s: float = 5.0
     timing: LinkTiming = field(default_factory=LinkTiming)
     tls: ClientTls | None = None
@@ -87,6 +89,11 @@ class TargetPool:
                 by_name[self.served_name(link.model)] = link.model
         return by_name
 
+    def aliases(self) -> dict[str, str]:
+        """Returns the model's name by each of its further names; none while there are several."""
+        models = self.models()
+        return dict.fromkeys(self._settings.aliases, next(iter(models))) if len(models) == 1 else {}
+
     def model(self, name: str | None) -> tuple[str, TargetModel]:
         """Returns a model with its name; the only one when `name` is None.
 
@@ -97,7 +104,7 @@ class TargetPool:
         models = self.models()
         if not models:
             raise self._no_target()
-        if not name and len(models) == 1:
+        if len(models) == 1 and (not name or name in self._settings.aliases):
             return next(iter(models.items()))
         if name not in models:
             known = ", ".join(sorted(models))
