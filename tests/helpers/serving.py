@@ -1,4 +1,4 @@
-"""`python -m services.serve` as a child, on ports that are free."""
+"""`outrider serve` as a child, on ports that are free."""
 
 from __future__ import annotations
 

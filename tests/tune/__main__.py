@@ -235,7 +235,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--placements", type=_names, default=(), help="remote,embedded")
-    parser.add_argument("--serve-args", default="", help="of services.serve, with --placements")
+    parser.add_argument("--serve-args", default="", help="of outrider serve, with --placements")
     parser.add_argument("--out", type=Path, default=Path(".run/tune"))
     return parser.parse_args(arguments)
 
