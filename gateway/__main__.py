@@ -91,6 +91,7 @@ def _compose(settings: GatewaySettings) -> Gateway:
             addresses=settings.target,
             tokenizer_sha256=tokenizer_sha256(settings.tokenizer),
             model_name=settings.model_name,
+            aliases=settings.model_alias,
             retry_window_s=settings.retry_window_s,
             tls=settings.target_tls,
         )

@@ -110,16 +110,18 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models", tags=["openai"])
     async def models() -> dict[str, Any]:
         created = int(gateway.start_time_s)
+        found = gateway.pool.models()
+        names = {name: name for name in found} | gateway.pool.aliases()
         data = [
-            bodies.model(name, created, model.max_context_tokens)
-            for name, model in sorted(gateway.pool.models().items())
+            bodies.model(name, created, found[root].max_context_tokens, root)
+            for name, root in sorted(names.items())
         ]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}", tags=["openai"])
     async def model(name: str) -> dict[str, Any]:
-        name, found = gateway.pool.model(name)
-        return bodies.model(name, int(gateway.start_time_s), found.max_context_tokens)
+        root, found = gateway.pool.model(name)
+        return bodies.model(name, int(gateway.start_time_s), found.max_context_tokens, root)
 
 
 def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:

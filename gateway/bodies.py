@@ -43,10 +43,15 @@ def completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> d
     return checked
 
 
-def model(name: str, created: int, max_context_tokens: int) -> dict[str, Any]:
-    """Returns an entry of `/v1/models`."""
+def model(name: str, created: int, max_context_tokens: int, root: str) -> dict[str, Any]:
+    """Returns an entry of `/v1/models`.
+
+    Args:
+        root: the model's own name; another than `name` for an alias.
+    """
     entry = Model(id=name, created=created, object="model", owned_by="outrider")
-    return {**entry.model_dump(exclude_unset=True), "max_model_len": max_context_tokens}
+    shown = entry.model_dump(exclude_unset=True)
+    return {**shown, "root": root, "max_model_len": max_context_tokens}
 
 
 def _body(plan: Plan, finales: Sequence[Finale], kind: str) -> dict[str, Any]:

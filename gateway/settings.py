@@ -59,6 +59,9 @@ class GatewaySettings(DialingSettings):
     model_name: str | None = setting(
         None, "name that clients pass as `model`; the targets' when unset"
     )
+    model_alias: tuple[str, ...] = setting(
+        (), "further name of the model, for clients that insist on one; repeat for several"
+    )
 
     api_key: tuple[str, ...] = setting(
         (),

@@ -113,6 +113,7 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
         limits: RequestLimits | None = None,
         retry_window_s: float = 5.0,
         model_name: str | None = None,
+        aliases: tuple[str, ...] = (),
         api_key: str | None = None,
         quotas: Quotas | None = None,
         cors_origins: tuple[str, ...] = (),
@@ -125,6 +126,7 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
                 addresses=tuple(target.address for target in targets),
                 tokenizer_sha256=sha256,
                 model_name=model_name,
+                aliases=aliases,
                 retry_window_s=retry_window_s,
                 timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
             )

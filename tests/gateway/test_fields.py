@@ -17,6 +17,7 @@ from tests.gateway.driving import (
     MakeGateway,
     error_of,
     events,
+    http_client,
     ids_of,
     post,
     say,
@@ -213,3 +214,18 @@ async def test_what_needs_more_than_the_target_has_is_refused(
     for url, body in BOTH:
         response = await client.post(url, json={**body, field: "x"})
         assert (await error_of(response))[:3] == (400, field, "not_implemented")
+
+
+async def test_a_model_has_further_names(make_gateway: MakeGateway, target: FakeTarget) -> None:
+    gateway = await make_gateway(target, aliases=("claude", "gpt"))
+    async with http_client(gateway) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(each["id"], each["root"]) for each in listed] == [
+            ("claude", "fake"), ("fake", "fake"), ("gpt", "fake"),
+        ]  # fmt: skip
+        assert (await client.get("/v1/models/gpt")).json()["root"] == "fake"
+        body = {**CHAT, "model": "claude", "max_tokens": 2}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, "fake")
+        unknown = await client.post("/v1/chat/completions", json={**body, "model": "other"})
+        assert unknown.status_code == 404
