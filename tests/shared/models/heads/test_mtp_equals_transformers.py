@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +18,12 @@ from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.head_runner import HeadRunner
-from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
+from tests.helpers.checkpoints import build_model
+from tests.helpers.mixtures import MIXTURES, NUM_LAYERS, mixture_shape, write_mixture
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
-EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": EXPERTS
-    | {
-        "head_dim": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-    },
-    "glm4_moe": EXPERTS | {"use_qk_norm": True, "attention_bias": True},
-}
-NUM_LAYERS = 3
-
-
-def _shape(family: str) -> TinyShape:
-    """One layer more than the target has: the next-token layer's block."""
-    return TinyShape(
-        vocab_size=64, num_layers=NUM_LAYERS + 1, num_kv_heads=4, overrides=OVERRIDES[family]
-    )
-
-
-def _write(folder: Path, family: str) -> dict[str, Tensor]:
-    """Turns the last layer of a checkpoint into a next-token layer; returns its own tensors."""
-    write_checkpoint(folder, family, _shape(family))
-    path = folder / "config.json"
-    changes = {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1, "layer_types": None}
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    draw = torch.Generator().manual_seed(3)
-    sizes = {"enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,), "eh_proj": (32, 64)}
-    own = {
-        name: float("norm" in name) + 0.25 * torch.randn(size, generator=draw)
-        for name, size in sizes.items()
-    }
-    prefixed = {f"model.layers.{NUM_LAYERS}.{name}.weight": each for name, each in own.items()}
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | prefixed, file)
-    return own
 
 
 def _expected(model: PreTrainedModel, own: dict[str, Tensor], hidden: Tensor) -> Tensor:
@@ -96,16 +50,16 @@ def _normed(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("cuts", [(10,), (1,) * 10, (3, 4, 3)], ids=str)
-@pytest.mark.parametrize("family", OVERRIDES)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_the_layer_computes_what_transformers_does(
     family: str, cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    own = _write(tmp_path, family)
+    own = write_mixture(tmp_path, family)
     tensors = TargetFolder(tmp_path, dtype=torch.float32, device=CPU)
     head = load_mtp(tmp_path, tensors, dtype=torch.float32, device=CPU)
     runner = HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 8, CPU))
     hidden = torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(0))
-    model = build_model(family, _shape(family))
+    model = build_model(family, mixture_shape(family))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = _expected(model, own, hidden)
@@ -119,14 +73,14 @@ def test_the_layer_computes_what_transformers_does(
     torch.testing.assert_close(torch.cat(states), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", OVERRIDES)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_the_target_leaves_the_layer_to_its_drafter(family: str, tmp_path: Path) -> None:
-    _write(tmp_path, family)
+    write_mixture(tmp_path, family)
     assert len(load_decoder(tmp_path, dtype=torch.float32, device=CPU).layers) == NUM_LAYERS
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    _write(tmp_path, "glm4_moe")
+    write_mixture(tmp_path, "glm4_moe")
     file, key = tmp_path / "model.safetensors", "model.layers.3.mlp.experts.5.up_proj.weight"
     save_file({name: each for name, each in load_file(file).items() if name != key}, file)
     tensors = TargetFolder(tmp_path, dtype=torch.float32, device=CPU)
