@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.target.sequence import Sequence
 from services.target.step_plan import (
@@ -42,15 +43,50 @@ class SchedulerLimits:
     max_step_rows: int
 
 
+class Lanes(Protocol):
+    """Sequences whose next tokens are drawn by rounds on the device, beside the planned steps."""
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a sequence has a lane; no step is planned for it."""
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether a lane is to draw the next token of a sequence; steps compute those before."""
+
+    def evict(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its lane, with every launched round read. It may have ended."""
+
+
+class NoLanes:
+    """Every token is drawn by a planned step."""
+
+    def holds(self, sequence: Sequence) -> bool:
+        """See `Lanes`."""
+        return False
+
+    def takes(self, sequence: Sequence) -> bool:
+        """See `Lanes`."""
+        return False
+
+    def evict(self, sequence: Sequence) -> None:
+        """See `Lanes`."""
+        raise AssertionError(f"sequence {sequence.sequence_id} has no lane")
+
+
 class Scheduler:
     """Owns the waiting queue, the running set and their leases.
 
     Both are in order of priority, and of age among equals.
+
+    Attributes:
+        lanes: who draws elsewhere.
     """
 
-    def __init__(self, leases: KvLeases, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, leases: KvLeases, limits: SchedulerLimits, lanes: Lanes | None = None
+    ) -> None:
         self._leases = leases
         self._limits = limits
+        self.lanes = lanes or NoLanes()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         # Who had no room, and at which of the leases' returns.
@@ -120,7 +156,7 @@ class Scheduler:
         """
         step = PlanInProgress(self._limits.max_step_rows)
         for sequence in tuple(self._running):
-            if sequence in step.preempted or not is_ready(sequence):
+            if self.lanes.holds(sequence) or sequence.lease is None or not is_ready(sequence):
                 continue
             self._schedule(sequence, candidate(sequence), step)
         if not step.preempted:
@@ -131,7 +167,7 @@ class Scheduler:
         num_remaining = sequence.num_remaining
         if num_remaining == 0:
             return  # its last token is drawn, and not read yet
-        num_rows = step.take_rows(sequence)
+        num_rows = step.take_rows(sequence, leaves_last=self.lanes.takes(sequence))
         if num_rows == 0:
             return
         is_complete = num_rows == sequence.num_uncomputed
@@ -163,6 +199,9 @@ class Scheduler:
         """Grows the lease, preempting the youngest sequences, itself at last, if need be."""
         while not self._fits(sequence, num_rows):
             victim = self._victim(step)
+            if self.lanes.holds(victim):
+                self.lanes.evict(victim)  # which may make room: sequences may have ended
+                continue
             self._preempt(victim, step)
             if victim is sequence:
                 return False

@@ -98,6 +98,7 @@ class StepLoop:
             forget=self._forget,
             runs_ahead=overlaps,
         )
+        scheduler.lanes = self._rounds
         self._host_gap = HostGap()
         self._commits = StepCommits(
             committer=committer,
@@ -131,10 +132,7 @@ class StepLoop:
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
         ahead. Returns whether there was anything to do."""
-        if self._rounds.step(self._settle):
-            self._tell()
-            self._account.end_aside()
-            return True
+        self._rounds.choose(self._settle)
         now_s = self._clock()
         turn = self._selections.step(self._settle)
         if turn is Turn.DONE or self._commits.has_reports:
@@ -145,18 +143,19 @@ class StepLoop:
                 is_timed=began_s is not None,
                 idle_s=self._idle_s(),
             )
-            now_s = self._clock()  # a step of the general path begins behind that
+            now_s = self._clock()  # a planned step begins behind that
         elif turn is Turn.WAITING:
             self._subscriptions.deliver()  # what commands have left
         return self._step(now_s) if turn is Turn.ELSEWHERE else turn is Turn.DONE
 
     def _step(self, now_s: float) -> bool:
-        """A step of the general path."""
-        self.attachments.readiness.judge(self._rounds.not_taken(self._scheduler.running), now_s)
+        """A planned step of prompts and of whoever has no lane, then a round of the lanes."""
+        others = self._rounds.not_taken(self._scheduler.running)
+        self.attachments.readiness.judge(others, now_s)
         is_late = not self._runs_ahead()  # a draft has attached since the launch, or is asked again
         if is_late:
             self._settle()
-        self.attachments.readiness.prepare(self._scheduler.running, now_s)
+        self.attachments.readiness.prepare(others, now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
@@ -167,6 +166,7 @@ class StepLoop:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
+        has_round = self._rounds.launch()
         self._subscriptions.deliver()  # what the turn before left until the device computes
         launched = self._in_flight
         # Launching one step and committing the one before takes as long as either if they are
@@ -176,12 +176,17 @@ class StepLoop:
             self._commit(last)
         if not self._runs_ahead():
             self._settle()
+        has_round |= self._rounds.commit()
         self.drafts.tell()
         idle_s = self._idle_s()
-        if self._in_flight is not None or not self._runner.computes_aside or idle_s > 0.0:
+        is_computing = self._in_flight is not None or self._rounds.is_under_way
+        if is_computing or not self._runner.computes_aside or idle_s > 0.0:
             self._subscriptions.deliver()  # what nothing is launched before waits for nothing
-        self._account.end(now_s, is_timed=is_alike and not is_late, idle_s=idle_s)
-        was_busy = bool(plan.scheduled or plan.preempted or last is not None)
+        if has_round:
+            self._account.end_aside()
+        else:
+            self._account.end(now_s, is_timed=is_alike and not is_late, idle_s=idle_s)
+        was_busy = bool(plan.scheduled or plan.preempted or last is not None or has_round)
         if not was_busy:
             self._host_gap.wait()
         return was_busy
@@ -193,7 +198,11 @@ class StepLoop:
 
     def _idle_s(self) -> float:
         """How long every sequence awaits a draft from now on; 0 if there is anything to do."""
-        is_computing = self._in_flight is not None or self._selections.is_under_way
+        is_computing = (
+            self._in_flight is not None
+            or self._selections.is_under_way
+            or self._rounds.is_under_way
+        )
         is_news = self._scheduler.may_admit or bool(self.drafts.offers)
         if is_computing or is_news or not self._scheduler.num_running:
             return 0.0

@@ -100,6 +100,11 @@ class RoundRunner:
         return sequence_id in self._slots.placed
 
     @property
+    def num_placed(self) -> int:
+        """How many take part in the next round."""
+        return len(self._slots.placed)
+
+    @property
     def num_slots(self) -> int:
         """Slots up to the last one that is taken; those of sequences that left stay empty."""
         return self._slots.num_used

@@ -1,9 +1,8 @@
-"""Sequences whose rounds stay on the device: draft, verification and commit without the host.
+"""Lanes: sequences that draft, verify and commit on the device, without the host.
 
-A draft in the target's process may lend its head, see `round_source.py`. Then, while every running
-sequence is such that a round needs nothing of the host, the loop launches round after round and
-reads each one late. Whatever does not fit, a prompt, a grammar, log probabilities, sends all of
-them back to the general path, which computes the same tokens, and they return when it is gone.
+A draft in the target's process may lend its head, see `round_source.py`. A sequence whose request a
+round can serve gets a lane when its prompt is computed but for the last token, and keeps it until
+it ends. Everyone else, prompts and requests with a grammar, steps beside the lanes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shared.kv.leases import KvLeases
 from shared.kv.pages import PagePool
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sequences import SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
@@ -60,7 +59,10 @@ class DeviceRounds:
         self._max_context_tokens = source.max_context_tokens
         self._runners = RoundRunners(source, runner, store.rows)
         self._guests: dict[int, Guest] = {}
-        self._refused: set[int] = set()
+        # Whether rounds can serve a request at all, by sequence.
+        self._can_serve: dict[int, bool] = {}
+        # At which of the leases' returns there was no room for a sequence.
+        self._refused: dict[int, int] = {}
 
     @property
     def shape(self) -> TreeShape:
@@ -114,56 +116,86 @@ class DeviceRounds:
         """Whether sequences take part, or results wait to be read."""
         return bool(self._runner.sequence_ids) or self._runner.num_pending > 0
 
-    def takes(self, sequence: TargetSequence) -> bool:
+    def suits(self, sequence: TargetSequence) -> bool:
         """Whether rounds can do all that the request asks for, and its context is not too long."""
-        return (
-            can_be_round(sequence.request, self._algorithm, self._runners.max_tree_rows)
-            and len(sequence.token_ids) <= self._max_context_tokens
-            and sequence.sequence_id not in self._refused
-        )
-
-    def takes_all(self, sequences: Sequence[TargetSequence]) -> bool:
-        """Whether rounds can do all that these ask for, and are not too narrow for them."""
-        return len(sequences) <= self._runners.max_sequences and all(map(self.takes, sequences))
-
-    def suits(self, sequences: Sequence[TargetSequence]) -> bool:
-        """Whether the next step of all running sequences can be a round, once the host has read
-        those before it."""
-        return (
-            bool(sequences)
-            and self.takes_all(sequences)
-            and all(each.num_uncomputed == 1 and each.num_computed > 0 for each in sequences)
-        )
-
-    def launch(self, sequences: Sequence[TargetSequence]) -> bool:
-        """Launches a round of all running sequences, those that are new to it included. Their last
-        tokens are read, and all before them are computed.
-
-        False, with nothing launched, when pages, features or memory are missing; the sequences
-        that lack them are refused from then on.
-        """
-        if not all(map(self._has_room, sequences)):
+        sequence_id = sequence.sequence_id
+        can_serve = self._can_serve.get(sequence_id)
+        if can_serve is None:
+            rows = self._runners.max_tree_rows
+            can_serve = can_be_round(sequence.request, self._algorithm, rows)
+            self._can_serve[sequence_id] = can_serve
+        if not can_serve or len(sequence.token_ids) > self._max_context_tokens:
             return False
+        # Where there was no room, there may be some once pages have come free.
+        return self._refused.get(sequence_id) != self._leases.num_returns
+
+    def holds(self, sequence: TargetSequence) -> bool:
+        """Whether a sequence has a lane."""
+        return self._runner.holds(sequence.sequence_id)
+
+    @property
+    def sequences(self) -> list[TargetSequence]:
+        """Who has a lane."""
+        return [self._guests[each].sequence for each in self._runner.sequence_ids]
+
+    @property
+    def num_placed(self) -> int:
+        """How many have a lane."""
+        return self._runner.num_placed
+
+    @property
+    def num_free(self) -> int:
+        """Lanes that nobody has."""
+        return self._runners.capacity - self._runner.num_placed
+
+    def launch(self, newcomers: Sequence[TargetSequence]) -> bool:
+        """Launches a round of all who have a lane and of `newcomers`, whose last tokens are read
+        and the only ones that are not computed.
+
+        False, with nothing launched, where a sequence outgrows its lane or its pages while rounds
+        are unread: they have to be read first. Newcomers without room are refused.
+        """
+        placed = self.sequences
+        lacking = [each for each in placed if not self._may_go_on(each)]
+        if lacking and self.num_pending:
+            return False
+        for each in lacking:
+            self.evict(each)
+        for each in newcomers:
+            # Equal prompts need not wait for this one to end. A lane's pages are not replaced, as
+            # sharing may do.
+            self._leases.publish(each.open_lease, each.token_ids[: each.num_computed])
+        new = [each for each in newcomers if self._has_room(each)]
+        if not self._runner.num_placed and not new:
+            return True
         try:
-            self._place(sequences)
+            self._place([each for each in placed if self.holds(each)], new)
             self._runner.launch()
         except RuntimeError as error:
             # What the head has to catch up with, or graphs of this size, do not fit beside weights
             # and cache; fewer sequences may.
-            self._give_up(Shortage.of(error))
-            return False
+            if not new and self.num_pending:
+                return False
+            self._give_up(Shortage.of(error), new)
         return True
 
-    def _give_up(self, shortage: Shortage) -> None:
-        """No memory for the sequences that take part: other shapes may have some for them."""
-        if self._runners.are_several:
-            self._runners.confine(len(self._runner.sequence_ids), shortage)
-            return
-        logger.warning(
-            "no memory for rounds of %d sequences: %s",
-            *(len(self._runner.sequence_ids), self._cache.advice(shortage)),
-        )
-        self._refused |= self._runner.sequence_ids
+    def evict(self, sequence: TargetSequence) -> None:
+        """Takes a lane from a sequence; every round has been read."""
+        assert self.num_pending == 0, "a round would be lost"
+        self._runner.remove([sequence.sequence_id])
+
+    def _may_go_on(self, sequence: TargetSequence) -> bool:
+        return len(sequence.token_ids) <= self._max_context_tokens and self._has_room(sequence)
+
+    def _give_up(self, shortage: Shortage, newcomers: Sequence[TargetSequence]) -> None:
+        """No memory for so many lanes, or for newcomers to catch up: those who came last leave, or
+        all where nobody came."""
+        self._runners.confine(max(self._runner.num_placed, 1), shortage)
+        placed = self.sequences
+        leaving = [each for each in newcomers if self.holds(each)] or placed
+        for each in leaving:
+            self._refuse(each)
+        self._runner.remove(each.sequence_id for each in leaving)
 
     @property
     def num_pending(self) -> int:
@@ -203,7 +235,8 @@ class DeviceRounds:
 
     def forget(self, sequence: TargetSequence) -> None:
         """Lets go of a sequence that has ended."""
-        self._refused.discard(sequence.sequence_id)
+        self._can_serve.pop(sequence.sequence_id, None)
+        self._refused.pop(sequence.sequence_id, None)
         guest = self._guests.pop(sequence.sequence_id, None)
         if guest is None:
             return
@@ -224,18 +257,17 @@ class DeviceRounds:
             has_features = guest.has_features(self.store, self._leases.page_size)
         if has_features and guest.grow(*needed, self._leases, self._head_pages):
             return True
-        self._refused.add(sequence_id)
+        self._refuse(sequence)
         return False
 
-    def _place(self, sequences: Sequence[TargetSequence]) -> None:
-        """Places those that are new, and gives the others the pages that came."""
-        new: list[Newcomer] = []
-        for sequence in sequences:
-            sequence_id, guest = sequence.sequence_id, self._guests[sequence.sequence_id]
-            if self._runner.holds(sequence_id):
-                pages = sequence.open_lease.pages
-                self._runner.set_pages(sequence_id, pages, guest.head_pages)
-            else:
-                new.append(guest.newcomer)
-        if new:
-            self._runner.place(new)
+    def _refuse(self, sequence: TargetSequence) -> None:
+        self._refused[sequence.sequence_id] = self._leases.num_returns
+
+    def _place(self, placed: Sequence[TargetSequence], newcomers: Sequence[TargetSequence]) -> None:
+        """Gives newcomers their lanes, and the others the pages that came."""
+        for sequence in placed:
+            sequence_id = sequence.sequence_id
+            head_pages = self._guests[sequence_id].head_pages
+            self._runner.set_pages(sequence_id, sequence.open_lease.pages, head_pages)
+        if newcomers:
+            self._runner.place([self._guests[each.sequence_id].newcomer for each in newcomers])

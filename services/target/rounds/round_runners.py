@@ -62,6 +62,11 @@ class RoundRunners:
         return max(self._capacities.values())
 
     @property
+    def capacity(self) -> int:
+        """Most sequences of a round of the current shape."""
+        return self._capacities[self.shape]
+
+    @property
     def max_tree_rows(self) -> int:
         """Most rows of a tree of any shape, the root included."""
         return max(1 + shape.max_node_count for shape in self._capacities)

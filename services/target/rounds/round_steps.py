@@ -1,4 +1,4 @@
-"""Steps of the loop that are rounds on the device, and the way into them and out."""
+"""Lanes beside the planned steps: who gets one, the rounds of those who have, and their commits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from services.target.sequence import Sequence
 from services.target.step_report import StepReport
 from shared.tokens import TreeShape
 
+MIN_LANE_TOKENS = 2
+"""A round starts from a computed token and one that is not."""
+
 
 class RoundSteps:
-    """Takes the loop's step where it can be a round. Owned by the engine thread.
+    """See `Lanes`. Owned by the engine thread.
 
     Args:
         make_rounds: returns rounds with the head that a draft lends; None where it lends none.
@@ -74,59 +77,107 @@ class RoundSteps:
             self._attachment = self._rounds = self._chooser = self._meter = None
             self._is_plain = False
 
-    def step(self, settle: Callable[[], None]) -> bool:
-        """Runs rounds instead of a step of the general path; False leaves it to that one.
+    def choose(self, settle: Callable[[], None]) -> None:
+        """A turn of the loop begins: decides whether lanes draw in it, and trees of which shape.
 
         Args:
-            settle: reads and commits the general path's step in flight.
+            settle: reads and commits the planned step in flight.
         """
         rounds, self._is_plain = self._rounds, False
-        if rounds is None or not self._suits(rounds):
+        if rounds is None:
+            return
+        running = self._scheduler.running
+        suited = [each for each in running if rounds.holds(each) or rounds.suits(each)]
+        if not suited:
             self._interrupt()
-            return False
-        shape = self._choose(rounds)
+            return
+        shape = self._choose(rounds, suited)
         if shape is None:
             self._is_plain = True
             self.settle()
-            self._close_assignments()
-            return False
-        settle()
+            self._close_assignments(suited)
+            return
         if shape != rounds.shape or rounds.is_sparse:
+            settle()
             self.settle()
             rounds.turn_to(shape)
-        if not self._suits(rounds):  # who was in flight has ended
-            return False
-        self._close_assignments()
-        return self._run(rounds)
 
-    def _run(self, rounds: DeviceRounds) -> bool:
-        """Launches a round and reads those that are due; False when it cannot be."""
-        if not self._all_end(rounds) and not self._launch(rounds):
-            self.settle()
+    def holds(self, sequence: Sequence) -> bool:
+        """See `Lanes`."""
+        return self._rounds is not None and self._rounds.holds(sequence)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """See `Lanes`. Somebody has to draw the token after a prompt of one."""
+        rounds = self._rounds
+        if rounds is None or self._is_plain or len(sequence.token_ids) < MIN_LANE_TOKENS:
             return False
-        while rounds.num_pending > self._max_unread:
-            self._commit(rounds)
-        if self._all_end(rounds):
+        return rounds.suits(sequence) and rounds.num_free > 0
+
+    def evict(self, sequence: Sequence) -> None:
+        """See `Lanes`."""
+        rounds = self._rounds
+        assert rounds is not None
+        self._drain(rounds)
+        if rounds.holds(sequence):
+            rounds.evict(sequence)
+
+    def launch(self) -> bool:
+        """Launches a round of all lanes, those included that newcomers get now; returns whether
+        there was one to launch."""
+        rounds = self._rounds
+        if rounds is None or self._is_plain:
+            return False
+        newcomers = self._newcomers(rounds)
+        if not (newcomers or rounds.num_placed) or self._all_end(rounds, newcomers):
+            return False
+        if not self._launch(rounds, newcomers):
             self._drain(rounds)
+            newcomers = [each for each in newcomers if each.finish_reason is None]
+            self._launch(rounds, newcomers)
         return True
 
-    def _launch(self, rounds: DeviceRounds) -> bool:
+    def commit(self) -> bool:
+        """Reads and commits the rounds that are due; returns whether there were any."""
+        rounds = self._rounds
+        if rounds is None or not rounds.num_pending:
+            return False
+        num_before = rounds.num_pending
+        while rounds.num_pending > self._max_unread:
+            self._commit(rounds)
+        if self._all_end(rounds, ()):
+            self._drain(rounds)
+        return rounds.num_pending < num_before
+
+    def _newcomers(self, rounds: DeviceRounds) -> list[Sequence]:
+        """Returns who gets a lane now: the last token is read, and all before it are computed."""
+        newcomers: list[Sequence] = []
+        for each in self._scheduler.running:
+            is_ready = each.num_pending == 0 and each.num_uncomputed == 1 and each.num_computed > 0
+            if not is_ready or rounds.holds(each) or not self.takes(each):
+                continue
+            if len(newcomers) == rounds.num_free:
+                break
+            self._attachments.assignments.close(each)
+            newcomers.append(each)
+        return newcomers
+
+    def _launch(self, rounds: DeviceRounds, newcomers: SequenceOf[Sequence]) -> bool:
         meter, num_captured, now_s = self._meter, rounds.num_captured, self._clock()
         if meter is not None and not rounds.is_running:
             meter.enter(now_s)
-        is_launched = rounds.launch(self._scheduler.running)
+        num_before = rounds.num_pending
+        was_taken = rounds.launch(newcomers)
         if meter is not None and rounds.num_captured != num_captured:
             meter.interrupt()
-        if is_launched:
+        if rounds.num_pending > num_before:
             self._launched_s.append(now_s)
-        return is_launched
+        return was_taken
 
-    def _choose(self, rounds: DeviceRounds) -> TreeShape | None:
+    def _choose(self, rounds: DeviceRounds, running: SequenceOf[Sequence]) -> TreeShape | None:
         """Returns the shape of the next round; None to step plainly instead."""
-        running = self._scheduler.running
         shapes, chooser = rounds.shapes_for(len(running)), self._chooser
         if chooser is None:
-            return shapes[0]
+            return shapes[0] if shapes else rounds.shape
         batch = RoundBatch(running, shapes, rounds.size_of(running))
         shape = chooser.choose(batch, self._clock())
         self._attachments.controller.count_rounds(
@@ -141,14 +192,13 @@ class RoundSteps:
         if self._chooser is not None:
             self._chooser.interrupt(self._clock())
 
-    def _close_assignments(self) -> None:
-        """Takes the running sequences from their drafts."""
-        for sequence in self._scheduler.running:
+    def _close_assignments(self, sequences: Iterable[Sequence]) -> None:
+        """Takes sequences from their drafts."""
+        for sequence in sequences:
             self._attachments.assignments.close(sequence)
 
     def settle(self) -> None:
-        """Reads and commits every round under way, and leaves the sequences to the general
-        path."""
+        """Reads and commits every round under way, and takes all lanes from those who have them."""
         rounds = self._rounds
         if rounds is not None and rounds.is_running:
             self._drain(rounds)
@@ -163,12 +213,12 @@ class RoundSteps:
     @property
     def standing(self) -> RoundStanding:
         """What is in force now."""
-        num_running, chooser = self._scheduler.num_running, self._chooser
-        is_running = self._rounds is not None and self._rounds.is_running
+        chooser, rounds = self._chooser, self._rounds
+        is_running = rounds is not None and rounds.is_running
         return RoundStanding(
-            self._rounds.shape if self._rounds is not None and is_running else None,
-            num_running if is_running else 0,
-            num_running if self._is_plain else 0,
+            rounds.shape if rounds is not None and is_running else None,
+            0 if rounds is None else rounds.num_placed,
+            self._scheduler.num_running if self._is_plain else 0,
             0.0 if chooser is None else chooser.budget.spent_s,
             {} if chooser is None else chooser.times.measured(),
         )
@@ -182,16 +232,22 @@ class RoundSteps:
         return replace(status, shape=standing.shape, num_paused=standing.num_paused)
 
     def assign(self, admitted: Iterable[Sequence], now_s: float) -> None:
-        """Hands new sequences to drafts; while rounds are to take all that run, none, and else
-        those too that took part."""
+        """Hands new sequences to drafts; where there are lanes, all those that no lane can have."""
         running = self.not_taken(self._scheduler.running)
         for sequence in admitted if self._rounds is None else running:
             self._attachments.assignments.assign(sequence, now_s)
 
     def not_taken(self, running: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
-        """Returns the sequences that run, or none where rounds take all of them."""
+        """Returns the sequences that no lane can have."""
         rounds = self._rounds
-        return () if rounds is not None and rounds.takes_all(running) else running
+        if rounds is None:
+            return running
+        return [each for each in running if not (rounds.holds(each) or rounds.suits(each))]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round is launched that nobody has read."""
+        return self._rounds is not None and self._rounds.num_pending > 0
 
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended; its pages are freed after this."""
@@ -200,13 +256,11 @@ class RoundSteps:
         if self._chooser is not None:
             self._chooser.forget(sequence)
 
-    def _suits(self, rounds: DeviceRounds) -> bool:
-        return not self._scheduler.may_admit and rounds.suits(self._scheduler.running)
-
-    def _all_end(self, rounds: DeviceRounds) -> bool:
+    def _all_end(self, rounds: DeviceRounds, newcomers: SequenceOf[Sequence]) -> bool:
         """Whether every sequence ends with the rounds under way, each of which commits a token."""
-        running = self._scheduler.running
-        return all(sequence.num_remaining <= rounds.num_pending for sequence in running)
+        if newcomers:
+            return False
+        return all(each.num_remaining <= rounds.num_pending for each in rounds.sequences)
 
     def _drain(self, rounds: DeviceRounds) -> None:
         while rounds.num_pending:

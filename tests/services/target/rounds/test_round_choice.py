@@ -11,7 +11,6 @@ import torch
 
 from services.target.admin_messages import attachment_message, gauge_values
 from services.target.control.speculation_controller import SpeculationController
-from services.target.control.speed_window import SpeedWindow
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
@@ -259,33 +258,3 @@ def test_a_shape_without_memory_gives_way_to_others(
     for _ in range(2):
         _assert_plain_output(pair, setup.serve(alone), alone)
     assert _usual(setup) == TREE
-
-
-class _Turns(SpeedWindow):
-    """Keeps how long each turn of the general path took."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each_s: list[float] = []
-
-    def clear(self) -> None:
-        self.each_s.append(self.elapsed_s)
-        super().clear()
-
-
-def test_rounds_are_not_the_time_of_the_step_that_follows_them(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that computes log probabilities, which sends all to the general path."""
-    setup, collector = _setup(pair, CHEAP, monkeypatch), Collector()
-    setup.engine._loop.attachments.controller._turns._turn = turns = _Turns()
-    first, second, last = _requests(3)
-    for key, (each, num_steps) in enumerate(
-        ((first, 5), (second, 40), (replace(last, top_logprobs=1), 10))
-    ):
-        setup.engine.submit(each, collector, key)
-        for _ in range(num_steps):
-            setup.engine.step()
-    assert sum(each.round_shape is not None for each in setup.reports) > 30
-    # Two steps are launched until the first of them is read.
-    assert max(turns.each_s) == pytest.approx(2 * PLAIN_S)

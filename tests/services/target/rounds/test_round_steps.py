@@ -161,10 +161,10 @@ def test_stops_are_where_they_were(pair: Pair) -> None:
     ],
     ids=["penalties", "logprobs", "minimum", "disabled", "depth", "width", "trace"],
 )
-def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
+def test_a_request_that_no_lane_can_serve_steps_beside_the_lanes(
     pair: Pair, other: GenerationRequest
 ) -> None:
-    """It comes while the others are in rounds, and they return to rounds when it has ended."""
+    """It comes while the others have lanes, and they keep them."""
     requests = [*_requests(SAMPLINGS["seeded"], StopParams(30)), other]
     setup = _setup(pair)
     collector = Collector()
@@ -172,15 +172,16 @@ def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
         setup.engine.submit(each, collector, key)
     for _ in range(5):
         setup.engine.step()
-    before = setup.num_drafted
-    assert before > 0
+    assert setup.num_drafted > 0
     setup.engine.submit(other, collector, len(requests) - 1)
+    setup.reports.clear()
     while setup.engine.step() or setup.engine.gauges_now().num_running:
         pass
     setup.engine.check_idle()
     assert _tokens(collector, len(requests)) == _plain(pair, requests)
-    assert setup.draft.opened == setup.draft.closed == len(requests) - (other.speculation_disabled)
-    assert setup.num_drafted > before
+    assert setup.draft.opened == setup.draft.closed == 1 - other.speculation_disabled
+    beside = [report for report in setup.reports if report.round_shape is None]
+    assert sum(report.num_committed for report in beside) == 9
 
 
 def test_a_sequence_that_outgrows_the_head_goes_on_in_the_general_path(pair: Pair) -> None:
@@ -309,24 +310,26 @@ def test_where_pages_run_out_the_general_path_goes_on(
     assert setup.draft.opened > 0
 
 
-def test_more_sequences_than_rounds_take_are_drafted_for_by_the_draft(pair: Pair) -> None:
+def test_sequences_beyond_the_lanes_step_beside_them(pair: Pair) -> None:
     lengths = (30, 12, 50, 20)
     requests = [
         request(prompt, SAMPLINGS["seeded"], StopParams(length))
         for prompt, length in zip(PROMPTS, lengths, strict=True)
     ]
     setup = _setup(pair, max_sequences=8, most_in_rounds=2)
-    num_running = []
+    num_lanes, num_running = set[int](), set[int]()
 
     def each_step(step: int) -> None:
         gauges = setup.engine.gauges_now()
         if gauges.round_shape is not None:
-            num_running.append(gauges.num_running)
+            num_lanes.add(gauges.num_drafted_for)
+            num_running.add(gauges.num_running)
 
     collector = run(setup.engine, requests, each_step=each_step)
     assert _tokens(collector, 4) == _plain(pair, requests)
-    assert set(num_running) == {1, 2}
-    assert setup.draft.opened == setup.draft.closed == 4
+    assert max(num_lanes) == 2
+    assert max(num_running) == 4
+    assert setup.draft.opened == 0
 
 
 def test_rounds_go_on_while_someone_waits_for_pages(pair: Pair) -> None:
