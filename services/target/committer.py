@@ -80,7 +80,8 @@ class Committer:
         sequence.num_computed = len(sequence.token_ids) - 1
         sequence.stats.num_rounds += 1
         sequence.stats.add_verified(round_.num_drafted, num_accepted)
-        delta = Delta(committed, (), num_accepted, round_.num_drafted)
+        logprobs = round_.logprobs[: len(committed)]
+        delta = Delta(committed, logprobs, num_accepted, round_.num_drafted)
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, _last_event(sequence))

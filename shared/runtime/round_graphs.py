@@ -1,7 +1,9 @@
-"""The two parts of a round for any number of slots: CUDA graphs, or the same code as it is.
+"""The parts of a round for any number of slots: CUDA graphs, or the same code as it is.
 
-A graph fixes shapes and addresses, so there is one pair for each number of slots and each kind of
-sampling. The trees pass from the first to the second on the device.
+A round is three graphs: the trees grow, the target computes them, the accepted paths are committed.
+Between the last two the host queues the draw, so that whatever shapes a distribution needs no graph
+of its own. A graph fixes shapes and addresses: there is one set for each number of slots, and for
+each kind of noise in the draft.
 """
 
 from __future__ import annotations
@@ -13,14 +15,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shared.models.decoder import DecoderOutput
 from shared.runtime.capture import capturing
+from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.runtime.round_verification import RoundVerification
+from shared.runtime.round_verification import (
+    RESULT_COUNTS,
+    CommittedRound,
+    RoundVerification,
+)
 
-ROUND_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+ROUND_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of slots that rounds compute; above, as many as there are sequences."""
+
+_MOST_GREEDY_SLOTS = 32
+"""Above, what greedy drafts save of the noise is lost in a round's time."""
 
 
 class TreeSource(Protocol):
@@ -32,11 +43,40 @@ class TreeSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CapturedRound:
-    """Two graphs and what they write: `[S, 2 + W]`, see `RoundVerification.decide`."""
+    """Three graphs, and what they read and write.
+
+    Attributes:
+        drawn: `[S, T]` int64, read by `commit`.
+    """
 
     draft: torch.cuda.CUDAGraph
-    verification: torch.cuda.CUDAGraph
+    forward: torch.cuda.CUDAGraph
+    commit: torch.cuda.CUDAGraph
+    state: RoundState
+    tree: RoundTree
+    logits: Tensor
+    drawn: Tensor
+    committed: CommittedRound
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutput:
+    """What a round leaves on the device.
+
+    Attributes:
+        result: see `CommittedRound`.
+    """
+
     result: Tensor
+    logprobs: QueuedLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class _GrownRound:
+    """A round without graphs whose trees have grown."""
+
+    state: RoundState
+    tree: RoundTree
 
 
 class RoundGraphs:
@@ -61,44 +101,60 @@ class RoundGraphs:
         if memory is None and state.numbers.is_cuda:
             self._memory = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
-        self._grown: tuple[RoundState, RoundTree, RoundSampling] | None = None
-        self._replayed: CapturedRound | None = None
+        self._grown: _GrownRound | CapturedRound | None = None
 
     def is_made(self, num_slots: int, sampling: RoundSampling) -> bool:
         """Whether a round needs no graphs that are not there."""
-        return self._memory is None or (self.num_computed(num_slots), sampling) in self._captured
+        return self._memory is None or self._key(num_slots, sampling) in self._captured
 
     def make(self, num_slots: int, sampling: RoundSampling) -> None:
         """Makes sure that the graphs of a round are there, if it takes any."""
         if not self.is_made(num_slots, sampling):
             self.of(num_slots, sampling)
 
+    @torch.inference_mode()
     def grow(self, num_slots: int, sampling: RoundSampling) -> None:
         """Runs the first part of a round of the first slots, at least `num_slots` of them."""
         if self._memory is None:
-            with torch.inference_mode():
-                state = self._state.first(self.num_computed(num_slots))
-                self._grown = state, self._draft.grow(state, sampling), sampling
+            state = self._state.first(self.num_computed(num_slots))
+            self._grown = _GrownRound(state, self._draft.grow(state, sampling))
         else:
-            self._replayed = self.of(num_slots, sampling)
-            self._replayed.draft.replay()
+            self._grown = captured = self.of(num_slots, sampling)
+            captured.draft.replay()
 
-    def verify(self) -> Tensor:
-        """Runs the second part of the round that was grown last.
+    @torch.inference_mode()
+    def verify(self, sampling: RoundSampling, lanes: LaneSampling | None = None) -> RoundOutput:
+        """Runs the rest of the round that was grown last.
+
+        Args:
+            sampling: what all lanes draw with, but for those that `lanes` draws anew.
 
         Returns:
-            See `RoundVerification.decide`. With graphs it holds until the next round.
+            With graphs it holds until the next round.
         """
-        if self._replayed is not None:
-            self._replayed.verification.replay()
-            return self._replayed.result
-        assert self._grown is not None, "nothing was grown"
-        with torch.inference_mode():
-            return self._verification.decide(*self._grown)
+        grown = self._grown
+        assert grown is not None, "nothing was grown"
+        if isinstance(grown, CapturedRound):
+            grown.forward.replay()
+            logits = grown.logits
+            self._draw(logits, grown.state, grown.tree, sampling, lanes, grown.drawn)
+            grown.commit.replay()
+            committed = grown.committed
+        else:
+            verified = self._verification.forward(grown.tree)
+            logits = verified.logits
+            drawn = torch.empty_like(grown.tree.rows.depths)
+            self._draw(logits, grown.state, grown.tree, sampling, lanes, drawn)
+            committed = self._finish(grown.state, grown.tree, verified.output, drawn)
+        if lanes is None:
+            return RoundOutput(committed.result, None)
+        lanes.committed(committed.result, RESULT_COUNTS)
+        tokens = committed.result[:, RESULT_COUNTS:]
+        return RoundOutput(committed.result, lanes.logprobs(logits, committed.rows, tokens))
 
     def of(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs for at least `num_slots`, captured when first asked for."""
-        key = (self.num_computed(num_slots), sampling)
+        key = self._key(num_slots, sampling)
         if key not in self._captured:
             with torch.inference_mode():
                 self._captured[key] = self._capture(*key)
@@ -106,24 +162,77 @@ class RoundGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Pairs of graphs."""
+        """Sets of graphs."""
         return len(self._captured)
 
     def num_computed(self, num_slots: int) -> int:
         """Returns how many slots a round of so many computes."""
         return num_computed(num_slots, self._state.num_slots)
 
+    def _key(self, num_slots: int, sampling: RoundSampling) -> tuple[int, RoundSampling]:
+        """Cuts shape no tree, and noise costs little beside many rows."""
+        computed = self.num_computed(num_slots)
+        is_greedy = sampling is RoundSampling.GREEDY and computed <= _MOST_GREEDY_SLOTS
+        return computed, RoundSampling.GREEDY if is_greedy else RoundSampling.DRAWN
+
+    def _draw(
+        self,
+        logits: Tensor,
+        state: RoundState,
+        tree: RoundTree,
+        sampling: RoundSampling,
+        lanes: LaneSampling | None,
+        drawn: Tensor,
+    ) -> None:
+        drawn.copy_(self._verification.draw(logits, state, tree.rows, sampling))
+        if lanes is not None:
+            lanes.redraw(drawn, logits, state, tree.rows)
+
+    def _finish(
+        self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
+    ) -> CommittedRound:
+        return self._verification.finish(state, tree, output, drawn)
+
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
         # Loads kernels and makes the workspaces of products outside of the graphs, for nobody.
         nobody = state.emptied()
-        self._verification.decide(nobody, self._draft.grow(nobody, sampling), sampling)
-        draft, verification = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        idle = self._draft.grow(nobody, sampling)
+        verified = self._verification.forward(idle)
+        idle_drawn = self._verification.draw(verified.logits, nobody, idle.rows, sampling)
+        self._finish(nobody, idle, verified.output, idle_drawn.contiguous())
+        drawn = torch.zeros_like(idle.rows.depths)
+        del idle, verified, idle_drawn
+        draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
         with capturing(draft, self._memory):
             tree = self._draft.grow(state, sampling)
-        with capturing(verification, self._memory):
-            result = self._verification.decide(state, tree, sampling)
-        return CapturedRound(draft, verification, result)
+        with capturing(forward, self._memory):
+            verified = self._verification.forward(tree)
+        with capturing(commit, self._memory):
+            committed = self._finish(state, tree, verified.output, drawn)
+        logits = _unowned(verified.logits)
+        return CapturedRound(draft, forward, commit, state, tree, logits, drawn, committed)
+
+
+class _DeviceMemory:
+    """Some of a device's memory, as other libraries describe theirs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        words = tensor.contiguous().view(torch.int16)
+        self.__cuda_array_interface__ = {
+            "shape": tuple(words.shape),
+            "typestr": "<i2",
+            "data": (words.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """Returns a view that does not keep the memory of a graph's output, which is the largest of
+    all: graphs of other sizes, which never run at the same time, write their own there."""
+    assert tensor.is_contiguous()
+    words = torch.as_tensor(_DeviceMemory(tensor), device=tensor.device)
+    return words.view(tensor.dtype).view(tensor.shape)
 
 
 def num_computed(num_slots: int, max_slots: int) -> int:

@@ -188,7 +188,8 @@ class RoundRunner:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         sampling = self._slots.sampling
         self._graphs.grow(self.num_slots, sampling)
-        self._slots.launched(self._graphs.verify(), sampling, self.shape.max_committed)
+        output = self._graphs.verify(sampling, self._slots.lanes)
+        self._slots.launched(output, sampling, self.shape.max_committed)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from shared.runtime.round_state import RoundState
@@ -14,11 +15,13 @@ from shared.speculation.row_sampling import RowSampling, sampling_of_columns
 from shared.speculation.verify import draw_tokens
 from shared.tokens import SamplingParams
 
+_MAX_CUT_ROWS = 512
+
 
 class RoundSampling(enum.Enum):
     """What the slots of a round need: each kind does the work of those before it, and more.
 
-    The rule is the coupled one; penalties, bias and bans are left to the general path.
+    The rule is the coupled one; `LaneSampling` draws for lanes with penalties, bias or bans.
     """
 
     GREEDY = 0
@@ -26,9 +29,13 @@ class RoundSampling(enum.Enum):
     CUT = 2
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> RoundSampling:
-        """Returns the least kind that serves all of `params`."""
-        return max((_kind_of(each) for each in params), key=_rank, default=cls.GREEDY)
+    def of(
+        cls, params: Iterable[SamplingParams], drafted: Iterable[SamplingParams] = ()
+    ) -> RoundSampling:
+        """Returns the least kind that draws for all of `params`, and drafts for `drafted` too."""
+        kinds = [_kind_of(each) for each in params]
+        kinds += [cls.GREEDY if each.is_greedy else cls.DRAWN for each in drafted]
+        return max(kinds, key=_rank, default=cls.GREEDY)
 
     def confidence(self, logits: Tensor, state: RoundState, depth: int) -> Tensor:
         """Returns the head's `coupled_confidence` `[S * N, V]` for its logits `[S * N, V]`.
@@ -47,8 +54,16 @@ class RoundSampling(enum.Enum):
     def draw(self, logits: Tensor, state: RoundState, depths: Tensor) -> Tensor:
         """Returns the target's tokens `[S, T]` for its logits `[S * T, V]` and depths `[S, T]`."""
         positions = state.lengths.unsqueeze(1) + depths
-        rows = self._rows(state, depths.shape[1])
-        return draw_tokens(logits, rows, positions.flatten()).view(depths.shape)
+        num_slots, num_rows = depths.shape
+        # Cuts sort a row, in several times its memory.
+        size = max(_MAX_CUT_ROWS // num_rows, 1) if self is RoundSampling.CUT else num_slots
+        drawn = []
+        for first in range(0, num_slots, size):
+            own = slice(first, min(first + size, num_slots))
+            rows = self._rows(state.of(own), num_rows)
+            own_logits = logits[own.start * num_rows : own.stop * num_rows]
+            drawn.append(draw_tokens(own_logits, rows, positions[own].flatten()))
+        return (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).view(depths.shape)
 
     def _rows(self, state: RoundState, num_rows: int) -> RowSampling:
         return sampling_of_columns(

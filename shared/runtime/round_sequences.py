@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.runtime.round_state import SlotSequence
-from shared.tokens import SamplingParams
+from shared.tokens import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,9 @@ class Newcomer:
         pages: the target's, in logical order.
         head_pages: the head's; cover one row a token but the last.
         num_head_rows: the first rows, whose keys and values are in `head_pages` already.
+        num_prompt_tokens: how many of the tokens are the prompt.
+        min_length: tokens that there must be before one of `stop_token_ids` may be drawn.
+        top_logprobs: alternatives to report for each token; None reports no log probability.
     """
 
     sequence_id: int
@@ -27,6 +30,28 @@ class Newcomer:
     pages: Sequence[int]
     head_pages: Sequence[int]
     num_head_rows: int
+    num_prompt_tokens: int = 0
+    min_length: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    top_logprobs: int | None = None
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether more than temperature and cuts shapes what it draws from."""
+        sampling = self.sampling
+        return bool(
+            sampling.has_penalties
+            or sampling.logit_bias
+            or (self.stop_token_ids and len(self.token_ids) < self.min_length)
+        )
 
     @property
     def in_slot(self) -> SlotSequence:
@@ -42,8 +67,10 @@ class SequenceRound:
     Attributes:
         token_ids: committed, the bonus token last; at least one.
         num_drafted: nodes of its tree.
+        logprobs: of each token; empty where none are wanted.
     """
 
     sequence_id: int
     token_ids: tuple[int, ...]
     num_drafted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()

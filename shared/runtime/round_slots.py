@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from shared.runtime.host_copy import HostCopy, PinnedMemory
+from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS
+from shared.runtime.round_graphs import RoundOutput
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.round_state import RoundState
@@ -24,6 +25,7 @@ class PlacedSequence:
 
     Attributes:
         length: committed tokens the host knows of.
+        is_shaped: `LaneSampling` draws for it.
         num_pending: most tokens that launched rounds may commit whose results it does not know.
     """
 
@@ -32,6 +34,7 @@ class PlacedSequence:
     sampling: SamplingParams
     pages: list[int]
     head_pages: list[int]
+    is_shaped: bool = False
     num_pending: int = 0
 
     @property
@@ -49,6 +52,7 @@ class PendingRound:
     """
 
     result: HostCopy
+    logprobs: QueuedLogprobs | None
     sequences: tuple[tuple[int, PlacedSequence], ...]
     num_slots: int
     sampling: RoundSampling
@@ -61,13 +65,15 @@ class RoundSlots:
     Attributes:
         placed: by the sequence's number.
         num_used: slots up to the last one that is taken; those of sequences that left stay empty.
-        sampling: what a round of all that are placed needs.
+        sampling: what a round of all that are placed needs, beside what `lanes` does.
+        lanes: draws for those with penalties and the like.
     """
 
     def __init__(self, state: RoundState) -> None:
         self.state = state
         self.placed: dict[int, PlacedSequence] = {}
         self.num_used, self.sampling = 0, RoundSampling.GREEDY
+        self.lanes = LaneSampling(state.numbers.device)
         self._pending: deque[PendingRound] = deque()
         # Of the results, which are read in the order of their rounds.
         self._memory: deque[PinnedMemory] = deque()
@@ -95,7 +101,12 @@ class RoundSlots:
             assert len(each.token_ids) >= 2, "a round starts from a computed token"
             assert each.sequence_id not in self.placed, f"sequence {each.sequence_id} is placed"
             self.placed[each.sequence_id] = PlacedSequence(
-                slot, len(each.token_ids), each.sampling, list(each.pages), list(each.head_pages)
+                slot,
+                len(each.token_ids),
+                each.sampling,
+                list(each.pages),
+                list(each.head_pages),
+                each.is_shaped,
             )
         self._look()
         return slots
@@ -103,6 +114,8 @@ class RoundSlots:
     def fill(self, slots: dict[int, Newcomer]) -> None:
         """Writes sequences to the slots they took."""
         self.state.place({slot: each.in_slot for slot, each in slots.items()})
+        for slot, each in slots.items():
+            self.lanes.join(slot, each)
 
     def lacks(self, sequence_id: int, pages: Sequence[int]) -> bool:
         """Whether a placed sequence has got pages that its slot does not know."""
@@ -124,16 +137,15 @@ class RoundSlots:
     def remove(self, sequence_ids: Iterable[int]) -> None:
         """Leaves sequences out from the next launch on."""
         slots = [self.placed.pop(each).slot for each in sequence_ids]
+        for slot in slots:
+            self.lanes.leave(slot)
         if slots:
             self._look()
             self.state.clear(slots)
 
-    def launched(self, result: Tensor, sampling: RoundSampling, max_committed: int) -> None:
-        """A round of all that are placed was queued.
-
-        Args:
-            result: `[S, 2 + W]`, see `RoundVerification.decide`.
-        """
+    def launched(self, output: RoundOutput, sampling: RoundSampling, max_committed: int) -> None:
+        """A round of all that are placed was queued."""
+        result = output.result
         for each in self.placed.values():
             each.num_pending += max_committed
         sequences = tuple(self.placed.items())
@@ -141,22 +153,29 @@ class RoundSlots:
             assert self.num_pending < len(self._memory), "the oldest result would be overwritten"
             self._memory.rotate(1)
         copy, num_slots = HostCopy(result, self._memory[0] if self._memory else None), len(result)
-        self._pending.append(PendingRound(copy, sequences, num_slots, sampling, max_committed))
+        self._pending.append(
+            PendingRound(copy, output.logprobs, sequences, num_slots, sampling, max_committed)
+        )
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
         pending = self._pending.popleft()
         rows = pending.result.read().tolist()
+        logprobs = {} if pending.logprobs is None else pending.logprobs.read()
         rounds: list[SequenceRound] = []
         for sequence_id, placed in pending.sequences:
             count, num_drafted, *tokens = rows[placed.slot]
             placed.length += count
             placed.num_pending -= pending.max_committed
-            rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted))
+            own = logprobs.get(placed.slot, ())[:count]
+            rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted, own))
         return tuple(rounds)
 
     def _look(self) -> None:
         """Somebody came or left."""
         placed = self.placed.values()
         self.num_used = 1 + max((each.slot for each in placed), default=-1)
-        self.sampling = RoundSampling.of(each.sampling for each in placed)
+        self.sampling = RoundSampling.of(
+            (each.sampling for each in placed if not each.is_shaped),
+            (each.sampling for each in placed if each.is_shaped),
+        )

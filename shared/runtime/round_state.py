@@ -108,11 +108,15 @@ class RoundState:
 
     def first(self, num_slots: int) -> RoundState:
         """Returns a view of the first slots."""
+        return self.of(slice(num_slots))
+
+    def of(self, slots: slice) -> RoundState:
+        """Returns a view of some slots."""
         return RoundState(
-            self.numbers[:num_slots],
-            self.sampling[:num_slots],
-            self.page_table[:num_slots],
-            self.head_page_table[:num_slots],
+            self.numbers[slots],
+            self.sampling[slots],
+            self.page_table[slots],
+            self.head_page_table[slots],
         )
 
     def narrowed(self, max_open_rows: int) -> RoundState:

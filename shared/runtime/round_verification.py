@@ -25,9 +25,34 @@ RESULT_COUNTS = 2
 """Columns of a result before its tokens: how many are committed, how many nodes were drafted."""
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedTrees:
+    """What the target's forward makes of the trees.
+
+    Attributes:
+        logits: `[S * T, V]` of any float type.
+    """
+
+    logits: Tensor
+    output: DecoderOutput
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRound:
+    """What a round did.
+
+    Attributes:
+        result: `[S, 2 + W]` int64: tokens committed, nodes drafted, and the tokens, 0 behind them.
+        rows: `[S, W]` int64, the forward's row that drew each token; any beyond those committed.
+    """
+
+    result: Tensor
+    rows: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundVerification:
-    """Verifies the trees of all slots of a state, in plain torch.
+    """Verifies the trees of all slots of a state, in plain torch: a forward, a draw, a commit.
 
     Attributes:
         pool: the target's.
@@ -41,30 +66,28 @@ class RoundVerification:
     features: FeatureSpec | None
     feature_rows: Tensor | None
 
-    def decide(self, state: RoundState, tree: RoundTree, sampling: RoundSampling) -> Tensor:
-        """Commits one round to every slot.
+    def forward(self, tree: RoundTree) -> VerifiedTrees:
+        """Computes the rows of all trees."""
+        output = self.decoder.forward(tree.batch, self.pool, capture_layers=self._captured_layers)
+        return VerifiedTrees(self._logits(output.hidden), output)
 
-        Returns:
-            `[S, 2 + W]` int64: tokens committed, nodes drafted, and the tokens, 0 behind them.
-        """
-        layers = self._captured_layers
-        output = self.decoder.forward(tree.batch, self.pool, capture_layers=layers)
-        drawn = self._drawn(output.hidden, state, tree.rows, sampling)
-        return self._finish(state, tree, output, drawn)
-
-    def _drawn(
-        self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
+    def draw(
+        self, logits: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
     ) -> Tensor:
         """Returns the target's token after each row, `[S, T]` int64."""
-        return sampling.draw(self.decoder.logits(hidden), state, tree.depths)
+        return sampling.draw(logits, state, tree.depths)
 
-    def _finish(
+    def finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
-    ) -> Tensor:
+    ) -> CommittedRound:
         """Walks the trees, keeps the accepted paths and commits them to the state."""
         accepted = accept_rows(tree.rows, drawn, self.shape.tree.num_steps)
-        self._keep(tree.batch, output, accepted)
-        return _commit(state.narrowed(self.shape.max_committed), tree.rows, accepted)
+        rows = self._keep(tree.batch, output, accepted)
+        result = _commit(state.narrowed(self.shape.max_committed), tree.rows, accepted)
+        return CommittedRound(result, rows.view(len(result), -1))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
 
     @property
     def _captured_layers(self) -> tuple[int, ...]:
@@ -74,9 +97,9 @@ class RoundVerification:
         num_layers = len(self.decoder.layers)
         return tuple(i for i in self.features.layer_indices if i <= num_layers)
 
-    def _keep(self, batch: ForwardBatch, output: DecoderOutput, accepted: AcceptedRows) -> None:
+    def _keep(self, batch: ForwardBatch, output: DecoderOutput, accepted: AcceptedRows) -> Tensor:
         """Brings keys and values of the accepted paths into path order, and their features to the
-        slots where they stand then."""
+        slots where they stand then. Returns the forward's row of each, `[S * W]` int64."""
         batch_size, num_rows = accepted.rows.shape
         first_rows = torch.arange(batch_size, device=accepted.rows.device).unsqueeze(1)
         first_rows = first_rows * self.shape.num_tree_rows
@@ -86,6 +109,7 @@ class RoundVerification:
         # Rows beyond the path stay where they are; roots do, too.
         self.pool.move(batch.slots.index_select(0, sources), target_slots)
         self._store_features(output, sources, target_slots)
+        return sources
 
     def _store_features(self, output: DecoderOutput, rows: Tensor, slots: Tensor) -> None:
         """Stores the features of the forward's `rows` `[N]` at `slots` `[N]`."""

@@ -16,7 +16,11 @@ from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_commit_jit import accept_trees, gather_parts, move_path, store_rows
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import ACTIVE, ENDED, LENGTH, OPEN, TAIL, RoundState
-from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
+from shared.runtime.round_verification import (
+    RESULT_COUNTS,
+    CommittedRound,
+    RoundVerification,
+)
 from shared.speculation.draw_triton import fused_draw
 from shared.speculation.tree_rows import TreeRows
 
@@ -41,18 +45,18 @@ class FusedRoundVerification(RoundVerification):
             weight = LinearWeight.prepare(projection.to(self.decoder.dtype))
         object.__setattr__(self, "projection_weight", weight)
 
-    def _drawn(
-        self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
+    def draw(
+        self, logits: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
     ) -> Tensor:
-        # Kernels widen the logits as they read them.
-        logits = self.decoder.lm_head(hidden)
+        """See `RoundVerification.draw`."""
         if sampling is RoundSampling.GREEDY:
             return fused_draw(logits, None, tree.depths.flatten()).view(tree.depths.shape)
         return sampling.draw(logits, state, tree.depths)
 
-    def _finish(
+    def finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
-    ) -> Tensor:
+    ) -> CommittedRound:
+        """See `RoundVerification.finish`."""
         num_slots, width = state.num_slots, self.shape.max_committed
         num_rows, device = self.shape.num_tree_rows, drawn.device
         paths = torch.empty((3, num_slots * width), dtype=torch.int64, device=device).unbind()
@@ -69,7 +73,11 @@ class FusedRoundVerification(RoundVerification):
         )  # fmt: skip
         self._move(num_slots, width, sources, targets)
         self._store_features(output, rows, targets)
-        return result
+        return CommittedRound(result, rows.view(num_slots, width))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        # Kernels widen the logits as they read them.
+        return self.decoder.lm_head(hidden)
 
     def _move(self, num_slots: int, width: int, sources: Tensor, targets: Tensor) -> None:
         storage = self.pool.storage.flatten(0, 1)

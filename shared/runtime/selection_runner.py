@@ -188,8 +188,8 @@ class SelectionRunner:
         """Queues the verification of what was prepared."""
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "nothing was prepared"
-        result = prepared.rounds.verify()
-        self._slots.launched(result, prepared.sampling, prepared.shape.num_steps + 1)
+        output = prepared.rounds.verify(prepared.sampling, self._slots.lanes)
+        self._slots.launched(output, prepared.sampling, prepared.shape.num_steps + 1)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included, and those that

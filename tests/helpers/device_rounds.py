@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -23,10 +22,8 @@ from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer
-from shared.runtime.round_state import RoundState
-from shared.runtime.round_verification import RoundVerification
+from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
 from shared.speculation.tree_rows import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape
@@ -65,9 +62,9 @@ class RecordedVerification(RoundVerification):
 
     recorded: list[TreeRows]
 
-    def decide(self, state: RoundState, tree: RoundTree, sampling: RoundSampling) -> Tensor:
+    def forward(self, tree: RoundTree) -> VerifiedTrees:
         self.recorded.append(tree.rows)
-        return RoundVerification.decide(self, state, tree, sampling)
+        return RoundVerification.forward(self, tree)
 
 
 class DeviceRounds:

@@ -35,6 +35,10 @@ class Guest:
             pages=sequence.open_lease.pages,
             head_pages=self.head_pages,
             num_head_rows=min(self.num_head_rows, len(sequence.token_ids) - 2),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            min_length=sequence.num_prompt_tokens + sequence.request.stop.min_output_tokens,
+            stop_token_ids=sequence.stop_token_ids,
+            top_logprobs=sequence.request.top_logprobs,
         )
 
     def has_features(self, store: FeatureStore, page_size: int) -> bool:

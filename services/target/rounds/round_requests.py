@@ -11,13 +11,11 @@ def can_be_round(
 ) -> bool:
     """Whether a draft of this algorithm can draft for the request in rounds, at any depth.
 
-    They know no penalties, bias, bans and grammars, compute no log probabilities and no trace, and
-    verify whole trees of one shape.
+    They know no grammars and compute no trace, and verify whole trees of one shape.
 
     Args:
         num_tree_rows: that their trees have at most, the root included.
     """
-    sampling = request.sampling
     return (
         request.grammar is None
         and not request.speculation_disabled
@@ -25,8 +23,4 @@ def can_be_round(
         and request.draft_algorithm in (None, algorithm)
         and request.num_draft_steps is None
         and (request.num_draft_tokens or MAX_DRAFT_TOKENS) >= num_tree_rows
-        and request.top_logprobs is None
-        and request.stop.min_output_tokens == 0
-        and not sampling.has_penalties
-        and not sampling.logit_bias
     )

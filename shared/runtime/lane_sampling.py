@@ -1,0 +1,272 @@
+"""Distributions of single lanes: penalties, bias, a minimum length, and log probabilities.
+
+A lane without any of these draws with all the others (`RoundSampling`). The rows of those that have
+some are drawn once more, on their own, by the same `draw_tokens` as everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kv.upload import uploaded_numbers
+from shared.runtime.host_copy import HostCopy
+from shared.runtime.round_sequences import Newcomer
+from shared.runtime.round_state import LENGTH, RoundState
+from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
+from shared.speculation.penalties import TokenCounts, histogram
+from shared.speculation.row_sampling import RowSampling, row_sampling
+from shared.speculation.tree_rows import TreeRows
+from shared.speculation.verify import draw_tokens
+from shared.tokens import TokenLogprobs
+
+_MAX_ROWS = 256
+"""Rows that are drawn at once: each takes a few numbers a token of the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Some of the shaped lanes, P of them, and what their rows draw with.
+
+    Attributes:
+        slots: `[P]` int64.
+        sampling: of P * T rows, without what a minimum length bans.
+        places: of the lanes among those with counts; None where none of the group has penalties.
+        bans: rows `[N]`, token ids `[N]`, and the length `[N]` from which on each may be drawn;
+            None without.
+    """
+
+    slots: Tensor
+    sampling: RowSampling
+    places: Tensor | None
+    bans: tuple[Tensor, Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLogprobs:
+    """Log probabilities on their way to the host, W rows a lane.
+
+    Attributes:
+        num_top: alternatives by slot, in the order of the rows.
+    """
+
+    packed: HostCopy
+    num_top: Mapping[int, int]
+
+    def read(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Waits for the device; returns those of each lane's rows by slot."""
+        packed = self.packed.read()
+        width = len(packed) // len(self.num_top)
+        counts = [count for count in self.num_top.values() for _ in range(width)]
+        found = unpacked_logprobs(packed, counts)
+        return {
+            slot: found[place * width : (place + 1) * width]
+            for place, slot in enumerate(self.num_top)
+        }
+
+
+class LaneSampling:
+    """The shaped lanes of one state. T is the rows of each tree, which may differ by round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shaped: dict[int, Newcomer] = {}
+        self._num_top: dict[int, int] = {}
+        # By rows of a tree; empty since somebody came or left.
+        self._groups: dict[int, list[_Group]] = {}
+        self._counts = _LaneCounts(device)
+
+    def join(self, slot: int, newcomer: Newcomer) -> None:
+        """A sequence has got a lane."""
+        if newcomer.top_logprobs is not None:
+            self._num_top[slot] = newcomer.top_logprobs
+        if newcomer.is_shaped:
+            self._shaped[slot] = newcomer
+            self._groups.clear()
+        if newcomer.sampling.has_penalties:
+            self._counts.join(slot, newcomer)
+
+    def leave(self, slot: int) -> None:
+        """A lane is given up."""
+        self._num_top.pop(slot, None)
+        self._counts.leave(slot)
+        if self._shaped.pop(slot, None) is not None:
+            self._groups.clear()
+
+    def redraw(self, drawn: Tensor, logits: Tensor, state: RoundState, tree: TreeRows) -> None:
+        """Draws the rows of shaped lanes anew.
+
+        Args:
+            drawn: `[S, T]` int64, written.
+            logits: `[S * T, V]` of any float type.
+        """
+        if not self._shaped:
+            return
+        num_rows = drawn.shape[1]
+        if num_rows not in self._groups:
+            self._counts.stack(logits.shape[1])
+            self._groups[num_rows] = list(self._grouped(num_rows))
+        for group in self._groups[num_rows]:
+            self._redraw(group, drawn, logits, state, tree)
+
+    def committed(self, result: Tensor, first_column: int) -> None:
+        """Counts what a round commits, before anything of the next one is drawn.
+
+        Args:
+            result: `[S, C]` int64, tokens from `first_column` on, how many in column 0.
+        """
+        self._counts.committed(result, first_column)
+
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> QueuedLogprobs | None:
+        """Queues the log probabilities of lanes that want some.
+
+        Args:
+            rows: `[S, W]` int64, the row that draws each committed token.
+            tokens: `[S, W]` int64, the committed tokens, then any.
+        """
+        num_top = {slot: count for slot, count in self._num_top.items() if slot < len(rows)}
+        if not num_top:
+            return None
+        slots = uploaded_numbers(list(num_top), self._device)
+        own_rows = rows.index_select(0, slots).flatten()
+        own_tokens = tokens.index_select(0, slots).flatten()
+        packed = packed_logprobs(
+            logits.index_select(0, own_rows), own_tokens, max(num_top.values())
+        )
+        return QueuedLogprobs(HostCopy(packed), num_top)
+
+    def _redraw(
+        self, group: _Group, drawn: Tensor, logits: Tensor, state: RoundState, tree: TreeRows
+    ) -> None:
+        num_rows = drawn.shape[1]
+        steps = torch.arange(num_rows, device=self._device)
+        rows = (group.slots.unsqueeze(1) * num_rows + steps).flatten()
+        depths = tree.depths.index_select(0, group.slots)
+        lengths = state.numbers[:, LENGTH].index_select(0, group.slots).unsqueeze(1)
+        positions = (lengths + depths).flatten()
+        counts = None
+        if group.places is not None:
+            tokens = tree.token_ids.index_select(0, group.slots)
+            seen = tree.visible.index_select(0, group.slots)
+            counts = self._counts.of_rows(group.places, tokens, seen)
+        own = logits.index_select(0, rows)
+        if group.bans is not None:
+            own = _banned(own, positions, *group.bans)
+        found = draw_tokens(own, group.sampling, positions, counts)
+        drawn.view(-1).index_copy_(0, rows, found)
+
+    def _grouped(self, num_rows: int) -> Iterator[_Group]:
+        size = max(_MAX_ROWS // num_rows, 1)
+        slots = sorted(self._shaped)
+        for first in range(0, len(slots), size):
+            yield self._group(slots[first : first + size], num_rows)
+
+    def _group(self, slots: Sequence[int], num_rows: int) -> _Group:
+        own = [self._shaped[slot] for slot in slots]
+        sampling = row_sampling(
+            [each.sampling for each in own], [num_rows] * len(own), device=self._device
+        )
+        has_counts = sampling.penalties is not None
+        return _Group(
+            uploaded_numbers(slots, self._device),
+            sampling,
+            uploaded_numbers(self._counts.places(slots), self._device) if has_counts else None,
+            self._bans(own, num_rows),
+        )
+
+    def _bans(self, own: Sequence[Newcomer], num_rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        triples = [
+            (place * num_rows + row, token_id, each.min_length)
+            for place, each in enumerate(own)
+            for row in range(num_rows)
+            for token_id in sorted(each.stop_token_ids)
+            if each.min_length > len(each.token_ids)
+        ]
+        if not triples:
+            return None
+        rows, tokens, lengths = uploaded_numbers(list(zip(*triples, strict=True)), self._device)
+        return rows, tokens, lengths
+
+
+class _LaneCounts:
+    """Token counts of the lanes with penalties."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._new: dict[int, Newcomer] = {}
+        self._places: dict[int, int] = {}
+        self._output = torch.zeros(0, 0, device=device)
+        self._in_prompt = torch.zeros(0, 0, dtype=torch.bool, device=device)
+        self._slots = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def join(self, slot: int, newcomer: Newcomer) -> None:
+        self._new[slot] = newcomer
+
+    def leave(self, slot: int) -> None:
+        self._new.pop(slot, None)
+        self._places.pop(slot, None)
+
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """Returns the row of each lane; of one without penalties any, which nothing reads."""
+        return [self._places.get(slot, 0) for slot in slots]
+
+    def stack(self, vocab_size: int) -> None:
+        """Begins the rows of those that came, and drops those of who left."""
+        kept = list(self._places)
+        if not (self._new or len(kept) < len(self._slots)):
+            return
+        new = self._new.values()
+        output = histogram([each.output_token_ids for each in new], vocab_size, self._device)
+        prompts = histogram([each.prompt_token_ids for each in new], vocab_size, self._device)
+        in_prompt = prompts > 0
+        if kept:
+            index = uploaded_numbers([self._places[slot] for slot in kept], self._device)
+            output = torch.cat((self._output.index_select(0, index), output))
+            in_prompt = torch.cat((self._in_prompt.index_select(0, index), in_prompt))
+        self._output, self._in_prompt = output, in_prompt
+        slots = [*kept, *self._new]
+        self._places = {slot: place for place, slot in enumerate(slots)}
+        self._slots = uploaded_numbers(slots, self._device)
+        self._new = {}
+
+    def committed(self, result: Tensor, first_column: int) -> None:
+        """See `LaneSampling.committed`."""
+        if not len(self._slots):
+            return
+        # A lane that has left since may lie behind the round's.
+        own = result.index_select(0, self._slots.clamp_max(len(result) - 1))
+        tokens = own[:, first_column:]
+        steps = torch.arange(tokens.shape[1], device=self._device)
+        is_counted = (steps < own[:, :1]).to(self._output.dtype)
+        self._output.scatter_add_(1, tokens, is_counted)
+
+    def of_rows(self, places: Tensor, tokens: Tensor, seen: Tensor) -> TokenCounts:
+        """Returns the counts `[P * T, V]` of each row: its lane's, and of the nodes on its path.
+
+        Args:
+            tokens: `[P, T]` int64, the roots first, negative where there is no node.
+            seen: `[P, T, T]` bool, ancestors and itself of each row.
+        """
+        num_rows = tokens.shape[1]
+        output = self._output.index_select(0, places).repeat_interleave(num_rows, dim=0)
+        # The root is committed, and counted already.
+        on_path = (seen & (tokens >= 0).unsqueeze(1)).to(output.dtype)
+        on_path[:, :, 0] = 0.0
+        index = tokens.clamp_min(0).unsqueeze(1).expand_as(on_path)
+        output.scatter_add_(1, index.flatten(0, 1), on_path.flatten(0, 1))
+        in_prompt = self._in_prompt.index_select(0, places).repeat_interleave(num_rows, dim=0)
+        return TokenCounts(output, in_prompt | (output > 0))
+
+
+def _banned(
+    logits: Tensor, positions: Tensor, rows: Tensor, token_ids: Tensor, lengths: Tensor
+) -> Tensor:
+    """Returns logits float32 without the tokens that are drawn too early."""
+    is_early = positions.index_select(0, rows) < lengths
+    logits = logits.to(torch.float32)
+    values = torch.where(is_early, -math.inf, 0.0).to(logits.dtype)
+    return logits.index_put((rows, token_ids), values, accumulate=True)
