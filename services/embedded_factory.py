@@ -18,6 +18,7 @@ from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.embedded_problems import check_drafter
+from services.target.control.adaptive_config import DEFAULT_CONFIG
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.process import attachment_terms
@@ -132,9 +133,9 @@ def _rounds(
 def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeShape, int]:
     """Returns the trees that rounds may have, each with the most sequences of a round; the first
     one is that of rounds while nothing is chosen."""
-    config = adaptive_config(settings)
-    is_free = config is not None and not chosen.is_shape_pinned
-    shapes = config.round_shapes(chosen.shape) if config and is_free else (chosen.shape,)
+    config = adaptive_config(settings) or DEFAULT_CONFIG
+    is_pinned = chosen.is_shape_pinned
+    shapes = (chosen.shape,) if is_pinned else config.round_shapes(chosen.shape)
     most = min(
         settings.max_running_requests, chosen.max_running_requests, settings.cuda_graph_max_bs
     )

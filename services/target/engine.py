@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from services.target.clock import Clock
+from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
 from services.target.drafts.feature_store import FeatureSpec
@@ -49,6 +50,7 @@ class Engine:
         fallback: drafts where no draft does; None where nobody should.
         waits_always: see `MissLadder`.
         speculation: decides what is wanted of drafts; by default whatever they send.
+        lanes: which trees may be chosen for lanes, where no shape is pinned.
         selection: of rounds on the device with trees that remote drafts push; None has none.
 
     Attributes:
@@ -70,6 +72,7 @@ class Engine:
         fallback: NgramFallback | None = None,
         waits_always: bool = True,
         speculation: SpeculationController | None = None,
+        lanes: AdaptiveConfig = DEFAULT_CONFIG,
         selection: RoundLimits | None = None,
     ) -> None:
         self.limits = limits
@@ -88,6 +91,7 @@ class Engine:
             fallback=fallback,
             waits_always=waits_always,
             speculation=speculation or SpeculationController(None),
+            lanes=lanes,
             selection=selection,
             rest=self._rest,
         )

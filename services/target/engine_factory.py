@@ -80,6 +80,7 @@ def build_engine(
         fallback=_fallback(settings),
         waits_always=settings.candidate_wait_always,
         speculation=SpeculationController(adaptive_config(settings)),
+        lanes=adaptive_config(settings) or DEFAULT_CONFIG,
         selection=_selection(settings, built.runner.device, limits),
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from services.target.clock import Clock
 from services.target.committer import Committer
+from services.target.control.adaptive_config import AdaptiveConfig
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
@@ -63,6 +64,7 @@ class StepLoop:
         fallback: NgramFallback | None,
         waits_always: bool,
         speculation: SpeculationController,
+        lanes: AdaptiveConfig,
         selection: RoundLimits | None,
         rest: Callable[[float], None],
     ) -> None:
@@ -97,6 +99,7 @@ class StepLoop:
             make_rounds=factory.rounds_of,
             forget=self._forget,
             runs_ahead=overlaps,
+            config=lanes,
         )
         scheduler.lanes = self._rounds
         self._host_gap = HostGap()
@@ -225,7 +228,7 @@ class StepLoop:
     def prepare_next(self) -> bool:
         """Makes something that a later step would have to wait for; returns whether there was
         anything to make."""
-        return self._runner.prepare_next() or self._rounds.prepare_next()
+        return self._runner.prepare_next()
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""

@@ -81,6 +81,27 @@ class DecodeBatches:
         self._is_causal = torch.ones(num_sequences, dtype=torch.bool, device=self._device)
 
 
+def empty_decode_batch(num_sequences: int, page_size: int, device: torch.device) -> ForwardBatch:
+    """Returns a step of sequences that compute their first token in the padding page."""
+    zeros = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+    none = zeros.int()
+    return ForwardBatch(
+        token_ids=zeros,
+        positions=zeros,
+        slots=zeros,
+        query_starts=_range(num_sequences + 1, torch.int32, device),
+        kv_lengths=none + 1,
+        prefix_lengths=none,
+        page_table=none.unsqueeze(1),
+        tail_mask=None,
+        is_causal=torch.ones(num_sequences, dtype=torch.bool, device=device),
+        logit_rows=_range(num_sequences, torch.int64, device),
+        max_query_length=1,
+        max_kv_length=1,
+        page_size=page_size,
+    )
+
+
 def _range(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=dtype, device=device)
 

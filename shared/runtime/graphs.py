@@ -18,6 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
 from shared.kv.batch import ForwardBatch
+from shared.kv.decode_batch import empty_decode_batch
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
@@ -170,7 +171,7 @@ class ForwardGraphs:
     @torch.inference_mode()
     def _captured(self, key: GraphKey) -> CapturedForward:
         bucket = self._inputs.bucket(key.num_rows, key.num_sequences, has_tail=key.has_tail)
-        nobody = _padding_only(bucket)
+        nobody = empty_decode_batch(1, bucket.page_size, self._pool.device)
         self._inputs.fill(bucket, nobody)
         # Loads kernels and makes the workspaces of products outside of the graph.
         self._forward(bucket, key.capture_layers)
@@ -200,25 +201,3 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
     blocks = rows * (8 * config.hidden_size + 3 * config.intermediate_size) * dtype.itemsize
     masks = rows * limits.max_tail_width * 9
     return attention + logits + blocks + masks
-
-
-def _padding_only(bucket: ForwardBatch) -> ForwardBatch:
-    """Returns one token in the padding page, the least that a forward can compute."""
-    device = bucket.token_ids.device
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    none = torch.zeros(1, dtype=torch.int32, device=device)
-    return ForwardBatch(
-        token_ids=zero,
-        positions=zero,
-        slots=zero,
-        query_starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
-        kv_lengths=none + 1,
-        prefix_lengths=none,
-        page_table=none.unsqueeze(1),
-        tail_mask=None,
-        is_causal=torch.ones(1, dtype=torch.bool, device=device),
-        logit_rows=zero,
-        max_query_length=1,
-        max_kv_length=1,
-        page_size=bucket.page_size,
-    )

@@ -142,6 +142,12 @@ class RoundRunner:
         """Returns the graphs of a round, to be measured part by part."""
         return self._graphs.of(num_sequences, sampling)
 
+    def run_empty(self, num_sequences: int, sampling: RoundSampling) -> None:
+        """Queues a round as for so many sequences, while nobody takes part."""
+        assert not self._slots.placed, "a round would be lost"
+        self._graphs.grow(num_sequences, sampling)
+        self._graphs.verify(sampling)
+
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
         """Returns how many tokens the target's and the head's pages of a sequence must cover for
         the next launch."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from services.target.control.round_chooser import RoundBatch, RoundChooser
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.drafts.patience import Patience
+from services.target.rounds.policy import Choice, LanePolicy
 from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
 from shared.tokens import TreeShape
@@ -82,13 +82,21 @@ def lending(
     )
 
 
-def any_choice(seed: int) -> Callable[[RoundChooser, RoundBatch, float], TreeShape | None]:
-    """Returns a `RoundChooser.choose` that changes every third step or so, whatever pays."""
+def any_choice(
+    seed: int,
+) -> Callable[[LanePolicy, int, int, Iterable[TreeShape], float], Choice]:
+    """Returns a `LanePolicy.choose` that changes every third step or so, whatever pays."""
     source = random.Random(seed)
-    last: list[TreeShape | None] = [None]
+    last: list[Choice] = [None]
 
-    def choose(chooser: RoundChooser, batch: RoundBatch, now_s: float) -> TreeShape | None:
-        options = [None, *batch.shapes]
+    def choose(
+        policy: LanePolicy,
+        num_greedy: int,
+        num_drawn: int,
+        fitting: Iterable[TreeShape],
+        now_s: float,
+    ) -> Choice:
+        options = [None, *fitting]
         if last[0] not in options or source.random() < 0.3:
             last[0] = source.choice(options)
         return last[0]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
 
-from services.target.control.round_chooser import RoundChooser
 from services.target.engine import Engine
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
@@ -32,16 +30,15 @@ class LentHead:
         self._pair = pair
         self._source = random.Random(seed)
         self._choose = any_choice(seed)
-        controller = engine._loop.attachments.controller
-        controller.round_chooser = functools.partial(  # type: ignore[method-assign]
-            self._chooser_of, controller.round_chooser
-        )
         self._is_attached = False
         self.num_reconnects = -1
         self._attach()
 
     def step(self) -> None:
         """Now and then goes, or comes back."""
+        policy = self._engine._loop._rounds._policy
+        if policy is not None and "choose" not in vars(policy):
+            policy.choose = functools.partial(self._choose, policy)  # type: ignore[method-assign]
         if not self._is_attached:
             if self._source.random() < 0.05:
                 self._attach()
@@ -62,9 +59,3 @@ class LentHead:
         )
         self._is_attached = True
         self.num_reconnects += 1
-
-    def _chooser_of(self, make_chooser: Callable[[], RoundChooser | None]) -> RoundChooser | None:
-        chooser = make_chooser()
-        assert chooser is not None
-        chooser.choose = functools.partial(self._choose, chooser)  # type: ignore[method-assign]
-        return chooser

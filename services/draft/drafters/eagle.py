@@ -107,7 +107,7 @@ class EagleDrafter:
     def lend(self) -> HeadLoan:
         """Lends the head and half of the free pages; called before any sequence is opened."""
         longest = self._max_context_tokens - CONTEXT_MARGIN
-        return HeadLoan.of_half(self._runner, self._contexts.leases, max_context_tokens=longest)
+        return HeadLoan.of_most(self._runner, self._contexts.leases, max_context_tokens=longest)
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)

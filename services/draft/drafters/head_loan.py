@@ -9,6 +9,8 @@ from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.runtime.head_runner import HeadRunner
 
+_LENT_EIGHTHS = 7
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadLoan:
@@ -25,8 +27,9 @@ class HeadLoan:
     max_context_tokens: int
 
     @classmethod
-    def of_half(cls, runner: HeadRunner, leases: KvLeases, *, max_context_tokens: int) -> HeadLoan:
-        """Takes half of the free pages."""
+    def of_most(cls, runner: HeadRunner, leases: KvLeases, *, max_context_tokens: int) -> HeadLoan:
+        """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
         lease = leases.open(())
-        leases.grow(lease, leases.num_free_pages // 2 * leases.page_size)
+        num_lent = leases.num_free_pages * _LENT_EIGHTHS // 8
+        leases.grow(lease, num_lent * leases.page_size)
         return cls(runner.head, runner.pool, tuple(lease.pages), max_context_tokens)

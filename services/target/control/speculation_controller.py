@@ -22,7 +22,6 @@ from services.target.control.probe_budget import ProbeBudget
 from services.target.control.probe_rounds import ProbeRounds
 from services.target.control.referee import Referee
 from services.target.control.regime import Stance
-from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_counts import SpeculationCounts
 from services.target.control.step_times import StepTimes
 from services.target.control.told_rounds import ToldRounds
@@ -90,12 +89,8 @@ class SpeculationController:
         counts, self._counts = self._counts, SpeculationCounts()
         return counts
 
-    def round_chooser(self) -> RoundChooser | None:
-        """Returns what chooses the rounds of one head; None where nothing is chosen."""
-        return None if self._config is None else RoundChooser(self._config, self.step_times)
-
     def count_rounds(self, *, num_paused: int = 0, num_probes: int = 0) -> None:
-        """Counts rounds of single sequences that a `RoundChooser` left plain, or tried."""
+        """Counts rounds of single sequences that a `LanePolicy` left plain, or tried."""
         self._counts.num_paused_rounds += num_paused
         self._counts.num_probe_rounds += num_probes
 
@@ -164,7 +159,7 @@ class SpeculationController:
         self._turns.is_cold = True
 
     def skip_turn(self) -> None:
-        """A turn of the loop was a round's with a lent head; a `RoundChooser` measures those."""
+        """A turn of the loop was a round's with a lent head; a `LanePolicy` chooses those."""
         self._learn()
         self._turns.skip()
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from services.target.control.round_times import RoundSize
 from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.guest import Guest
+from services.target.rounds.policy import CostTable
 from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
@@ -20,7 +20,6 @@ from services.target.sequence import Sequence as TargetSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pages import PagePool
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.shortage import Shortage
@@ -73,11 +72,14 @@ class DeviceRounds:
         """Returns the shapes that take so many sequences, the draft's own first."""
         return self._runners.shapes_for(num_sequences)
 
-    def size_of(self, sequences: Sequence[TargetSequence]) -> RoundSize:
-        """Returns the size of a round of these sequences, who take part or begin together."""
-        kind = RoundSampling.of(each.sampling for each in sequences)
-        num_slots = self._runner.num_slots or len(sequences)
-        return RoundSize(self._runners.num_computed(num_slots), kind.value)
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """All shapes, the draft's own first."""
+        return self._runners.shapes
+
+    def measured(self) -> CostTable:
+        """Returns what steps of the lanes take on this device."""
+        return self._runners.measured()
 
     @property
     def is_sparse(self) -> bool:
@@ -85,21 +87,6 @@ class DeviceRounds:
         used = self._runners.num_computed(self._runner.num_slots)
         needed = self._runners.num_computed(len(self._runner.sequence_ids))
         return used >= MIN_SPARSE and used >= 2 * needed
-
-    @property
-    def awaited_size(self) -> RoundSize:
-        """Of the oldest unread round."""
-        num_slots, kind = self._runner.awaited_size
-        return RoundSize(self._runners.num_computed(num_slots), kind.value)
-
-    @property
-    def num_captured(self) -> int:
-        """Graphs so far; a launch that needs new ones takes long."""
-        return self._runners.num_captured
-
-    def prepare_next(self) -> bool:
-        """Captures graphs that a later round would; returns whether any were left."""
-        return self._runners.capture_next()
 
     def turn_to(self, shape: TreeShape) -> None:
         """Gives the rounds from now on trees of another shape; every round has been read."""

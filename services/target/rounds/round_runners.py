@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+import math
+import time
+from collections.abc import Callable
 
 import torch
 
+from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
+from shared.kv.decode_batch import empty_decode_batch
 from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
@@ -16,8 +20,10 @@ from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
-_USUAL_SIZE = 8
 _CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
+_NUM_TIMED = 3
+# Without graphs to measure one after another at start, a few sizes tell enough.
+_TIMED_SIZES = (1, 4, 16)
 
 
 class RoundRunners:
@@ -34,7 +40,7 @@ class RoundRunners:
     def __init__(
         self, source: RoundSource, runner: ModelRunner, feature_rows: torch.Tensor
     ) -> None:
-        self._device, self._cache = runner.device, runner.cache
+        self._target, self._device, self._cache = runner, runner.device, runner.cache
         # Rounds of two shapes are never under way at once, so their graphs share memory.
         memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._capacities = {source.tree: source.max_sequences, **source.other_trees}
@@ -53,8 +59,7 @@ class RoundRunners:
         }
         self.shape = source.tree
         self.current = self._runners[source.tree]
-        self._left: deque[tuple[TreeShape, int]] = deque()
-        self._begin()
+        self._capture_all()
 
     @property
     def max_sequences(self) -> int:
@@ -72,9 +77,9 @@ class RoundRunners:
         return max(1 + shape.max_node_count for shape in self._capacities)
 
     @property
-    def are_several(self) -> bool:
-        """Whether there is more than one shape."""
-        return len(self._capacities) > 1
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """All shapes, the draft's own first."""
+        return tuple(self._capacities)
 
     @property
     def num_captured(self) -> int:
@@ -106,29 +111,54 @@ class RoundRunners:
             *(num_sequences, _name(self.shape), num_sequences - 1, self._cache.advice(shortage)),
         )
 
-    def capture_next(self) -> bool:
-        """Makes the graphs of one size that are left, the smallest first; returns whether it did.
+    def measured(self) -> CostTable:
+        """Returns what rounds take on this device, of each shape and size, with nobody in them;
+        the target's plain steps as well."""
+        table = CostTable()
+        most = max(self._capacities.values())
+        for count in self._timed_sizes(most):
+            table.plain[count] = self._plain_s(count)
+        for shape, capacity in self._capacities.items():
+            table.rounds[shape] = {
+                count: self._round_s(shape, count) for count in self._timed_sizes(capacity)
+            }
+        return table
 
-        A round that comes before its graphs captures them.
-        """
-        while self._left:
-            shape, count = self._left.popleft()
-            if count <= self._capacities[shape]:
-                self._capture(shape, count)
-                return True
-        return False
+    def _timed_sizes(self, most: int) -> list[int]:
+        sizes = ROUND_SIZES if self._device.type == "cuda" else _TIMED_SIZES
+        return sorted({min(size, most) for size in sizes}) if most else []
 
-    def _begin(self) -> None:
-        """Makes the graphs that the first requests meet. Where shapes are chosen, each of them is
-        tried at any size, so all others are left for when there is time."""
-        own = [count for count in self._sizes(self.shape) if count <= _USUAL_SIZE]
-        for count in own:
-            if not self._capture(self.shape, count):
-                break
-        if self.are_several:
-            sizes = [(shape, count) for shape in self._runners for count in self._sizes(shape)]
-            sizes = [each for each in sizes if each not in {(self.shape, count) for count in own}]
-            self._left.extend(sorted(sizes, key=lambda each: each[1]))
+    def _round_s(self, shape: TreeShape, count: int) -> float:
+        runner = self._runners[shape]
+        return self._timed(lambda: runner.run_empty(count, RoundSampling.DRAWN))
+
+    def _plain_s(self, count: int) -> float:
+        batch = empty_decode_batch(count, self._target.page_size, self._device)
+        return self._timed(lambda: self._target.run(batch).logits.argmax(dim=-1))
+
+    def _timed(self, step: Callable[[], object]) -> float:
+        """Returns the seconds of a step that the device does, the shortest of a few."""
+        shortest_s = math.inf
+        step()
+        for _ in range(_NUM_TIMED):
+            self._wait()
+            began_s = time.perf_counter()
+            step()
+            self._wait()
+            shortest_s = min(shortest_s, time.perf_counter() - began_s)
+        return shortest_s
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _capture_all(self) -> None:
+        """Makes every graph that a round may need, so that none is made under traffic. The
+        largest comes first: the others share its memory."""
+        for shape in self._runners:
+            for count in reversed(self._sizes(shape)):
+                if count <= self._capacities[shape]:
+                    self._capture(shape, count)
 
     def _sizes(self, shape: TreeShape) -> list[int]:
         return sorted({min(size, self._capacities[shape]) for size in ROUND_SIZES})
@@ -147,11 +177,7 @@ class RoundRunners:
         return True
 
     def _without_memory(self, shape: TreeShape, num_sequences: int, advice: str) -> None:
-        """The graphs of a size do not fit. The shape is left out for it and for more; where it is
-        the only one, memory may yet be found."""
-        if not self.are_several:
-            logger.warning("rounds on the device are confined to what memory is left: %s", advice)
-            return
+        """The graphs of a size do not fit: the shape is left out for it and for more."""
         sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
         self._capacities[shape] = sizes[-1]
         logger.warning(

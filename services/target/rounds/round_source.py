@@ -9,8 +9,8 @@ from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.tokens import TreeShape
 
-# Verification of more rows is bound by arithmetic, which hides what the host costs.
-MAX_ROWS = 512
+MAX_ROWS = 2048
+"""Rows that a round verifies at most: 256 trees of 8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

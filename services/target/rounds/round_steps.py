@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from services.target.clock import Clock
 from services.target.committer import Committer
-from services.target.control.round_chooser import RoundBatch, RoundChooser
+from services.target.control.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.device_rounds import DeviceRounds
-from services.target.rounds.round_meter import RoundMeter
+from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_standing import RoundStanding
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
@@ -31,6 +31,7 @@ class RoundSteps:
         make_rounds: returns rounds with the head that a draft lends; None where it lends none.
         forget: lets go of a sequence that has ended.
         runs_ahead: whether a round is launched before the last one is read.
+        config: what may be chosen where no shape is pinned.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class RoundSteps:
         make_rounds: Callable[[Attachment], DeviceRounds | None],
         forget: Callable[[Sequence], None],
         runs_ahead: bool,
+        config: AdaptiveConfig,
     ) -> None:
+        self._config = config
         self._scheduler = scheduler
         self._attachments = attachments
         self._committer = committer
@@ -55,8 +58,7 @@ class RoundSteps:
         self._max_unread = int(runs_ahead)
         self._rounds: DeviceRounds | None = None
         self._attachment: Attachment | None = None
-        self._chooser: RoundChooser | None = None
-        self._meter: RoundMeter | None = None
+        self._policy: LanePolicy | None = None
         self._is_plain = False
         self._launched_s: deque[float] = deque()
         self._committed_s = 0.0
@@ -66,15 +68,15 @@ class RoundSteps:
         rounds = self._make_rounds(attachment)
         if rounds is None:
             return
-        self._attachment, self._rounds = attachment, rounds
-        self._chooser = None if rounds.is_pinned else self._attachments.controller.round_chooser()
-        self._meter = None if self._chooser is None else RoundMeter(self._chooser.times)
+        self._attachment, self._rounds, self._policy = attachment, rounds, None
+        if not rounds.is_pinned:
+            self._policy = LanePolicy(rounds.shapes, rounds.measured(), self._config)
 
     def close(self, attachment: Attachment | None) -> None:
         """A draft has left, perhaps the one whose head the rounds have."""
         if self._rounds is not None and attachment is self._attachment:
             self.settle()
-            self._attachment = self._rounds = self._chooser = self._meter = None
+            self._attachment = self._rounds = self._policy = None
             self._is_plain = False
 
     def choose(self, settle: Callable[[], None]) -> None:
@@ -89,7 +91,6 @@ class RoundSteps:
         running = self._scheduler.running
         suited = [each for each in running if rounds.holds(each) or rounds.suits(each)]
         if not suited:
-            self._interrupt()
             return
         shape = self._choose(rounds, suited)
         if shape is None:
@@ -162,35 +163,24 @@ class RoundSteps:
         return newcomers
 
     def _launch(self, rounds: DeviceRounds, newcomers: SequenceOf[Sequence]) -> bool:
-        meter, num_captured, now_s = self._meter, rounds.num_captured, self._clock()
-        if meter is not None and not rounds.is_running:
-            meter.enter(now_s)
-        num_before = rounds.num_pending
+        num_before, now_s = rounds.num_pending, self._clock()
         was_taken = rounds.launch(newcomers)
-        if meter is not None and rounds.num_captured != num_captured:
-            meter.interrupt()
         if rounds.num_pending > num_before:
             self._launched_s.append(now_s)
         return was_taken
 
-    def _choose(self, rounds: DeviceRounds, running: SequenceOf[Sequence]) -> TreeShape | None:
+    def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
         """Returns the shape of the next round; None to step plainly instead."""
-        shapes, chooser = rounds.shapes_for(len(running)), self._chooser
-        if chooser is None:
+        shapes, policy = rounds.shapes_for(len(suited)), self._policy
+        if policy is None:
             return shapes[0] if shapes else rounds.shape
-        batch = RoundBatch(running, shapes, rounds.size_of(running))
-        shape = chooser.choose(batch, self._clock())
+        num_greedy = sum(each.sampling.is_greedy for each in suited)
+        shape = policy.choose(num_greedy, len(suited) - num_greedy, shapes, self._clock())
         self._attachments.controller.count_rounds(
-            num_paused=0 if shape else len(running),
-            num_probes=len(running) if shape and chooser.is_probing else 0,
+            num_paused=0 if shape else len(suited),
+            num_probes=len(suited) if shape and policy.is_probing else 0,
         )
         return shape
-
-    def _interrupt(self) -> None:
-        """The next step cannot be a round."""
-        self.settle()
-        if self._chooser is not None:
-            self._chooser.interrupt(self._clock())
 
     def _close_assignments(self, sequences: Iterable[Sequence]) -> None:
         """Takes sequences from their drafts."""
@@ -203,24 +193,18 @@ class RoundSteps:
         if rounds is not None and rounds.is_running:
             self._drain(rounds)
             rounds.leave()
-        if self._meter is not None:
-            self._meter.interrupt()
-
-    def prepare_next(self) -> bool:
-        """Makes something that a later round would have to wait for; returns whether it did."""
-        return self._rounds is not None and self._rounds.prepare_next()
 
     @property
     def standing(self) -> RoundStanding:
         """What is in force now."""
-        chooser, rounds = self._chooser, self._rounds
+        policy, rounds = self._policy, self._rounds
         is_running = rounds is not None and rounds.is_running
         return RoundStanding(
             rounds.shape if rounds is not None and is_running else None,
             0 if rounds is None else rounds.num_placed,
             self._scheduler.num_running if self._is_plain else 0,
-            0.0 if chooser is None else chooser.budget.spent_s,
-            {} if chooser is None else chooser.times.measured(),
+            0.0 if policy is None else policy.probe_s,
+            {} if policy is None else policy.costs.measured(),
         )
 
     def told(self, status: AttachmentStatus) -> AttachmentStatus:
@@ -253,8 +237,6 @@ class RoundSteps:
         """Lets go of a sequence that has ended; its pages are freed after this."""
         if self._rounds is not None:
             self._rounds.forget(sequence)
-        if self._chooser is not None:
-            self._chooser.forget(sequence)
 
     def _all_end(self, rounds: DeviceRounds, newcomers: SequenceOf[Sequence]) -> bool:
         """Whether every sequence ends with the rounds under way, each of which commits a token."""
@@ -268,16 +250,19 @@ class RoundSteps:
 
     def _commit(self, rounds: DeviceRounds) -> None:
         """Reads the oldest round and commits it."""
-        num_guests, size = rounds.num_guests, rounds.awaited_size
+        num_guests = rounds.num_guests
         decided = rounds.read()
         now_s = self._clock()
-        if self._meter is not None:
-            self._meter.read(rounds.shape, size, now_s)
         start_s = max(self._launched_s.popleft(), self._committed_s)
         self._committed_s = now_s
-        if self._chooser is not None:
-            counts = [(sequence, len(each.token_ids) - 1) for sequence, each in decided]
-            self._chooser.observe_round(rounds.shape, counts)
+        if self._policy is not None:
+            for is_greedy in (False, True):
+                accepted = [
+                    len(each.token_ids) - 1
+                    for sequence, each in decided
+                    if sequence.sampling.is_greedy is is_greedy
+                ]
+                self._policy.observe(rounds.shape, is_greedy, accepted)
         num_committed = num_accepted = 0
         for sequence, each in decided:
             count = self._committer.commit_round(sequence, each, now_s)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from services.target.admin_messages import attachment_message, gauge_values
-from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
+from services.target.rounds.device_rounds import DeviceRounds
+from services.target.rounds.policy import CostTable
 from services.target.step_report import StepReport
 from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
@@ -72,7 +73,6 @@ def _setup(
     costs: Costs,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    is_adaptive: bool = True,
     is_pinned: bool = False,
     lends: bool = True,
 ) -> Setup:
@@ -83,13 +83,20 @@ def _setup(
         clock.advance(costs.round_s(runner.shape.tree, len(runner.sequence_ids)))
         launch(runner)
 
+    def measured(rounds: DeviceRounds) -> CostTable:
+        sizes = (1, 2, 4, 8)
+        each = {
+            shape: {size: costs.round_s(shape, size) for size in sizes} for shape in rounds.shapes
+        }
+        return CostTable(dict.fromkeys(sizes, PLAIN_S), each)
+
     monkeypatch.setattr(RoundRunner, "launch", timed_launch)
+    monkeypatch.setattr(DeviceRounds, "measured", measured)
     engine = build_engine(
         pair.decoder,
         num_pages=800,
         on_step=reports.append,
         clock=clock,
-        speculation=SpeculationController() if is_adaptive else SpeculationController(None),
         make_runner=lambda decoder, pool: TimedRunner(decoder, pool, clock, lambda rows: PLAIN_S),
     )
     if lends:
@@ -174,8 +181,8 @@ def test_it_is_no_slower_than_plain_where_rounds_lose_and_faster_where_they_win(
     for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
         for kind in ("adaptive", "fixed", "plain"):
             with monkeypatch.context() as patch:
-                lends, is_adaptive = kind != "plain", kind == "adaptive"
-                setup = _setup(pair, costs, patch, lends=lends, is_adaptive=is_adaptive)
+                lends, is_pinned = kind != "plain", kind == "fixed"
+                setup = _setup(pair, costs, patch, lends=lends, is_pinned=is_pinned)
                 durations[name, kind] = _duration_s(setup)
     assert durations["cheap", "adaptive"] < 0.9 * durations["cheap", "plain"]
     assert durations["dear", "adaptive"] < 1.1 * durations["dear", "plain"]
@@ -183,12 +190,8 @@ def test_it_is_no_slower_than_plain_where_rounds_lose_and_faster_where_they_win(
     assert durations["dear", "fixed"] > 2.0 * durations["dear", "plain"]
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_what_an_operator_fixed_is_left_alone(
-    pair: Pair, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By pinning the shape, or by leaving the controller off."""
-    setup = _setup(pair, DEAR, monkeypatch, is_adaptive=is_pinned, is_pinned=is_pinned)
+def test_a_pinned_shape_is_left_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = _setup(pair, DEAR, monkeypatch, is_pinned=True)
     requests = _requests(2)
     _assert_plain_output(pair, setup.serve(requests), requests)
     assert set(setup.shapes) == {TREE}
@@ -229,7 +232,7 @@ def test_the_decision_is_told(
         figures = [gauges[name] for name in names]
         told[*figures, attachment_message(status).wanted_step_count] += 1
     assert told.most_common(1)[0][0] == wanted
-    assert gauges["round_ms_of_1_16_17_for_4"] == pytest.approx(1e3 * costs.round_s(TREE, 3))
+    assert gauges["round_ms_of_1_16_17_for_4"] == pytest.approx(1e3 * costs.round_s(TREE, 4))
     paused = sum(report.speculation.num_paused_rounds for report in setup.reports)
     assert (paused > 30) == (costs is DEAR)
     for key in range(3):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_controller import SpeculationController
+from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
 from shared.runtime.graph_inputs import GraphLimits
 from shared.tokens import SamplingParams, StopParams, TreeShape
@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_any_choice_at_any_step_changes_no_token(
     pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RoundChooser, "choose", any_choice(3))
+    monkeypatch.setattr(LanePolicy, "choose", any_choice(3))
     requests = [request(prompt, SAMPLINGS[name], StopParams(60)) for prompt in PROMPTS]
     expected = run(build_engine(pair.decoder), requests)
     reports: list[StepReport] = []

@@ -74,6 +74,7 @@ def _refuse(shape: TreeShape, most: int, monkeypatch: pytest.MonkeyPatch) -> lis
                 raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(RoundRunner, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return asked
 
 
@@ -87,8 +88,6 @@ def test_a_shape_whose_graphs_do_not_fit_is_left_out(
 ) -> None:
     asked = _refuse(CHAIN, most, monkeypatch)
     runners = _runners(pair)
-    while runners.capture_next():
-        pass
     for count in range(1, 13):
         assert (CHAIN in runners.shapes_for(count)) == (count <= fits)
         assert SHORT in runners.shapes_for(count)
@@ -97,33 +96,15 @@ def test_a_shape_whose_graphs_do_not_fit_is_left_out(
     assert told in caplog.text
 
 
-def test_the_first_graphs_are_there_at_the_start_and_others_when_there_is_time(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[TreeShape, int]] = []
-    monkeypatch.setattr(
-        RoundRunner,
-        "capture",
-        lambda runner, num_sequences, kind: asked.append((runner.shape.tree, num_sequences)),
-    )
-    runners = _runners(pair)
-    assert asked[::2] == [(TREE, 1), (TREE, 2), (TREE, 4), (TREE, 5)]
-    asked.clear()
-    while runners.capture_next():
-        pass
-    assert asked[:4:2] == [(CHAIN, 1), (SHORT, 1)]
-    assert set(asked) == {
-        *((CHAIN, count) for count in (1, 2, 4, 8, 12)),
-        *((SHORT, count) for count in (1, 2, 4, 8, 16, 32)),
-    }
-    asked.clear()
-    assert not _runners(pair, {}).capture_next(), "nothing else is tried"
+def test_every_graph_is_there_at_the_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _refuse(TREE, 8, monkeypatch)
+    _runners(pair)
+    assert asked[::2] == [5, 4, 2, 1]  # of each kind, the largest first
 
 
-def test_the_only_shape_may_find_memory_later(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = _refuse(TREE, 2, monkeypatch)
-    assert _runners(pair, {}).shapes_for(5) == (TREE,)
-    assert asked == [1, 1, 2, 2, 4]  # of each kind
-    assert "confined to what memory is left" in caplog.text
+def test_times_are_measured_for_each_shape(pair: Pair) -> None:
+    costs = _runners(pair).measured()
+    assert set(costs.rounds) == {TREE, *OTHERS}
+    assert set(costs.rounds[TREE]) == {1, 4, 5}
+    assert all(seconds > 0 for times in costs.rounds.values() for seconds in times.values())
+    assert set(costs.plain) == {1, 4, 16}

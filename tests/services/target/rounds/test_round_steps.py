@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from services.target.control.round_chooser import RoundChooser
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
+from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
@@ -90,6 +90,7 @@ def _setup(
         num_pages=num_head_pages,
         max_context_tokens=CONTEXT,
         max_sequences=most_in_rounds or max_sequences,
+        is_pinned=other_trees is None,
     )
     engine.attach(attachment)
     return Setup(engine, draft, attachment, reports)
@@ -231,7 +232,7 @@ def test_any_choice_up_to_the_longest_context_changes_no_token(
     pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that a wide tree took at the end lie behind what a short chain can reach."""
-    monkeypatch.setattr(RoundChooser, "choose", any_choice(seed))
+    monkeypatch.setattr(LanePolicy, "choose", any_choice(seed))
     requests = [request([5, 4, 3] * 4, SAMPLINGS["seeded"], StopParams(CONTEXT))]
     trees = {TreeShape(2, 16, 64): 8, TreeShape(1, 1, 2): 8}
     setup = _setup(pair, is_poisoned=True, other_trees=trees)
@@ -432,7 +433,7 @@ def test_where_the_head_has_no_memory_to_catch_up_the_general_path_goes_on(
         run_all(catch_up, found)
 
     monkeypatch.setattr(HeadCatchUp, "run", run_few)
-    monkeypatch.setattr(RoundChooser, "choose", lambda chooser, batch, now_s: batch.shapes[0])
+    monkeypatch.setattr(LanePolicy, "choose", lambda *asked: asked[3][0] if asked[3] else None)
     requests = _requests(SAMPLINGS["greedy"])
     setup = _setup(pair, other_trees=OTHER_TREES if is_chosen else None)
     collector = run(setup.engine, requests)
@@ -461,7 +462,7 @@ def test_any_choice_at_any_step_changes_no_token(
     pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while requests come, one after another."""
-    monkeypatch.setattr(RoundChooser, "choose", any_choice(3))
+    monkeypatch.setattr(LanePolicy, "choose", any_choice(3))
     requests = _requests(SAMPLINGS[name], StopParams(40))
     setup, collector = _setup(pair, is_poisoned=True, other_trees=OTHER_TREES), Collector()
     for key, each in enumerate(requests):
@@ -480,7 +481,7 @@ def test_random_lives_change_no_token(
     pair: Pair, is_chosen: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of all kinds come and go, pages run short and are poisoned when free."""
-    monkeypatch.setattr(RoundChooser, "choose", any_choice(seed))
+    monkeypatch.setattr(LanePolicy, "choose", any_choice(seed))
     source = random.Random(seed)
     requests = [_random_request(source) for _ in range(16)]
     expected = run(build_engine(pair.decoder, max_running=32), requests)

@@ -1,0 +1,248 @@
+"""Chooses what the lanes do next: plain steps, or rounds with trees of one shape. No torch.
+
+The choice is what promises most tokens a second for the whole batch: the expected tokens of a
+round, from acceptance that was seen, over its seconds, from a table that was measured at start.
+Watching costs nothing. What is not in force is tried for a few rounds now and then, within a share
+of the time, because acceptance changes with the text. The choice changes no token.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
+from shared.tokens import TreeShape
+
+Choice = TreeShape | None
+"""None is plain steps."""
+
+MIN_GAIN = 1.03
+"""A choice must promise this much more than the one in force to replace it."""
+ROUNDS_A_CHOICE = 12
+"""Rounds or plain steps between two choices, unless the number of lanes changes."""
+PROBE_ROUNDS = 4
+PROBE_SHARE = 0.02
+"""Share of the time that trying other choices may cost."""
+PROBE_PAUSE_S = 0.25
+"""Least time between two tries."""
+PROBE_WORTH = 0.9
+"""What promises less than this share of the choice in force, when it is hopeful, is not tried."""
+MEMORY = 0.98
+"""Share of its weight that a round's acceptance keeps when its level is tried again."""
+FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0
+"""Acceptance that a level is taken to have before anything is known, and the trials it is worth."""
+HOPE = 0.15
+"""Added to the acceptance of what was not seen for a while, to find out whether it is tried."""
+
+
+@dataclass(slots=True)
+class CostTable:
+    """Seconds of a step of the lanes.
+
+    Attributes:
+        plain: by lanes.
+        rounds: by shape, then by lanes.
+    """
+
+    plain: dict[int, float] = field(default_factory=dict)
+    rounds: dict[TreeShape, dict[int, float]] = field(default_factory=dict)
+
+    def seconds(self, choice: Choice, num_lanes: int) -> float | None:
+        """Returns the time of a step; None where nothing like it was measured."""
+        times = self.plain if choice is None else self.rounds.get(choice, {})
+        return _between(times, num_lanes)
+
+    def measured(self) -> dict[tuple[TreeShape, int], float]:
+        """Returns the seconds of rounds by shape and lanes."""
+        return {
+            (shape, num_lanes): seconds
+            for shape, times in self.rounds.items()
+            for num_lanes, seconds in times.items()
+        }
+
+
+@dataclass(slots=True)
+class _Level:
+    """Trials of one level of a tree, older ones weighing less."""
+
+    trials: float = 0.0
+    hits: float = 0.0
+
+
+class Acceptance:
+    """How often a level is accepted where the one before was, by breadth and kind of sampling."""
+
+    def __init__(self) -> None:
+        self._levels: dict[tuple[int, bool], list[_Level]] = {}
+
+    def observe(self, shape: TreeShape, is_greedy: bool, accepted: Sequence[int]) -> None:
+        """Counts rounds with trees of a shape by the nodes that each accepted."""
+        if not accepted:
+            return
+        levels = self._levels.setdefault((shape.topk, is_greedy), [])
+        depth = min(shape.num_steps, shape.max_node_count)
+        levels.extend(_Level() for _ in range(len(levels), depth))
+        for index, level in enumerate(levels[:depth]):
+            num_trials = sum(count >= index for count in accepted)
+            if not num_trials:
+                break
+            level.trials = MEMORY * level.trials + num_trials
+            level.hits = MEMORY * level.hits + sum(count > index for count in accepted)
+
+    def tokens(self, shape: TreeShape, is_greedy: bool, hope: float = 0.0) -> float:
+        """Returns the tokens that a round is expected to commit, bonus included.
+
+        A breadth that was never tried promises what the next one that was does.
+        """
+        tried = [topk for topk, kind in self._levels if kind is is_greedy]
+        nearest = min(tried, key=lambda topk: abs(topk - shape.topk), default=shape.topk)
+        levels = self._levels.get((nearest, is_greedy), [])
+        total, survival, rate = 1.0, 1.0, FIRST_RATE
+        for index in range(min(shape.num_steps, shape.max_node_count)):
+            level = levels[index] if index < len(levels) else _Level()
+            rate = (level.hits + FIRST_WEIGHT * rate) / (level.trials + FIRST_WEIGHT)
+            survival *= min(rate + hope, 1.0)
+            total += survival
+        return total
+
+
+class LanePolicy:
+    """The choice for the lanes of one head.
+
+    Args:
+        shapes: there are, the draft's own first.
+        costs: measured at start.
+        config: depths that may be chosen by lanes, and whether plain steps may.
+
+    Attributes:
+        probe_s: time that tries have cost.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        costs: CostTable,
+        config: AdaptiveConfig = DEFAULT_CONFIG,
+    ) -> None:
+        self.costs = costs
+        self.probe_s = 0.0
+        self._shapes = tuple(shapes)
+        self._config = config
+        self._acceptance = Acceptance()
+        self._choice: Choice = shapes[0]
+        self._probe: Choice = None
+        self._num_probe_steps = 0
+        self._num_left = 0
+        self._num_lanes = 0
+        self._seen_s: dict[Choice, float] = {}
+        self._may_probe_s = -math.inf
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether something is tried that is not the choice."""
+        return self._num_probe_steps > 0
+
+    def choose(
+        self, num_greedy: int, num_drawn: int, fitting: Iterable[TreeShape], now_s: float
+    ) -> Choice:
+        """Returns what the next step of the lanes is. Called for each step.
+
+        Args:
+            num_greedy: lanes at temperature 0; `num_drawn` the others.
+            fitting: shapes whose rounds take so many lanes.
+        """
+        num_lanes = num_greedy + num_drawn
+        if self._num_probe_steps:
+            self._num_probe_steps -= 1
+            self._seen_s[self._probe] = now_s
+            return self._probe
+        is_new = num_lanes > 2 * self._num_lanes or 2 * num_lanes < self._num_lanes
+        self._num_left -= 1
+        if self._num_left <= 0 or is_new:
+            self._num_left, self._num_lanes = ROUNDS_A_CHOICE, num_lanes
+            self._decide(num_greedy, num_drawn, tuple(fitting), now_s)
+        self._seen_s[self._choice] = now_s
+        return self._choice
+
+    def observe(self, shape: TreeShape, is_greedy: bool, accepted: Sequence[int]) -> None:
+        """Learns from a round: the nodes that lanes of one kind accepted."""
+        self._acceptance.observe(shape, is_greedy, accepted)
+
+    def _decide(
+        self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], now_s: float
+    ) -> None:
+        promises = self._promises(num_greedy, num_drawn, fitting, 0.0)
+        best = max(promises, key=lambda choice: promises[choice])
+        own = promises.get(self._choice)
+        if own is None or promises[best] > MIN_GAIN * own:
+            self._choice = best
+        self._consider_probe(num_greedy, num_drawn, fitting, promises, now_s)
+
+    def _consider_probe(
+        self,
+        num_greedy: int,
+        num_drawn: int,
+        fitting: tuple[TreeShape, ...],
+        promises: Mapping[Choice, float],
+        now_s: float,
+    ) -> None:
+        """Tries what was not seen for longest, if it might be the best."""
+        if now_s < self._may_probe_s:
+            return
+        hopeful = self._promises(num_greedy, num_drawn, fitting, HOPE)
+        rate = promises[self._choice]
+        others = [
+            choice
+            for choice, promise in hopeful.items()
+            if choice not in (None, self._choice) and promise > PROBE_WORTH * rate
+        ]
+        if not others:
+            return
+        probe = min(others, key=lambda choice: self._seen_s.get(choice, -math.inf))
+        self._probe, self._num_probe_steps = probe, PROBE_ROUNDS
+        num_lanes = num_greedy + num_drawn
+        seconds = self.costs.seconds(probe, num_lanes) or 0.0
+        # The tokens of the choice in force that the tries are expected to lose, in its time; to
+        # change over costs about a step.
+        lost_s = PROBE_ROUNDS * seconds * max(1.0 - promises[probe] / rate, 0.0) + seconds
+        self.probe_s += lost_s
+        self._may_probe_s = now_s + max(lost_s / PROBE_SHARE, PROBE_PAUSE_S)
+
+    def _promises(
+        self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], hope: float
+    ) -> dict[Choice, float]:
+        """Returns the tokens a second of each choice."""
+        num_lanes = num_greedy + num_drawn
+        candidates = self._config.candidates(num_lanes)
+        promises: dict[Choice, float] = {}
+        for shape in self._shapes:
+            is_allowed = candidates.steps is None or shape.num_steps in candidates.steps
+            seconds = self.costs.seconds(shape, num_lanes)
+            if not is_allowed or shape not in fitting:
+                continue
+            tokens = num_greedy * self._acceptance.tokens(shape, True, hope)
+            tokens += num_drawn * self._acceptance.tokens(shape, False, hope)
+            # What was never measured is tried.
+            promises[shape] = math.inf if seconds is None else tokens / seconds
+        plain_s = self.costs.seconds(None, num_lanes)
+        if plain_s is not None and (candidates.may_pause or not promises):
+            promises[None] = num_lanes / plain_s
+        return promises or {None: 1.0}
+
+
+def _between(times: Mapping[int, float], num_lanes: int) -> float | None:
+    """Returns the time for a number of lanes between those that were measured."""
+    if not times:
+        return None
+    sizes = sorted(times)
+    place = bisect_left(sizes, num_lanes)
+    if place == 0:
+        return times[sizes[0]]
+    if place == len(sizes):
+        return times[sizes[-1]] * num_lanes / sizes[-1]
+    low, high = sizes[place - 1], sizes[place]
+    share = (num_lanes - low) / (high - low)
+    return times[low] + share * (times[high] - times[low])
