@@ -98,7 +98,7 @@ class Acceptance:
         A breadth that was never tried promises what the next one that was does.
         """
         tried = [topk for topk, kind in self._levels if kind is is_greedy]
-        nearest = min(tried, key=lambda topk: abs(topk - shape.topk), default=shape.topk)
+        nearest = min(tried, key=lambda topk: abs(math.log2(topk / shape.topk)), default=0)
         levels = self._levels.get((nearest, is_greedy), [])
         total, survival, rate = 1.0, 1.0, FIRST_RATE
         for index in range(min(shape.num_steps, shape.max_node_count)):
