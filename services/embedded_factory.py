@@ -136,23 +136,21 @@ def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeSh
     config = adaptive_config(settings) or DEFAULT_CONFIG
     is_pinned = chosen.is_shape_pinned
     shapes = (chosen.shape,) if is_pinned else config.round_shapes(chosen.shape)
-    most = min(
-        settings.max_running_requests, chosen.max_running_requests, settings.cuda_graph_max_bs
-    )
+    most = min(settings.max_running_requests, settings.cuda_graph_max_bs)
     return capacities(shapes, most)
 
 
 def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) -> None:
-    """Says how many sequences rounds take: with more, the host leads all of them."""
+    """Says how many sequences can have a lane."""
     shown = ", ".join(
         f"{count} with {tree.num_steps},{tree.topk},{tree.num_draft_tokens}"
         for tree, count in trees.items()
     )
-    log.info("rounds on the device take so many sequences with trees of steps,topk,rows: %s", shown)
+    log.info("lanes by shape of the trees (steps,topk,rows): %s", shown)
     most = max(trees.values())
     if most < settings.max_running_requests:
         log.warning(
-            "with more than %d sequences, of %d that may run, the host leads every round; what "
-            "limits rounds is --cuda-graph-max-bs, OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS and %d rows",
+            "%d of %d running requests have a lane at most, the others step plainly; what limits "
+            "lanes is --cuda-graph-max-bs and %d rows",
             *(most, settings.max_running_requests, MAX_ROWS),
         )

@@ -108,13 +108,13 @@ class TargetSettings(ServiceSettings):
     max_total_tokens: int | None = setting(
         None, "tokens in the KV cache; as many as fit when unset", minimum=16
     )
-    max_running_requests: int = setting(64, "sequences that run at once", minimum=1)
+    max_running_requests: int = setting(256, "sequences that run at once", minimum=1)
     max_queued_requests: int = setting(
         256, "sequences that wait; further ones are refused with QUEUE_FULL", minimum=1
     )
     chunked_prefill_size: int = setting(2048, "most prompt tokens computed in a step", minimum=1)
     cuda_graph_max_bs: int = setting(
-        64, "largest batch that runs as a CUDA graph", minimum=1, maximum=256
+        256, "largest batch that runs as a CUDA graph", minimum=1, maximum=256
     )
     disable_cuda_graph: bool = setting(
         False, "run no step as a CUDA graph; leaves out rounds on the device, which are graphs"
