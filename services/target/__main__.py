@@ -110,7 +110,8 @@ def _build(
     registry.register(WireMetrics("outrider_target", wire))
     layers = () if draft_settings is None else feature_layers(draft_settings)
     followers = _followers(settings, layers, opened)
-    engine = build_engine(settings, metrics.observe_step, followers, layers)
+    has_lanes = draft_settings is not None and draft_settings.algorithm.lends_head
+    engine = build_engine(settings, metrics.observe_step, followers, layers, has_lanes=has_lanes)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
     registry.register(WantedMetrics(lambda: engine_statuses(engine)))

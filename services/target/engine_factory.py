@@ -38,19 +38,22 @@ def build_engine(
     on_step: Callable[[StepReport], None],
     followers: Followers | None = None,
     feature_layers: tuple[int, ...] = (),
+    *,
+    has_lanes: bool = False,
 ) -> Engine:
     """Loads the model and returns an engine, not started.
 
     Args:
         followers: the other processes that hold a part of the model; None holds it all.
         feature_layers: whose features a draft in this process will want.
+        has_lanes: it lends a head for rounds on the device.
 
     Raises:
         CheckpointError: the model folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
     if followers is None:
-        built = build_runner(settings, feature_layers=feature_layers)
+        built = build_runner(settings, feature_layers=feature_layers, has_lanes=has_lanes)
     else:
         built = build_runner(
             settings, followers.group, followers.leader, feature_layers=feature_layers

@@ -53,14 +53,16 @@ def build_runner(
     leader: Leader | None = None,
     *,
     feature_layers: tuple[int, ...] = (),
+    has_lanes: bool = False,
 ) -> BuiltRunner:
-    """Loads the model, allocates its KV pool and captures its first graphs.
+    """Loads the model, allocates its KV pool and captures its graphs.
 
     Args:
         group: processes that share the model; all of them call this at the same time.
         leader: of rank 0.
         feature_layers: whose features graphs return; those with others are captured when a draft
             first wants them, in the middle of its first rounds.
+        has_lanes: an embedded head will lend itself, so that planned steps verify hardly a tree.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -97,7 +99,7 @@ def build_runner(
     if limits is not None:
         graphs = ForwardGraphs(decoder, pool, limits, cache)
         kept_layers = captured_layers(feature_layers, config.num_layers)
-        _capture(graphs, kept_layers, cache, is_shared=group is not None, show_progress=is_first)
+        _capture(graphs, kept_layers, cache, has_trees=not has_lanes, show_progress=is_first)
     runner = ModelRunner(decoder, pool, graphs, leader=leader, cache=cache)
     return BuiltRunner(runner, config, max_context)
 
@@ -222,11 +224,10 @@ def _capture(
     capture_layers: tuple[int, ...],
     cache: CacheSize,
     *,
-    is_shared: bool,
+    has_trees: bool,
     show_progress: bool,
 ) -> None:
-    """Captures the first graphs, and the engine the others when it has nothing else to do; or all,
-    because the processes of a group capture the same one at the same time."""
+    """Captures every graph that the settings allow, so that none is captured under traffic."""
     advice = "no memory for CUDA graphs of {} rows: {}; or lower --cuda-graph-max-bs"
     with (
         start_phase("graphs"),
@@ -234,7 +235,4 @@ def _capture(
             lambda shortage: advice.format(graphs.limits.max_rows, cache.advice(shortage))
         ),
     ):
-        if is_shared:
-            graphs.capture(capture_layers, show_progress=show_progress)
-        else:
-            graphs.begin(capture_layers, show_progress=show_progress)
+        graphs.capture(capture_layers, has_trees=has_trees, show_progress=show_progress)

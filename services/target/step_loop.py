@@ -169,7 +169,7 @@ class StepLoop:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
-        has_round = self._rounds.launch()
+        has_round = self._rounds.launch(is_alone=not plan.scheduled)
         self._subscriptions.deliver()  # what the turn before left until the device computes
         launched = self._in_flight
         # Launching one step and committing the one before takes as long as either if they are

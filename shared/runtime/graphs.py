@@ -72,9 +72,19 @@ class ForwardGraphs:
         self._left: list[GraphKey] = []
         self._held: Tensor | None = None
 
-    def capture(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
-        """Captures every bucket; see `begin`."""
-        self.begin(capture_layers, show_progress=show_progress)
+    def capture(
+        self,
+        capture_layers: tuple[int, ...] = (),
+        *,
+        has_trees: bool = True,
+        show_progress: bool = False,
+    ) -> None:
+        """Captures every bucket; see `begin`.
+
+        Args:
+            has_trees: those for trees as well.
+        """
+        self.begin(capture_layers, has_trees=has_trees, show_progress=show_progress)
         with tqdm(
             total=len(self._graphs) + len(self._left),
             initial=len(self._graphs),
@@ -85,7 +95,13 @@ class ForwardGraphs:
             while self.capture_next():
                 progress.update()
 
-    def begin(self, capture_layers: tuple[int, ...] = (), *, show_progress: bool = False) -> None:
+    def begin(
+        self,
+        capture_layers: tuple[int, ...] = (),
+        *,
+        has_trees: bool = True,
+        show_progress: bool = False,
+    ) -> None:
         """Captures the largest bucket, whose memory the others reuse, and those of a few rows,
         which the first requests meet; leaves the others to `capture_next`. A forward that comes
         before its graph captures it.
@@ -94,7 +110,8 @@ class ForwardGraphs:
             capture_layers: those that nearly every forward will want.
         """
         before = torch.cuda.mem_get_info(self._pool.device)[0]
-        largest, *others = reversed(keys_of(self.limits, capture_layers))
+        keys = keys_of(self.limits, capture_layers)
+        largest, *others = reversed([key for key in keys if has_trees or not key.has_tail])
         self._left = [key for key in others if key.num_rows > _FIRST_ROWS]
         first = [largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)]
         for key in tqdm(

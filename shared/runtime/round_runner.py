@@ -169,7 +169,6 @@ class RoundRunner:
         )
         self._slots.fill(slots)
 
-    @torch.inference_mode()
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""
         self._slots.set_pages(sequence_id, pages, head_pages)
@@ -180,6 +179,7 @@ class RoundRunner:
         pages, before anything that is queued later."""
         self._slots.remove(sequence_ids)
 
+    @torch.inference_mode()
     def launch(self) -> None:
         """Queues one round of every placed sequence; their pages must cover `num_kv_tokens`.
 
@@ -193,6 +193,7 @@ class RoundRunner:
         for each in placed:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         sampling = self._slots.sampling
+        self._slots.write_pages()
         self._graphs.grow(self.num_slots, sampling)
         output = self._graphs.verify(sampling, self._slots.lanes)
         self._slots.launched(output, sampling, self.shape.max_committed)

@@ -14,7 +14,7 @@ from shared.runtime.round_batches import MAX_PENDING_ROUNDS
 from shared.runtime.round_graphs import RoundOutput
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import NewPage, RoundState
 from shared.runtime.round_verification import RESULT_COUNTS
 from shared.tokens import SamplingParams
 
@@ -74,6 +74,8 @@ class RoundSlots:
         self.placed: dict[int, PlacedSequence] = {}
         self.num_used, self.sampling = 0, RoundSampling.GREEDY
         self.lanes = LaneSampling(state.numbers.device)
+        self._new_pages: list[NewPage] = []
+        self._new_head_pages: list[NewPage] = []
         self._pending: deque[PendingRound] = deque()
         # Of the results, which are read in the order of their rounds.
         self._memory: deque[PinnedMemory] = deque()
@@ -117,25 +119,30 @@ class RoundSlots:
         for slot, each in slots.items():
             self.lanes.join(slot, each)
 
-    def lacks(self, sequence_id: int, pages: Sequence[int]) -> bool:
-        """Whether a placed sequence has got pages that its slot does not know."""
-        return len(pages) > len(self.placed[sequence_id].pages)
-
     def set_pages(
         self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int] = ()
     ) -> None:
-        """Gives a placed sequence its pages; those it has had already must be the same."""
+        """Gives a placed sequence its pages; those it has had already must be the same. The device
+        has them from the next `write_pages` on."""
         placed = self.placed[sequence_id]
-        for known, now, of_head in (
-            (placed.pages, pages, False),
-            (placed.head_pages, head_pages, True),
+        for known, now, new in (
+            (placed.pages, pages, self._new_pages),
+            (placed.head_pages, head_pages, self._new_head_pages),
         ):
-            if len(now) > len(known):
-                self.state.set_pages(placed.slot, len(known), now[len(known) :], of_head=of_head)
-                known.extend(now[len(known) :])
+            first = len(known)
+            if len(now) > first:
+                known.extend(now[first:])
+                new += [(placed.slot, first + k, page) for k, page in enumerate(known[first:])]
+
+    def write_pages(self) -> None:
+        """Queues the pages that placed sequences have got, all at once."""
+        if self._new_pages or self._new_head_pages:
+            self.state.set_pages(self._new_pages, self._new_head_pages)
+            self._new_pages, self._new_head_pages = [], []
 
     def remove(self, sequence_ids: Iterable[int]) -> None:
         """Leaves sequences out from the next launch on."""
+        self.write_pages()  # before somebody else has a slot
         slots = [self.placed.pop(each).slot for each in sequence_ids]
         for slot in slots:
             self.lanes.leave(slot)

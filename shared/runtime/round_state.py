@@ -18,6 +18,8 @@ from shared.kv.upload import Array, uploaded
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams
 
+NewPage = tuple[int, int, int]
+"""A slot, the place in its sequence that a page has, and the page."""
 LENGTH, OPEN, ACTIVE, SEED, OFFSET, ENDED, TAIL = range(7)
 """Columns of `RoundState.numbers`; the tail takes the rest."""
 # The least that a forward can compute: one open row behind one token.
@@ -149,17 +151,18 @@ class RoundState:
         columns = [sampling_columns(_GREEDY)] * count
         self._write(slots, [empty_number_row(width)] * count, columns, self._no_pages(count))
 
-    def set_pages(self, slot: int, first: int, pages: Sequence[int], *, of_head: bool) -> None:
-        """Writes the pages of a slot from the `first`-th on, as far as rounds reach."""
-        table = self.head_page_table if of_head else self.page_table
-        pages = pages[: max(table.shape[1] - first, 0)]
-        row = table[slot, first : first + len(pages)]
-        if len(pages) == 1:  # as mostly, and nothing has to be uploaded for it
-            row.fill_(pages[0])
-        elif pages:
-            host = torch.tensor(list(pages), dtype=torch.int32)
-            # The pinned memory is not given out again before the copy has run.
-            row.copy_(host.pin_memory() if row.is_cuda else host, non_blocking=True)
+    def set_pages(self, pages: Sequence[NewPage], head_pages: Sequence[NewPage]) -> None:
+        """Writes pages that slots have got, as far as rounds reach, with one copy from the host."""
+        width = self.page_table.shape[1]
+        parts = [
+            np.array([each for each in new if each[1] < width], np.int64).reshape(-1, 3)
+            for new in (pages, head_pages)
+        ]
+        tables = (self.page_table, self.head_page_table)
+        uploads = uploaded([part.T.copy() for part in parts], self.numbers.device)
+        for table, part in zip(tables, uploads, strict=True):
+            if part.shape[1]:
+                table.index_put_((part[0], part[1]), part[2].int())
 
     def _no_pages(self, num_slots: int) -> Array:
         """Returns page tables of the host, `[2, num_slots, P]`."""

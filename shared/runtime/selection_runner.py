@@ -132,9 +132,7 @@ class SelectionRunner:
 
     def set_pages(self, sequence_id: int, pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""
-        if self._slots.lacks(sequence_id, pages):
-            with torch.inference_mode():
-                self._slots.set_pages(sequence_id, pages)
+        self._slots.set_pages(sequence_id, pages)
 
     @torch.inference_mode()
     def remove(self, sequence_ids: Iterable[int]) -> None:
@@ -159,6 +157,8 @@ class SelectionRunner:
         for each in placed.values():
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         self._prepared = None
+        with torch.inference_mode():
+            self._slots.write_pages()
         rounds, sampling = self._rounds_of(shape), self._slots.sampling
         # Graphs that are missing are made before the trees that they will read are queued.
         rounds.make(self._slots.num_used, sampling)

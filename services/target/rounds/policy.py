@@ -28,6 +28,8 @@ PROBE_SHARE = 0.02
 """Share of the time that trying other choices may cost."""
 PROBE_PAUSE_S = 0.25
 """Least time between two tries."""
+OFFSET_SMOOTHING = 0.1
+"""Weight of a round in what steps take beyond the table."""
 PROBE_WORTH = 0.9
 """What promises less than this share of the choice in force, when it is hopeful, is not tried."""
 MEMORY = 0.98
@@ -78,7 +80,7 @@ class Acceptance:
     def __init__(self) -> None:
         self._levels: dict[tuple[int, bool], list[_Level]] = {}
 
-    def observe(self, shape: TreeShape, is_greedy: bool, accepted: Sequence[int]) -> None:
+    def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
         """Counts rounds with trees of a shape by the nodes that each accepted."""
         if not accepted:
             return
@@ -92,7 +94,7 @@ class Acceptance:
             level.trials = MEMORY * level.trials + num_trials
             level.hits = MEMORY * level.hits + sum(count > index for count in accepted)
 
-    def tokens(self, shape: TreeShape, is_greedy: bool, hope: float = 0.0) -> float:
+    def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
         """Returns the tokens that a round is expected to commit, bonus included.
 
         A breadth that was never tried promises what the next one that was does.
@@ -139,6 +141,7 @@ class LanePolicy:
         self._num_lanes = 0
         self._seen_s: dict[Choice, float] = {}
         self._may_probe_s = -math.inf
+        self._offset_s = 0.0
 
     @property
     def is_probing(self) -> bool:
@@ -167,9 +170,17 @@ class LanePolicy:
         self._seen_s[self._choice] = now_s
         return self._choice
 
-    def observe(self, shape: TreeShape, is_greedy: bool, accepted: Sequence[int]) -> None:
+    def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
         """Learns from a round: the nodes that lanes of one kind accepted."""
-        self._acceptance.observe(shape, is_greedy, accepted)
+        self._acceptance.observe(shape, is_greedy=is_greedy, accepted=accepted)
+
+    def observe_time(self, shape: TreeShape, num_lanes: int, seconds: float) -> None:
+        """Learns from the time of a round that nothing else was computed beside. What it takes
+        beyond the table, for the keys and values of long contexts, every choice would take."""
+        expected_s = self.costs.seconds(shape, num_lanes)
+        if expected_s is not None:
+            beyond_s = min(max(seconds - expected_s, 0.0), expected_s)
+            self._offset_s += OFFSET_SMOOTHING * (beyond_s - self._offset_s)
 
     def _decide(
         self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], now_s: float
@@ -223,13 +234,13 @@ class LanePolicy:
             seconds = self.costs.seconds(shape, num_lanes)
             if not is_allowed or shape not in fitting:
                 continue
-            tokens = num_greedy * self._acceptance.tokens(shape, True, hope)
-            tokens += num_drawn * self._acceptance.tokens(shape, False, hope)
+            tokens = num_greedy * self._acceptance.tokens(shape, is_greedy=True, hope=hope)
+            tokens += num_drawn * self._acceptance.tokens(shape, is_greedy=False, hope=hope)
             # What was never measured is tried.
-            promises[shape] = math.inf if seconds is None else tokens / seconds
+            promises[shape] = math.inf if seconds is None else tokens / (seconds + self._offset_s)
         plain_s = self.costs.seconds(None, num_lanes)
         if plain_s is not None and (candidates.may_pause or not promises):
-            promises[None] = num_lanes / plain_s
+            promises[None] = num_lanes / (plain_s + self._offset_s)
         return promises or {None: 1.0}
 
 

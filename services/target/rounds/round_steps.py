@@ -60,8 +60,10 @@ class RoundSteps:
         self._attachment: Attachment | None = None
         self._policy: LanePolicy | None = None
         self._is_plain = False
-        self._launched_s: deque[float] = deque()
+        # When each unread round was launched, and whether nothing was planned beside it.
+        self._launched: deque[tuple[float, bool]] = deque()
         self._committed_s = 0.0
+        self._is_alone = True
 
     def open(self, attachment: Attachment) -> None:
         """A draft attached; if it lends its head, rounds take over when they can."""
@@ -122,9 +124,14 @@ class RoundSteps:
         if rounds.holds(sequence):
             rounds.evict(sequence)
 
-    def launch(self) -> bool:
+    def launch(self, *, is_alone: bool) -> bool:
         """Launches a round of all lanes, those included that newcomers get now; returns whether
-        there was one to launch."""
+        there was one to launch.
+
+        Args:
+            is_alone: no planned step was launched in this turn.
+        """
+        self._is_alone = is_alone
         rounds = self._rounds
         if rounds is None or self._is_plain:
             return False
@@ -166,7 +173,7 @@ class RoundSteps:
         num_before, now_s = rounds.num_pending, self._clock()
         was_taken = rounds.launch(newcomers)
         if rounds.num_pending > num_before:
-            self._launched_s.append(now_s)
+            self._launched.append((now_s, self._is_alone and not newcomers))
         return was_taken
 
     def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
@@ -253,7 +260,11 @@ class RoundSteps:
         num_guests = rounds.num_guests
         decided = rounds.read()
         now_s = self._clock()
-        start_s = max(self._launched_s.popleft(), self._committed_s)
+        launched_s, is_alone = self._launched.popleft()
+        start_s = max(launched_s, self._committed_s)
+        # One that was launched behind another has taken the time between their results.
+        if self._policy is not None and is_alone and launched_s < self._committed_s:
+            self._policy.observe_time(rounds.shape, num_guests, now_s - start_s)
         self._committed_s = now_s
         if self._policy is not None:
             for is_greedy in (False, True):
@@ -262,7 +273,7 @@ class RoundSteps:
                     for sequence, each in decided
                     if sequence.sampling.is_greedy is is_greedy
                 ]
-                self._policy.observe(rounds.shape, is_greedy, accepted)
+                self._policy.observe(rounds.shape, is_greedy=is_greedy, accepted=accepted)
         num_committed = num_accepted = 0
         for sequence, each in decided:
             count = self._committer.commit_round(sequence, each, now_s)

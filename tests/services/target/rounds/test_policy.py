@@ -1,0 +1,150 @@
+"""The choice for lanes, from a table of costs and acceptance that is seen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from services.target.control.adaptive_config import AdaptiveConfig, Candidates
+from services.target.rounds.policy import Acceptance, Choice, CostTable, LanePolicy
+from shared.tokens import TreeShape
+
+LONG, SHORT, TREE = TreeShape(5, 1, 6), TreeShape(1, 1, 2), TreeShape(5, 4, 8)
+SHAPES = (TREE, LONG, SHORT)
+# An 8B's on an H200, in ms by lanes: one step of plain decoding, and rounds.
+PLAIN_MS = {1: 4.2, 8: 4.5, 64: 6.0, 256: 10.0}
+ROUND_MS = {
+    TREE: {1: 5.8, 8: 6.8, 64: 18.0, 256: 60.0},
+    LONG: {1: 5.4, 8: 6.3, 64: 12.5, 256: 45.0},
+    SHORT: {1: 4.7, 8: 5.0, 64: 7.5, 256: 18.0},
+}
+
+
+def _costs() -> CostTable:
+    seconds = {
+        shape: {size: ms / 1e3 for size, ms in times.items()} for shape, times in ROUND_MS.items()
+    }
+    return CostTable({size: ms / 1e3 for size, ms in PLAIN_MS.items()}, seconds)
+
+
+@dataclass
+class World:
+    """A device that takes what the table says, and text with an acceptance a level.
+
+    Attributes:
+        rate: probability that a level is right where the one before was, by time.
+        offset_s: what each step takes beyond the table.
+    """
+
+    rate: Callable[[float], float]
+    offset_s: float = 0.0
+    now_s: float = 0.0
+    num_tokens: int = 0
+
+    def run(self, policy: LanePolicy, num_lanes: int, duration_s: float) -> list[Choice]:
+        """Steps for so long; returns the choices."""
+        source, costs, choices = random.Random(3), _costs(), []
+        end_s = self.now_s + duration_s
+        self.num_tokens = 0
+        while self.now_s < end_s:
+            choice = policy.choose(num_lanes, 0, SHAPES, self.now_s)
+            choices.append(choice)
+            seconds = (costs.seconds(choice, num_lanes) or 0.0) + self.offset_s
+            self.now_s += seconds
+            self.num_tokens += num_lanes
+            if choice is None:
+                continue
+            accepted = [self._accepted(choice, source) for _ in range(num_lanes)]
+            self.num_tokens += sum(accepted)
+            policy.observe(choice, is_greedy=True, accepted=accepted)
+            policy.observe_time(choice, num_lanes, seconds)
+        return choices
+
+    def _accepted(self, shape: TreeShape, source: random.Random) -> int:
+        # A tree hits a level more often than a chain.
+        rate = 1.0 - (1.0 - self.rate(self.now_s)) ** (1.5 if shape.topk > 1 else 1.0)
+        count = 0
+        while count < shape.num_steps and source.random() < rate:
+            count += 1
+        return count
+
+
+def _usual(choices: list[Choice]) -> Choice:
+    return max(set(choices), key=choices.count)
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "rate", "wanted"),
+    [
+        (1, 0.8, {TREE, LONG}),
+        (8, 0.8, {TREE, LONG}),
+        (64, 0.8, {LONG}),
+        (256, 0.1, {None}),
+        (1, 0.02, {None}),
+    ],
+)
+def test_it_chooses_what_pays_within_a_second(
+    num_lanes: int, rate: float, wanted: set[Choice]
+) -> None:
+    policy = LanePolicy(SHAPES, _costs())
+    world = World(lambda now_s: rate)
+    world.run(policy, num_lanes, 1.0)
+    assert _usual(world.run(policy, num_lanes, 1.0)) in wanted
+
+
+@pytest.mark.parametrize("num_lanes", [1, 64, 256])
+def test_it_is_never_far_below_plain_steps(num_lanes: int) -> None:
+    """Where nothing is ever accepted, all that speculation does is lost."""
+    policy, world = LanePolicy(SHAPES, _costs()), World(lambda now_s: 0.0)
+    world.run(policy, num_lanes, 1.0)
+    for _ in range(5):
+        began_s = world.now_s
+        world.run(policy, num_lanes, 1.0)
+        plain_rate = num_lanes / (PLAIN_MS[num_lanes] / 1e3)
+        assert world.num_tokens / (world.now_s - began_s) > 0.95 * plain_rate
+
+
+def test_it_comes_back_when_the_text_changes() -> None:
+    policy = LanePolicy(SHAPES, _costs())
+    world = World(lambda now_s: 0.05 if now_s < 4.0 else 0.85)
+    assert _usual(world.run(policy, 8, 4.0)) is None
+    world.run(policy, 8, 2.0)
+    assert _usual(world.run(policy, 8, 1.0)) in (TREE, LONG)
+
+
+def test_it_follows_the_load_at_once() -> None:
+    policy, world = LanePolicy(SHAPES, _costs()), World(lambda now_s: 0.6)
+    world.run(policy, 1, 2.0)
+    assert _usual(world.run(policy, 256, 1.0)) in (SHORT, None)
+    assert _usual(world.run(policy, 1, 1.0)) in (TREE, LONG)
+
+
+def test_what_every_step_takes_beyond_the_table_favours_long_rounds() -> None:
+    """Keys and values of long contexts are read once a round, whatever it verifies."""
+    short, long = (World(lambda now_s: 0.85, offset_s=offset_s) for offset_s in (0.0, 0.012))
+    usual = []
+    for world in (short, long):
+        policy = LanePolicy((LONG, SHORT), _costs())
+        world.run(policy, 256, 4.0)
+        usual.append(_usual(world.run(policy, 256, 4.0)))
+    assert usual == [SHORT, LONG]
+
+
+def test_depths_that_an_operator_left_out_are_never_chosen() -> None:
+    config = AdaptiveConfig({1: Candidates(steps=(1,), may_pause=False)})
+    policy = LanePolicy(SHAPES, _costs(), config)
+    choices = World(lambda now_s: 0.9).run(policy, 8, 1.0)
+    assert set(choices[1:]) == {SHORT}
+
+
+def test_acceptance_of_a_breadth_that_was_not_tried_is_that_of_the_next_one() -> None:
+    acceptance = Acceptance()
+    wide, narrow = TreeShape(2, 16, 17), TreeShape(2, 8, 9)
+    acceptance.observe(wide, is_greedy=True, accepted=[2] * 200)
+    acceptance.observe(SHORT, is_greedy=True, accepted=[0] * 200)
+    assert acceptance.tokens(narrow, is_greedy=True) > 2.8
+    assert acceptance.tokens(LONG, is_greedy=True) < 1.2
+    assert acceptance.tokens(wide, is_greedy=False) == pytest.approx(1 + 0.75 + 0.75**2)
