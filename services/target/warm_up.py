@@ -15,6 +15,9 @@ _NUM_OUTPUT_TOKENS = 2
 _NUM_LANE_TOKENS = 12
 # Kernels are compiled for kinds of lengths: of one row, of a few, of multiples of 16 and others.
 _PROMPT_LENGTHS = (2, 3, 9, 16, 17, 33, 64, 100, 129, 300, 512, 777, 1024)
+# Prompts at once, and how long each is: products of other sizes take other kernels.
+_GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+_GROUP_LENGTHS = (3, 9, 16, 17, 33, 65, 130)
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=1),
@@ -43,10 +46,11 @@ async def warm_up(engine: Engine, num_prompt_tokens: int) -> None:
         lengths = [each for each in _PROMPT_LENGTHS if each < num_prompt_tokens]
         for length in lengths:
             await _generate(engine, [_request(engine, 0, length, _NUM_LANE_TOKENS)])
-        await _generate(
-            engine,
-            [_request(engine, key, each, _NUM_LANE_TOKENS) for key, each in enumerate(lengths)],
-        )
+        groups = [lengths]
+        groups += [[length] * size for size in _GROUP_SIZES for length in _GROUP_LENGTHS]
+        for group in groups:
+            requests = [_request(engine, key, n, _NUM_LANE_TOKENS) for key, n in enumerate(group)]
+            await _generate(engine, requests)
     await asyncio.wrap_future(engine.flush_prefix_cache())
 
 

@@ -124,7 +124,7 @@ def test_it_follows_the_load_at_once() -> None:
 
 def test_what_every_step_takes_beyond_the_table_favours_long_rounds() -> None:
     """Keys and values of long contexts are read once a round, whatever it verifies."""
-    short, long = (World(lambda now_s: 0.85, offset_s=offset_s) for offset_s in (0.0, 0.012))
+    short, long = (World(lambda now_s: 0.88, offset_s=offset_s) for offset_s in (0.0, 0.012))
     usual = []
     for world in (short, long):
         policy = LanePolicy((LONG, SHORT), _costs())
