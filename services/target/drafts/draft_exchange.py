@@ -71,7 +71,10 @@ class DraftExchange:
         """Forgets a draft."""
         # The trees under way belong to the drafts that have the sequences now.
         self._selections.settle()
-        self._rounds.close(self.attachments.detach(attachment_id, self._clock()))
+        attachment = self.attachments.detach(attachment_id, self._clock())
+        self._rounds.close(attachment)
+        if attachment is not None and attachment.feature_spec is not None:
+            self._features.close(attachment.feature_spec)
 
     def take_offers(self) -> None:
         """Takes candidates that drafts pushed. Called before a step, and once more before its

@@ -26,7 +26,7 @@ class FeatureFeed:
 
     @property
     def stores(self) -> tuple[FeatureStore, ...]:
-        """Where features are kept, also of drafts that have left."""
+        """Where features are kept."""
         return self._stores.all
 
     @property
@@ -38,8 +38,12 @@ class FeatureFeed:
         """A draft that wants these features attached."""
         self._stores.open(spec)
 
+    def close(self, spec: FeatureSpec) -> None:
+        """A draft that wanted these features has left."""
+        self._stores.close(spec.key)
+
     def kept(self, spec: FeatureSpec) -> FeatureStore | None:
-        """Returns where the features of a spec are; None when they gave way to others."""
+        """Returns where the features of a spec are; None when nobody wants them."""
         return self._stores.get(spec.key)
 
     def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:

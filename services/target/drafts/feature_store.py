@@ -8,6 +8,7 @@ row of W beside the K and V of all layers, a few per cent.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,10 @@ from shared.kv.upload import uploaded_numbers
 from shared.models.heads.feature_spec import FeatureSpec as ComputedFeatures
 from shared.runtime.runner import RunnerOutput
 
-MAX_STORES = 2
-"""Different features kept at once: the ones in use, and the last before them."""
+MAX_LAYERS = 8
+"""Layers that a draft may read. Published heads read one to six."""
+MAX_HIDDEN_STATES = 4
+"""Widest row, in hidden states: memory is taken for every token of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,18 +49,31 @@ class FeatureSpec:
         """Raises:
         FailedPrecondition: the target does not have such features; names value and limit.
         """
-        if not self.layer_indices:
-            raise _unsupported("layer_indices is empty; at least 1 layer is needed")
+        num_indices = len(self.layer_indices)
+        if not 1 <= num_indices <= MAX_LAYERS:
+            raise _unsupported(f"layer_indices has {num_indices}; [1, {MAX_LAYERS}] can be read")
+        if len(set(self.layer_indices)) < num_indices:
+            raise _unsupported(f"layer_indices {list(self.layer_indices)} names a layer twice")
         for index in self.layer_indices:
             if not 0 <= index <= num_layers + 1:
                 raise _unsupported(f"layer {index}; the target has [0, {num_layers + 1}]")
         if self.projection is None:
+            self._check_width(hidden_size)
             return
         expected = len(self.layer_indices) * hidden_size
         if self.projection.ndim != 2 or self.projection.shape[1] != expected:
             raise _unsupported(
                 f"the projection is {list(self.projection.shape)}; "
                 f"{len(self.layer_indices)} layers of {hidden_size} need [W, {expected}]"
+            )
+        self._check_width(hidden_size)
+
+    def _check_width(self, hidden_size: int) -> None:
+        width, widest = self.width(hidden_size), MAX_HIDDEN_STATES * hidden_size
+        if width > widest:
+            raise _unsupported(
+                f"a row of features is {width:,} wide; the target keeps {widest:,}, "
+                f"{MAX_HIDDEN_STATES} hidden states: send a projection"
             )
 
     def width(self, hidden_size: int) -> int:
@@ -160,10 +176,12 @@ class FeatureStores:
         self.hidden_size = hidden_size
         self._device = device
         self._stores: dict[str, FeatureStore] = {}
+        self._num_readers: Counter[str] = Counter()
+        self._unread_key: str | None = None
 
     @property
     def is_used(self) -> bool:
-        """Whether any draft ever asked for features."""
+        """Whether any draft asked for features that are still kept."""
         return bool(self._stores)
 
     @property
@@ -178,20 +196,36 @@ class FeatureStores:
         return captured_layers(wanted, self.num_layers)
 
     def open(self, spec: FeatureSpec) -> None:
-        """Makes sure that there is a store; the least recently opened gives way."""
-        store = self._stores.pop(spec.key, None) or FeatureStore(
-            spec,
-            num_slots=self._num_slots,
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            device=self._device,
-        )
-        self._stores[spec.key] = store
-        while len(self._stores) > MAX_STORES:
-            del self._stores[next(iter(self._stores))]
+        """Makes sure that there is a store, for one reader more."""
+        if self._unread_key != spec.key:
+            self._drop_unread()
+        self._unread_key = None
+        if spec.key not in self._stores:
+            self._stores[spec.key] = FeatureStore(
+                spec,
+                num_slots=self._num_slots,
+                num_layers=self.num_layers,
+                hidden_size=self.hidden_size,
+                device=self._device,
+            )
+        self._num_readers[spec.key] += 1
+
+    def close(self, key: str) -> None:
+        """A reader has left. The last store without one stays, for a reader that comes back, until
+        somebody else comes."""
+        self._num_readers[key] -= 1
+        if not self._num_readers[key]:
+            del self._num_readers[key]
+            self._drop_unread()
+            self._unread_key = key
+
+    def _drop_unread(self) -> None:
+        if self._unread_key is not None:
+            del self._stores[self._unread_key]
+            self._unread_key = None
 
     def get(self, key: str) -> FeatureStore | None:
-        """Returns the store of a spec; None when it had to give way."""
+        """Returns the store of a spec; None when it had to go."""
         return self._stores.get(key)
 
     def write(

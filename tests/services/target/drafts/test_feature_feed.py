@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.attachment import MOST_HELD_VERDICTS
-from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.feature_store import FeatureSpec, FeatureStores
 from services.target.engine import Engine
 from services.target.step_report import StepReport
 from shared.errors import FailedPrecondition
@@ -158,7 +158,11 @@ def test_preemption_repeats_and_loses_no_row(decoder: Decoder) -> None:
 @pytest.mark.parametrize(
     ("layers", "projection", "text"),
     [
-        ((), None, "layer_indices is empty"),
+        ((), None, r"layer_indices has 0; \[1, 8\] can be read"),
+        ((1,) * 9, None, r"layer_indices has 9; \[1, 8\] can be read"),
+        ((1, 2, 1), None, r"layer_indices \[1, 2, 1\] names a layer twice"),
+        ((0, 1, 2, 3, 4), None, "features is 160 wide; the target keeps 128, 4 hidden states"),
+        ((1,), torch.zeros(200, 32), "features is 200 wide; the target keeps 128"),
         ((5,), None, r"layer 5; the target has \[0, 4\]"),
         ((1, 2), torch.zeros(4, 7), r"projection is \[4, 7\]; 2 layers of 32 need \[W, 64\]"),
     ],
@@ -169,3 +173,22 @@ def test_features_the_target_does_not_have_are_refused(
     spec = FeatureSpec("bad", layers, torch.float32, projection)
     with pytest.raises(FailedPrecondition, match=text):
         build_engine(decoder).feature_width(spec)
+
+
+def test_memory_of_drafts_that_left_is_given_up(decoder: Decoder) -> None:
+    config = decoder.config
+    stores = FeatureStores(
+        num_slots=4, num_layers=config.num_layers, hidden_size=32, device=torch.device("cpu")
+    )
+    specs = {key: FeatureSpec(key, (1,), torch.float32, None) for key in "abc"}
+    for key in "aab":
+        stores.open(specs[key])
+    for key in "aab":
+        stores.close(key)
+    assert [stores.get(key) is not None for key in "abc"] == [False, True, False]
+    kept = stores.get("b")
+    stores.open(specs["b"])
+    assert stores.get("b") is kept
+    stores.close("b")
+    stores.open(specs["c"])
+    assert [stores.get(key) is not None for key in "abc"] == [False, False, True]

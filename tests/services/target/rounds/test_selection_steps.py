@@ -488,7 +488,7 @@ def test_places_of_those_that_have_ended_are_given_up(
     found = run(engine, asked)
     for key, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
         assert found.token_ids(key) == answer[2 : 2 + length]
-    assert max(sizes) == 32
+    assert max(sizes) == 24
     assert sizes[-1] == 1
 
 
