@@ -160,8 +160,9 @@ class TargetProcess:
         if self._embedded is not None:
             self._embedded.attach(self._tokenizer_sha256)
         with start_phase("warm-up"):
-            chunk_tokens = self._settings.chunked_prefill_size
-            await warm_up(self._engine, warm_up_tokens(self._engine, chunk_tokens))
+            num_tokens = warm_up_tokens(self._engine, settings.chunked_prefill_size)
+            most_at_once = min(settings.max_running_requests, settings.max_queued_requests)
+            await warm_up(self._engine, num_tokens, most_at_once)
         await self._lifecycle.activate()
 
     async def run_until(self, stop: asyncio.Event) -> None:

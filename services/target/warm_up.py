@@ -17,7 +17,9 @@ _NUM_LANE_TOKENS = 12
 _PROMPT_LENGTHS = (2, 3, 9, 16, 17, 33, 64, 100, 129, 300, 512, 777, 1024)
 # Prompts at once, and how long each is: products of other sizes take other kernels.
 _GROUP_SIZES = (2, 4, 8, 16, 32, 64)
-_GROUP_LENGTHS = (3, 9, 16, 17, 33, 65, 130)
+_GROUP_LENGTHS = (9, 16, 17, 65)
+# Behind a prefix that is cached, attention has few rows and many keys.
+_PREFIX_LENGTH = 512
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=1),
@@ -34,34 +36,51 @@ def warm_up_tokens(engine: Engine, chunk_tokens: int) -> int:
     return max(1, min(chunk_tokens, engine.limits.max_sequence_tokens - _NUM_OUTPUT_TOKENS))
 
 
-async def warm_up(engine: Engine, num_prompt_tokens: int) -> None:
+async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1) -> None:
     """Generates after prompts of many lengths, with every kind of sampling; on a CPU after one
     token alone. Nothing of it stays cached.
+
+    Args:
+        num_prompt_tokens: of the longest prompt.
+        most_at_once: requests that may wait or run.
 
     Raises:
         OutriderError: the engine cannot serve.
     """
     await _generate(engine, [_request(engine, 0, num_prompt_tokens, _NUM_OUTPUT_TOKENS)])
     if engine.device.type == "cuda":
-        lengths = [each for each in _PROMPT_LENGTHS if each < num_prompt_tokens]
-        for length in lengths:
-            await _generate(engine, [_request(engine, 0, length, _NUM_LANE_TOKENS)])
-        groups = [lengths]
-        groups += [[length] * size for size in _GROUP_SIZES for length in _GROUP_LENGTHS]
-        for group in groups:
-            requests = [_request(engine, key, n, _NUM_LANE_TOKENS) for key, n in enumerate(group)]
-            await _generate(engine, requests)
+        await _warm_up_groups(engine, num_prompt_tokens, most_at_once)
     await asyncio.wrap_future(engine.flush_prefix_cache())
 
 
+async def _warm_up_groups(engine: Engine, num_prompt_tokens: int, most_at_once: int) -> None:
+    groups = [[length] for length in _PROMPT_LENGTHS]
+    groups.append(list(_PROMPT_LENGTHS[:most_at_once]))
+    groups += [[length] * size for size in _GROUP_SIZES for length in _GROUP_LENGTHS]
+    prefix = (0,) * min(_PREFIX_LENGTH, num_prompt_tokens // 2)
+    for group in groups:
+        for shared in ((), prefix):
+            if len(group) > most_at_once or len(shared) + max(group) >= num_prompt_tokens:
+                continue
+            requests = [
+                _request(engine, key, length, _NUM_LANE_TOKENS, shared)
+                for key, length in enumerate(group)
+            ]
+            await _generate(engine, requests)
+
+
 def _request(
-    engine: Engine, key: int, num_prompt_tokens: int, num_output_tokens: int
+    engine: Engine,
+    key: int,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    prefix: tuple[int, ...] = (),
 ) -> GenerationRequest:
-    """Returns a request whose prompt is like no other's, so that none is cached."""
+    """Returns a request whose prompt is like no other's behind the prefix."""
     token_id = (31 * num_prompt_tokens + key) % engine.limits.vocab_size
     return GenerationRequest(
         request_id="warm-up",
-        prompt_token_ids=(token_id,) * num_prompt_tokens,
+        prompt_token_ids=(*prefix, *(token_id,) * num_prompt_tokens),
         sampling=_SAMPLINGS[(key + num_prompt_tokens) % len(_SAMPLINGS)],
         stop=StopParams(num_output_tokens, ignore_eos=True),
         arrival_s=time.monotonic(),

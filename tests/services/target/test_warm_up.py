@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.target.engine import Engine
+from services.target.requests.request import EventSink, GenerationRequest
 from services.target.step_report import StepReport
 from services.target.warm_up import warm_up, warm_up_tokens
 from shared.errors import EngineFailed
@@ -63,3 +64,23 @@ async def test_an_engine_that_cannot_serve_says_so(engine: Engine) -> None:
     engine._thread.join()
     with pytest.raises(EngineFailed):
         await warm_up(engine, 1)
+
+
+async def test_on_a_gpu_prompts_come_in_groups_of_any_size(
+    engine: Engine, reports: list[StepReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No longer than the longest, and no more than may wait."""
+    monkeypatch.setattr(Engine, "device", torch.device("cuda"))
+    submitted: list[int] = []
+    submit = Engine.submit
+
+    def counted(self: Engine, asked: GenerationRequest, sink: EventSink, key: int) -> None:
+        submitted.append(key)
+        assert len(asked.prompt_token_ids) <= 40
+        submit(self, asked, sink, key)
+
+    monkeypatch.setattr(Engine, "submit", counted)
+    await warm_up(engine, 40, 4)
+    gauges = engine.gauges().result(timeout=60)
+    assert (gauges.num_running, gauges.num_cached_pages) == (0, 0)
+    assert max(submitted) == 3
