@@ -52,8 +52,6 @@ class FeatureSpec:
         num_indices = len(self.layer_indices)
         if not 1 <= num_indices <= MAX_LAYERS:
             raise _unsupported(f"layer_indices has {num_indices}; [1, {MAX_LAYERS}] can be read")
-        if len(set(self.layer_indices)) < num_indices:
-            raise _unsupported(f"layer_indices {list(self.layer_indices)} names a layer twice")
         for index in self.layer_indices:
             if not 0 <= index <= num_layers + 1:
                 raise _unsupported(f"layer {index}; the target has [0, {num_layers + 1}]")

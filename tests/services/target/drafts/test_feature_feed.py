@@ -160,7 +160,6 @@ def test_preemption_repeats_and_loses_no_row(decoder: Decoder) -> None:
     [
         ((), None, r"layer_indices has 0; \[1, 8\] can be read"),
         ((1,) * 9, None, r"layer_indices has 9; \[1, 8\] can be read"),
-        ((1, 2, 1), None, r"layer_indices \[1, 2, 1\] names a layer twice"),
         ((0, 1, 2, 3, 4), None, "features is 160 wide; the target keeps 128, 4 hidden states"),
         ((1,), torch.zeros(200, 32), "features is 200 wide; the target keeps 128"),
         ((5,), None, r"layer 5; the target has \[0, 4\]"),
