@@ -213,6 +213,7 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
         max_context_tokens=min(loan.max_context_tokens, target.limits.max_sequence_tokens),
         max_sequences=trees.pop(shape),
         other_trees=trees,
+        is_pinned=not drafting.is_chosen,
     )
 
 
