@@ -64,7 +64,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     draft = build_embedded_draft(engine, settings, draft_settings)
     process.embed(draft.port, draft.settings)
     await process.start()
-    pool = TargetPool(PoolSettings((f"127.0.0.1:{process.port}",), sha256, None, 5.0))
+    pool = TargetPool(PoolSettings((f"127.0.0.1:{process.port}",), sha256))
     quotas = Quotas([], KeyLimits())
     gateway = Gateway(
         pool=pool,

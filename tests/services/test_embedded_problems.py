@@ -186,10 +186,14 @@ def _run_out(*_: object, **__: object) -> None:
     ("flags", "shown", "limit"),
     [
         ((), "8 with 3,1,4", None),
-        (("--cuda-graph-max-bs", "4"), "4 with 3,1,4", "more than 4 sequences, of 8 that may run"),
+        (
+            ("--cuda-graph-max-bs", "4"),
+            "4 with 3,1,4",
+            "4 of 8 running requests have a lane at most",
+        ),
     ],
 )
-def test_start_says_how_many_sequences_rounds_take(
+def test_start_says_how_many_lanes_there_are(
     flags: tuple[str, ...], shown: str, limit: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = [
@@ -204,6 +208,6 @@ def test_start_says_how_many_sequences_rounds_take(
     engine = build_engine(settings, lambda report: None)
     draft = build_embedded_draft(engine, settings, draft_settings)
     draft.port.stop()
-    assert f"steps,topk,rows: {shown}" in caplog.text
-    assert ("may run" in caplog.text) == (limit is not None)
+    assert f"(steps,topk,rows): {shown}" in caplog.text
+    assert ("have a lane at most" in caplog.text) == (limit is not None)
     assert limit is None or limit in caplog.text

@@ -17,6 +17,7 @@ from services.serve_settings import Placement
 from shared.errors import SettingsError
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import write_byte_tokenizer
+from tests.helpers.serving import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -248,7 +249,9 @@ def test_busy_ports_are_named_with_a_way_out_before_anything_starts(tmp_path: Pa
 
 def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = _outrider("serve", "--log-dir", str(tmp_path / "file" / "logs"), "--port", "18999")
+    names = ("port", "target-port", "draft-port")
+    ports = [f"--{name}={port}" for name, port in zip(names, free_ports(2), strict=False)]
+    result = _outrider("serve", "--log-dir", str(tmp_path / "file" / "logs"), *ports)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         f"outrider serve: --log-dir is {tmp_path}/file/logs, which cannot be made: Not a directory"
