@@ -76,7 +76,7 @@ def _save(tab: PlaygroundPage, name: str) -> None:
     path = IMAGES / name
     with Image.open(io.BytesIO(tab.page.screenshot())) as picture:
         # A page has few colours: a palette says them all in a third of the bytes.
-        picture.convert("RGB").quantize(dither=Image.Dither.NONE).save(path, optimize=True)
+        picture.convert("RGB").quantize(40, dither=Image.Dither.NONE).save(path, optimize=True)
     size = path.stat().st_size
     assert size < MAX_BYTES, f"{path} has {size:,} bytes; {MAX_BYTES:,} are allowed"
     print(f"{path.relative_to(ROOT)}  {size:,} bytes")
