@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import stat
@@ -14,7 +15,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def _make(*words: str, at: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words], cwd=at, capture_output=True, text=True, check=False)
+    # As a user's shell would, also where these tests run below `make test`.
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    return subprocess.run(
+        ["make", *words], cwd=at, env=env, capture_output=True, text=True, check=False
+    )
 
 
 def _program(path: Path, text: str) -> Path:
