@@ -119,17 +119,6 @@ class RoundRunner:
         """Sequences of the oldest unread round."""
         return len(self._slots.oldest.sequences)
 
-    @property
-    def awaited_size(self) -> tuple[int, RoundSampling]:
-        """Slots that the oldest unread round computes, and its kind."""
-        oldest = self._slots.oldest
-        return oldest.num_slots, oldest.sampling
-
-    @property
-    def num_captured(self) -> int:
-        """Sizes and kinds whose graphs are there."""
-        return self._graphs.num_captured
-
     def num_computed(self, num_sequences: int) -> int:
         """Returns how many slots a round of sequences computes that are placed together."""
         return self._graphs.num_computed(num_sequences)

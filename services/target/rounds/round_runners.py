@@ -81,11 +81,6 @@ class RoundRunners:
         """All shapes, the draft's own first."""
         return tuple(self._capacities)
 
-    @property
-    def num_captured(self) -> int:
-        """Graphs of all shapes."""
-        return sum(each.num_captured for each in self._runners.values())
-
     def num_computed(self, num_sequences: int) -> int:
         """Returns how many slots the shape that takes most computes for so many sequences."""
         widest = max(self._capacities, key=lambda shape: self._capacities[shape])
