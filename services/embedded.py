@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from pathlib import Path
 
 from services.draft.engine import DraftEngine
 from services.draft.events import (
@@ -26,6 +27,7 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
 )
+from services.draft.head_weights import HeadWeights
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
 from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import (
@@ -59,13 +61,18 @@ class EmbeddedDraft:
         worker: WorkerIdentity,
         terms: AttachmentTerms,
         rounds: RoundSource | None = None,
+        weights: HeadWeights | None = None,
     ) -> None:
-        """`rounds` is what the draft lends to the target for rounds on the device."""
+        """Args:
+        rounds: what the draft lends to the target for rounds on the device.
+        weights: of the draft, for whoever swaps them.
+        """
         self._target = target
         self._draft = draft
         self._worker = worker
         self._terms = terms
         self._rounds = rounds
+        self._weights = weights
         self._link: int | None = None
 
     def attach(self, tokenizer_sha256: str) -> None:
@@ -113,6 +120,11 @@ class EmbeddedDraft:
         """Ends the link; called once, by the target."""
         if self._link is not None:
             self._draft.close_link(self._link)
+
+    def take_weights(self, folder: Path, version: str) -> float:
+        """See `HeadWeights.take`."""
+        assert self._weights is not None
+        return self._weights.take(folder, version)
 
     def stop(self) -> None:
         """Ends the draft engine's thread."""

@@ -12,6 +12,7 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.host import Host
 from services.draft.engine import DraftEngine
+from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
@@ -85,7 +86,8 @@ def build_embedded_draft(
         warm_up(engine, drafter.limits.feature_spec)
     worker = replace(worker_identity(chosen, drafter.limits, worker_id="embedded"), shape=shape)
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
-    port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds)
+    weights = HeadWeights(chosen, drafter, engine, on_target=target.between_steps)
+    port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds, weights)
     return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
@@ -33,6 +34,7 @@ from shared.errors import OutriderError
 from shared.tokens import SamplingParams, TreeShape
 
 Deliver = Callable[[Output], None]
+T = TypeVar("T")
 
 MAX_WAITING_EVENTS = 4096
 
@@ -221,6 +223,14 @@ class DraftEngine:
             "shape_is_pinned": float(self.is_pinned),
             "outcome_budget": float(self.fan_out.budget),
         }
+
+    def between_rounds(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function on the engine thread when no forward is under way.
+
+        Raises:
+            EngineFailed: the engine has died, or is stopping.
+        """
+        return self._inbox.call(function)
 
     def check(self) -> Future[None]:
         """Asserts the drafter's invariants on the engine thread."""

@@ -42,6 +42,7 @@ class DraftMetrics(Collector):
     | `outrider_draft_opened_sequences` | sequences taken | |
     | `outrider_draft_released_sequences` | sequences given back | should be near 0 |
     | `outrider_draft_attached_target_count` | targets | 0 helps nobody |
+    | `outrider_draft_weight_swap_count` | swaps of weights since the start | |
     | `outrider_draft_sequence_count`, … | live figures of the drafter, as in `GetServerInfo` | |
 
     Args:

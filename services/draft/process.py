@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from grpc import aio
 
@@ -17,12 +18,13 @@ from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafter_factory import use_device
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
+from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.draft.worker import WorkerIdentity
-from shared.errors import EngineFailed, FailedPrecondition
+from shared.errors import EngineFailed, FailedPrecondition, Unavailable
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
@@ -61,6 +63,7 @@ class DraftProcess:
         self._servicer = DraftServicer(self._lifecycle)
         self._servers: list[aio.Server] = []
         self._engine: DraftEngine | None = None
+        self._weights: HeadWeights | None = None
         self._clients: list[AttachClient] = []
         self._runs: list[asyncio.Task[None]] = []
         self.port = 0
@@ -96,6 +99,7 @@ class DraftProcess:
         )
         engine.start()
         self._engine = engine
+        self._weights = HeadWeights(self._settings, drafter, engine)
         await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec)
         self._clients = [
             AttachClient(
@@ -131,6 +135,11 @@ class DraftProcess:
         """On the scraper's thread; nothing before the engine runs or after it died."""
         engine = self._engine
         return {} if engine is None else self._with_links(engine_figures(engine))
+
+    async def _update(self, folder: Path, version: str) -> float:
+        if self._weights is None:
+            raise Unavailable.starting()
+        return await asyncio.to_thread(self._weights.take, folder, version)
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Waits for `stop`.
@@ -184,7 +193,12 @@ class DraftProcess:
         return self._with_links(gauges)
 
     def _with_links(self, gauges: Mapping[str, float]) -> Mapping[str, float]:
-        return {**gauges, "attached_target_count": float(self.num_attached)}
+        swaps = 0 if self._weights is None else self._weights.num_swaps
+        figures = {
+            "attached_target_count": float(self.num_attached),
+            "weight_swap_count": float(swaps),
+        }
+        return {**gauges, **figures}
 
     async def _flush(self) -> int:
         if self._engine is None:
@@ -198,6 +212,11 @@ class DraftProcess:
         version = package_version()
         settings = shown_settings(self._settings)
         info = ProcessInfo("draft", version, self._start_time_s, settings)
-        hooks = AdminHooks(drain=self._drain, gauges=self._gauges, flush_prefix_cache=self._flush)
+        hooks = AdminHooks(
+            drain=self._drain,
+            gauges=self._gauges,
+            flush_prefix_cache=self._flush,
+            update_draft=self._update,
+        )
         servicer = AdminServicer(info, self._lifecycle, hooks)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)

@@ -201,6 +201,14 @@ class Engine:
         """Frees every cached page no sequence reads; returns how many."""
         return self._inbox.call(self._flush)
 
+    def between_steps(self, function: Callable[[], None]) -> Future[None]:
+        """Calls a function on the engine thread, between two launches of steps.
+
+        Raises:
+            QueueFull, EngineFailed, Unavailable: as by `submit`.
+        """
+        return self._inbox.call(function)
+
     def start(self) -> None:
         """Starts the engine thread."""
         assert self._thread is None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from grpc import aio
@@ -59,6 +60,9 @@ class EmbeddedPort(Protocol):
 
     def attach(self, tokenizer_sha256: str) -> None:
         """Attaches to the engine, which runs."""
+
+    def take_weights(self, folder: Path, version: str) -> float:
+        """See `HeadWeights.take`."""
 
     def stop(self) -> None:
         """Ends its thread."""
@@ -214,6 +218,7 @@ class TargetProcess:
             gauges=self._gauges,
             attachments=self._attachments,
             flush_prefix_cache=self._flush,
+            update_draft=None if self._embedded is None else self._update_draft,
         )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(info, self._lifecycle, hooks), server
@@ -227,6 +232,10 @@ class TargetProcess:
     async def _attachments(self) -> Sequence[admin_service_pb2.Attachment]:
         statuses = await asyncio.wrap_future(self._engine.attachments())
         return [attachment_message(each) for each in statuses]
+
+    async def _update_draft(self, folder: Path, version: str) -> float:
+        assert self._embedded is not None
+        return await asyncio.to_thread(self._embedded.take_weights, folder, version)
 
     async def _flush(self) -> int:
         return await asyncio.wrap_future(self._engine.flush_prefix_cache())

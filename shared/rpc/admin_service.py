@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpc import aio
@@ -52,12 +53,15 @@ class AdminHooks:
         gauges: live figures by name.
         attachments: attached drafts.
         flush_prefix_cache: returns the pages freed.
+        update_draft: swaps the weights of a folder into the draft, under a version; returns how
+            long rounds waited, in seconds.
     """
 
     drain: Callable[[float], Awaitable[int]]
     gauges: Callable[[], Awaitable[Mapping[str, float]]] = no_gauges
     attachments: Callable[[], Awaitable[Sequence[pb.Attachment]]] | None = None
     flush_prefix_cache: Callable[[], Awaitable[int]] | None = None
+    update_draft: Callable[[Path, str], Awaitable[float]] | None = None
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):
@@ -109,6 +113,16 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             )
         freed = await self._hooks.flush_prefix_cache()
         return pb.FlushPrefixCacheResponse(freed_page_count=freed)
+
+    async def UpdateDraftWeights(
+        self, request: pb.UpdateDraftWeightsRequest, context: Context
+    ) -> pb.UpdateDraftWeightsResponse:
+        if self._hooks.update_draft is None:
+            raise Unimplemented(f"{self._info.service} has no draft", reason="DRAFT_ABSENT")
+        pause_s = await self._hooks.update_draft(Path(request.model_path), request.weight_version)
+        response = pb.UpdateDraftWeightsResponse()
+        response.pause_duration.FromNanoseconds(round(pause_s * 1e9))
+        return response
 
 
 def _grace_s(request: pb.DrainServerRequest) -> float:

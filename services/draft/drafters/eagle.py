@@ -34,6 +34,7 @@ from services.draft.drafters.whole_trees import grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
+from shared.models.heads.head import DraftHead
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
@@ -103,6 +104,11 @@ class EagleDrafter:
             max_context_tokens=self._max_context_tokens,
             feature_spec=head.feature_spec,
         )
+
+    @property
+    def head(self) -> DraftHead:
+        """The weights, which others may copy into between two forwards."""
+        return self._runner.head
 
     def lend(self) -> HeadLoan:
         """Lends the head and half of the free pages; called before any sequence is opened."""

@@ -392,3 +392,55 @@ class FlushPrefixCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushPrefixCacheResponse: _TypeAlias = FlushPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class UpdateDraftWeightsRequest(_message.Message):
+    """Request message for [AdminService.UpdateDraftWeights][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    model_path: _builtins.str
+    """Folder that the process can read, as `--speculative-draft-model-path` names
+    one. Its config must be that of the head that runs.
+    """
+    weight_version: _builtins.str
+    """Shown in metrics and in the log; any text."""
+    def __init__(
+        self,
+        *,
+        model_path: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_path", b"model_path", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateDraftWeightsRequest: _TypeAlias = UpdateDraftWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateDraftWeightsResponse(_message.Message):
+    """Response message for [AdminService.UpdateDraftWeights][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSE_DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pause_duration(self) -> _duration_pb2.Duration:
+        """How long rounds waited for the swap."""
+
+    def __init__(
+        self,
+        *,
+        pause_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause_duration", b"pause_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause_duration", b"pause_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateDraftWeightsResponse: _TypeAlias = UpdateDraftWeightsResponse  # noqa: Y015

@@ -36,6 +36,11 @@ class AdminServiceStub:
                 request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.FlushPrefixCacheRequest.SerializeToString,
                 response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.FlushPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.UpdateDraftWeights = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/UpdateDraftWeights',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -72,6 +77,16 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateDraftWeights(self, request, context):
+        """Swaps other weights into the head of a draft between two rounds, while it
+        serves; in the target, of the embedded one. Weights that do not fit are
+        INVALID_ARGUMENT (reason WEIGHTS_REFUSED), and the old ones go on.
+        UNIMPLEMENTED where there is no draft.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +109,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.FlushPrefixCache,
                     request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.FlushPrefixCacheRequest.FromString,
                     response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'UpdateDraftWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateDraftWeights,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -205,6 +225,33 @@ class AdminService:
             '/outrider.admin.v1.AdminService/FlushPrefixCache',
             outrider_dot_admin_dot_v1_dot_admin__service__pb2.FlushPrefixCacheRequest.SerializeToString,
             outrider_dot_admin_dot_v1_dot_admin__service__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateDraftWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/UpdateDraftWeights',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,12 @@ class AdminServiceStub:
     """Drops unused prefix-cache pages. Running sequences keep theirs.
     UNIMPLEMENTED on the gateway.
     """
+    UpdateDraftWeights: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateDraftWeightsRequest, _admin_service_pb2.UpdateDraftWeightsResponse]
+    """Swaps other weights into the head of a draft between two rounds, while it
+    serves; in the target, of the embedded one. Weights that do not fit are
+    INVALID_ARGUMENT (reason WEIGHTS_REFUSED), and the old ones go on.
+    UNIMPLEMENTED where there is no draft.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operates one process. Served by every service on its maintenance port only."""
@@ -64,6 +70,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_admin_service_pb2.FlushPrefixCacheResponse]:
         """Drops unused prefix-cache pages. Running sequences keep theirs.
         UNIMPLEMENTED on the gateway.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateDraftWeights(
+        self,
+        request: _admin_service_pb2.UpdateDraftWeightsRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.UpdateDraftWeightsRequest, _abc.Awaitable[_admin_service_pb2.UpdateDraftWeightsResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.UpdateDraftWeightsResponse]:
+        """Swaps other weights into the head of a draft between two rounds, while it
+        serves; in the target, of the embedded one. Weights that do not fit are
+        INVALID_ARGUMENT (reason WEIGHTS_REFUSED), and the old ones go on.
+        UNIMPLEMENTED where there is no draft.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _aio.Server) -> None: ...

@@ -1,0 +1,110 @@
+"""Other weights for the head of a draft that serves: read beside it, taken between two rounds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from services.draft.algorithm import Algorithm
+from services.draft.drafters.drafter import Drafter
+from services.draft.engine import DraftEngine
+from services.draft.settings import DraftSettings
+from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument
+
+log = logging.getLogger(__name__)
+
+
+class HeadWeights:
+    """The weights that a drafter has now. Called from any thread.
+
+    Args:
+        on_target: runs a function between two steps of the target in this process, which may have
+            borrowed the head; None where there is none.
+
+    Attributes:
+        version: as whoever sent the weights counts; empty for those of the start.
+        num_swaps: since the start.
+    """
+
+    def __init__(
+        self,
+        settings: DraftSettings,
+        drafter: Drafter,
+        engine: DraftEngine,
+        on_target: Callable[[Callable[[], None]], Future[None]] | None = None,
+    ) -> None:
+        self.version = ""
+        self.num_swaps = 0
+        self._settings, self._drafter, self._engine = settings, drafter, engine
+        self._on_target = on_target
+        self._one_at_a_time = threading.Lock()
+
+    def take(self, folder: Path, version: str) -> float:
+        """Reads a folder as `--speculative-draft-model-path` does and swaps its weights in; blocks.
+
+        Returns:
+            How long rounds waited, in seconds.
+
+        Raises:
+            FailedPrecondition: the drafter has no head.
+            InvalidArgument: the folder's weights are refused; those that run go on.
+            EngineFailed: the engine has died.
+        """
+        with self._one_at_a_time:
+            try:
+                apply = self._read(folder)
+            except CheckpointError as error:
+                raise InvalidArgument.of("WEIGHTS_REFUSED", "model_path", error.message) from error
+            pause_s = self._engine.between_rounds(lambda: self._swap(apply)).result()
+            self.version, self.num_swaps = version, self.num_swaps + 1
+        log.info("weights of %s, version %r, within %.1f ms", folder, version, pause_s * 1e3)
+        return pause_s
+
+    def _read(self, folder: Path) -> Callable[[], None]:
+        """Returns what copies the weights of a folder in."""
+        name = self._settings.speculative_algorithm.value
+        if self._settings.algorithm not in (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP):
+            message = f"{name} takes no other weights; EAGLE, EAGLE3 and MTP do"
+            raise FailedPrecondition(message, reason="WEIGHTS_FIXED")
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder")
+        # A worker without a model runs where torch is not installed.
+        from services.draft.drafters.eagle import EagleDrafter
+        from shared.models.config import ModelConfig
+        from shared.models.heads.config import HeadKind
+        from shared.models.heads.head_swap import HeadSwap, LentTensors
+        from shared.models.heads.loader import load_head
+        from shared.models.heads.mtp_loader import load_mtp
+
+        assert isinstance(self._drafter, EagleDrafter)
+        running, settings = self._drafter.head, self._settings
+        lent = LentTensors(running, ModelConfig.from_folder(settings.target_folder))
+        dtype, device, options = running.dtype, running.device, settings.model_options
+        if settings.algorithm is Algorithm.MTP:
+            new = load_mtp(folder, lent, dtype=dtype, device=device, options=options)
+        else:
+            kind = HeadKind(settings.algorithm.value)
+            new = load_head(folder, kind, lent, dtype=dtype, device=device, options=options)
+            if kind is HeadKind.EAGLE:  # its lm_head is what a token map left of the target's
+                known = running.vocabulary
+                vocabulary = replace(
+                    new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head
+                )
+                new = replace(new, vocabulary=vocabulary)
+        return HeadSwap(running, new).apply
+
+    def _swap(self, apply: Callable[[], None]) -> float:
+        """On the engine's thread."""
+        start_s = time.perf_counter()
+        if self._on_target is None:
+            apply()
+        else:
+            self._on_target(apply).result()
+        # Rows that other weights made are worth less to sequences to come.
+        self._drafter.flush_prefix_cache()
+        return time.perf_counter() - start_s

@@ -1,0 +1,264 @@
+"""Weights of a head swapped while requests run: no token changes, and no request waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.draft.drafter_factory import build_drafter
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.head_weights import HeadWeights
+from services.draft.settings import DraftSettings
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
+from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.runtime.round_runner import RoundRunner
+from shared.settings import load_settings
+from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, head_tensors, save_head, write_head
+from tests.helpers.served import running_draft
+
+VOCAB_SIZE = 300
+PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=6), seed=3)
+    return write_byte_tokenizer(folder)
+
+
+def _write(folder: Path, kind: str, seed: int) -> Path:
+    """Heads of one kind with one `fc` but other weights for every seed."""
+    hidden = TinyShape().hidden_size
+    head = TinyHead(kind=kind, vocab_size=VOCAB_SIZE, hidden_size=hidden, target_hidden_size=hidden)
+    write_head(folder, head, seed=seed)
+    tensors = head_tensors(head, seed=seed)
+    if kind == "EAGLE3":
+        tensors["fc.weight"] = head_tensors(head)["fc.weight"]
+    save_head(folder, tensors)
+    return folder
+
+
+@pytest.fixture(params=["EAGLE", "EAGLE3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def heads(tmp_path: Path, kind: str) -> tuple[Path, Path]:
+    return _write(tmp_path / "first", kind, 7), _write(tmp_path / "second", kind, 8)
+
+
+def _flags(kind: str, head: Path) -> list[str]:
+    return [
+        *("--speculative-algorithm", kind, "--speculative-draft-model-path", str(head)),
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
+        *("--speculative-num-draft-tokens", "6"),
+    ]
+
+
+def _draft_settings(kind: str, head: Path, target: Path, *flags: str) -> DraftSettings:
+    arguments = [
+        *("--device", "cpu", "--max-total-tokens", "2048", "--port", "0"),
+        *("--target-model-path", str(target), *_flags(kind, head), *flags),
+    ]
+    return load_settings(DraftSettings, service="draft", arguments=arguments, env={})
+
+
+@asynccontextmanager
+async def _serving(
+    kind: str, head: Path, target: Path, placement: str
+) -> AsyncIterator[tuple[pb_grpc.TargetServiceStub, admin_grpc.AdminServiceStub]]:
+    """Yields the target, and who takes the draft's weights."""
+    arguments = [
+        *("--model-path", str(target), "--port", "0", "--device", "cpu", "--context-length", "256"),
+        *("--max-total-tokens", "2048", "--candidate-wait-always", "--candidate-wait-ms", "10000"),
+        *("--draft", placement),
+    ]
+    if placement == "embedded":
+        arguments += [*_flags(kind, head), "--device-rounds", "on"]
+    settings, chosen = read_settings(arguments, {})
+    engine = build_engine(settings, lambda report: None)
+    process = TargetProcess(engine, settings, tokenizer_sha256(target))
+    if chosen is not None:
+        built = build_embedded_draft(engine, settings, chosen)
+        process.embed(built.port, built.settings)
+    await process.start()
+    try:
+        async with open_channel(f"127.0.0.1:{process.port}") as channel:
+            stub = pb_grpc.TargetServiceStub(channel)
+            if placement == "embedded":
+                async with open_channel(f"127.0.0.1:{process.admin_port}") as admin:
+                    yield stub, admin_grpc.AdminServiceStub(admin)
+                return
+            remote = _draft_settings(kind, head, target, "--target", f"127.0.0.1:{process.port}")
+            async with (
+                running_draft(remote) as draft,
+                open_channel(f"127.0.0.1:{draft.admin_port}") as admin,
+            ):
+                yield stub, admin_grpc.AdminServiceStub(admin)
+    finally:
+        await process.stop(grace_s=0.0)
+
+
+async def _outputs(
+    stub: pb_grpc.TargetServiceStub, *, disabled: bool = False
+) -> tuple[list[list[int]], int]:
+    """Returns each prompt's output, and how many trees were verified in all."""
+
+    async def one(prompt: list[int]) -> tuple[list[int], int]:
+        request = pb.GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling_params=sampling_pb2.SamplingParams(temperature=1.0, seed=3),
+            stop_params=sampling_pb2.StopParams(max_output_token_count=60, ignore_eos=True),
+            speculation_params=pb.SpeculationParams(disabled=disabled),
+        )
+        responses = [response async for response in stub.Generate(request)]
+        tokens = [token for each in responses for token in each.delta.token_ids]
+        return tokens, responses[-1].finished.speculation.verified_round_count
+
+    results = await asyncio.gather(*map(one, PROMPTS))
+    return [tokens for tokens, _ in results], sum(count for _, count in results)
+
+
+@pytest.mark.parametrize("placement", ["remote", "embedded"])
+async def test_swaps_under_load_lose_no_token(
+    target: Path, heads: tuple[Path, Path], kind: str, placement: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    launch, launched = RoundRunner.launch, []
+
+    def counted(runner: RoundRunner) -> None:
+        launched.append(len(runner.sequence_ids))
+        launch(runner)
+
+    monkeypatch.setattr(RoundRunner, "launch", counted)
+    async with _serving(kind, heads[0], target, placement) as (stub, admin):
+        expected, _ = await _outputs(stub, disabled=True)
+        running, num_swaps = asyncio.create_task(_outputs(stub)), 0
+        while not running.done():
+            num_swaps += 1
+            request = admin_pb.UpdateDraftWeightsRequest(
+                model_path=str(heads[num_swaps % 2]), weight_version=str(num_swaps)
+            )
+            response = await admin.UpdateDraftWeights(request)
+            assert response.pause_duration.ToNanoseconds() > 0
+        found, num_verified = running.result()
+    assert found == expected
+    assert num_verified > 0
+    assert num_swaps > 1
+    assert bool(launched) == (placement == "embedded")
+
+
+@pytest.mark.parametrize("placement", ["remote", "embedded"])
+async def test_requests_run_while_weights_are_read(
+    target: Path, heads: tuple[Path, Path], kind: str, placement: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    read, may_read, reads = HeadWeights._read, threading.Event(), threading.Event()
+
+    def slow(weights: HeadWeights, folder: Path) -> object:
+        reads.set()
+        assert may_read.wait(60.0)
+        return read(weights, folder)
+
+    monkeypatch.setattr(HeadWeights, "_read", slow)
+    async with _serving(kind, heads[0], target, placement) as (stub, admin):
+        request = admin_pb.UpdateDraftWeightsRequest(model_path=str(heads[1]))
+        update = asyncio.ensure_future(admin.UpdateDraftWeights(request))
+        assert await asyncio.to_thread(reads.wait, 60.0)
+        _, num_verified = await _outputs(stub)
+        assert num_verified > 0
+        assert not update.done()
+        may_read.set()
+        await update
+
+
+def _running(settings: DraftSettings) -> tuple[EagleDrafter, HeadWeights]:
+    drafter = build_drafter(settings)
+    assert isinstance(drafter, EagleDrafter)
+    return drafter, HeadWeights(settings, drafter, _Idle())  # type: ignore[arg-type]
+
+
+class _Idle:
+    """An engine that has nothing else to do."""
+
+    def between_rounds(self, function: Callable[[], float]) -> Future[float]:
+        future: Future[float] = Future()
+        future.set_result(function())
+        return future
+
+
+def test_weights_lie_where_they_lay(target: Path, heads: tuple[Path, Path], kind: str) -> None:
+    first, weights = _running(_draft_settings(kind, heads[0], target))
+    second, _ = _running(_draft_settings(kind, heads[1], target))
+    norm = first.head.layers[0].mlp_norm.weight  # type: ignore[attr-defined]
+    address = norm.data_ptr()
+    assert not torch.equal(norm, second.head.layers[0].mlp_norm.weight)  # type: ignore[attr-defined]
+    assert weights.take(heads[1], "1") > 0.0
+    assert norm.data_ptr() == address
+    for name in ("qkv", "output"):
+        own = getattr(first.head.layers[0].attention, name).dense()
+        assert torch.equal(own, getattr(second.head.layers[0].attention, name).dense())
+    assert torch.equal(norm, second.head.layers[0].mlp_norm.weight)  # type: ignore[attr-defined]
+    assert (weights.version, weights.num_swaps) == ("1", 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "named"),
+    [
+        ("post_attention_layernorm.weight", lambda each: each * float("nan"), "mlp_norm.weight"),
+        ("post_attention_layernorm.weight", lambda each: each[:-1], "post_attention_layernorm"),
+        ("self_attn.o_proj.weight", None, "o_proj.weight"),
+    ],
+)
+async def test_bad_weights_are_refused_by_name(
+    target: Path, heads: tuple[Path, Path], kind: str, key: str, change: object, named: str
+) -> None:
+    tensors = load_file(heads[1] / "model.safetensors")
+    [whole] = [each for each in tensors if each.endswith(key)]
+    value = tensors.pop(whole)
+    if callable(change):
+        tensors[whole] = change(value).contiguous()
+    save_head(heads[1], tensors)
+    async with _serving(kind, heads[0], target, "remote") as (stub, admin):
+        expected, _ = await _outputs(stub, disabled=True)
+        with pytest.raises(grpc.aio.AioRpcError, match=named) as refused:
+            await admin.UpdateDraftWeights(
+                admin_pb.UpdateDraftWeightsRequest(model_path=str(heads[1]))
+            )
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        found, num_verified = await _outputs(stub)
+    assert found == expected
+    assert num_verified > 0
+
+
+async def test_what_the_target_applies_stays(target: Path, tmp_path: Path) -> None:
+    first, second = _write(tmp_path / "a", "EAGLE3", 7), _write(tmp_path / "b", "EAGLE3", 8)
+    tensors = load_file(second / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"] + 1.0
+    save_head(second, tensors)
+    async with _serving("EAGLE3", first, target, "embedded") as (_, admin):
+        with pytest.raises(grpc.aio.AioRpcError, match="projection differs"):
+            await admin.UpdateDraftWeights(
+                admin_pb.UpdateDraftWeightsRequest(model_path=str(second))
+            )
