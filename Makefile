@@ -33,7 +33,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
-  bench-drafters bench-async bench-http bench-start bench-gpu bench-tp bench-tp-draft load load-gateway load-target load-draft \
+  bench-drafters bench-async bench-http bench-start bench-gpu bench-experts bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune fuzz test-clients up down clean
 
 help: ## this list
@@ -141,6 +141,9 @@ bench-gpu: $(STAMP) ## on one GPU, beside the floor: forwards, rounds, plain dec
 	@$(PY) -m tests.bench.engine_gpu
 	@$(PY) -m tests.bench.attention
 	@$(PY) -m tests.bench.products
+
+bench-experts: $(STAMP) ## on one GPU, mixtures of experts beside their floors; ARGS="--shapes deepseek-v3"
+	@$(PY) -m tests.bench.experts $(ARGS)
 
 bench-tp: $(STAMP) ## one model on one GPU and on two; ARGS="--sizes 1 4"
 	@$(PY) -m tests.bench.tensor_parallel $(ARGS)

@@ -89,7 +89,7 @@ def read_weights(
         CheckpointError: for missing or unexpected keys, a wrong shape or a damaged file.
     """
     _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes))
-    targets = _allocate(parts, dtype, device)
+    targets = empty_targets(parts, dtype, device)
     places = _places(parts, targets)
     progress = tqdm(
         total=sum(target.nbytes for target in targets.values()),
@@ -124,7 +124,7 @@ def stack_weights(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Returns what `read_weights` does, of tensors that `read` makes from their keys."""
-    targets = _allocate(parts, dtype, device)
+    targets = empty_targets(parts, dtype, device)
     for part, place in zip(parts, _places(parts, targets), strict=True):
         tensor = read(part.key)
         assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
@@ -170,9 +170,10 @@ def _check_shape(path: Path, weights: WeightFile, part: WeightPart) -> None:
         )
 
 
-def _allocate(
+def empty_targets(
     parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
+    """Returns the tensors that `parts` become, not filled."""
     num_rows: dict[str, int] = defaultdict(int)
     trailing = {part.target: part.read_shape[1:] for part in parts}
     dtypes = {part.target: part.dtype or dtype for part in parts}

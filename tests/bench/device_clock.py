@@ -30,3 +30,9 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     size = 2 * source.numel() * source.element_size()
     return size / device_ms(lambda: target.copy_(source), inner=2)
+
+
+def product_rate() -> float:
+    """Returns operations a millisecond of a large bfloat16 product."""
+    left, right = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / device_ms(lambda: left @ right, inner=2)

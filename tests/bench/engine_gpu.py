@@ -40,8 +40,8 @@ from tests.bench.gpu import (
     batch_of,
     kv_bytes,
     product_floor_ms,
-    random_decoder,
 )
+from tests.bench.random_weights import random_decoder
 from tests.helpers.attention_batches import chunk
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 256
@@ -187,7 +187,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.cuda.init()
     bandwidth = copy_bandwidth()
-    runner = build_runner(random_decoder(LLAMA_8B))
+    runner = build_runner(random_decoder(LLAMA_8B, CUDA))
     sampling = SamplingParams(temperature=options.temperature, seed=1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"copy {bandwidth / 1e9:.2f} TB/s; plain decode by the engine, {sampling}")

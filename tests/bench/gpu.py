@@ -20,15 +20,12 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.layers.rotary import RopeConfig, RopeScaling
-from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
-from shared.models.decoder_weights import decoder_parts
-from shared.models.loader import build_decoder
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
-from tests.bench.device_clock import copy_bandwidth, device_ms
+from tests.bench.device_clock import copy_bandwidth, device_ms, product_rate
 from tests.bench.figure import add_figures_flag
 from tests.bench.forward_line import (
     Company,
@@ -39,6 +36,7 @@ from tests.bench.forward_line import (
     verification_figure,
 )
 from tests.bench.gpu_round import round_lines
+from tests.bench.random_weights import random_decoder
 from tests.bench.round_line import HEADER
 from tests.helpers.attention_batches import chunk, tree, with_pages
 
@@ -69,23 +67,6 @@ LLAMA_8B = ModelConfig(
 )
 
 
-def random_decoder(config: ModelConfig) -> Decoder:
-    """Returns a decoder of normal weights of the size that keeps activations in range."""
-    generator = torch.Generator(CUDA).manual_seed(0)
-    num_rows: dict[str, int] = {}
-    trailing: dict[str, tuple[int, ...]] = {}
-    for part in decoder_parts(config):
-        num_rows[part.target] = num_rows.get(part.target, 0) + part.num_rows
-        trailing[part.target] = part.shape[1:]
-    tensors = {}
-    for target, count in num_rows.items():
-        weight = torch.empty((count, *trailing[target]), dtype=torch.bfloat16, device=CUDA)
-        tensors[target] = weight.normal_(
-            1.0 if weight.dim() == 1 else 0.0, 0.02, generator=generator
-        )
-    return build_decoder(config, tensors, CUDA, ModelOptions())
-
-
 def product_floor_ms(decoder: Decoder, num_rows: int) -> float:
     """Returns the time of the step's matrix products alone, in one CUDA graph."""
     config = decoder.config
@@ -105,12 +86,6 @@ def product_floor_ms(decoder: Decoder, num_rows: int) -> float:
     with torch.cuda.graph(graph):
         products()
     return device_ms(graph.replay)
-
-
-def product_rate() -> float:
-    """Returns operations a millisecond of a large bfloat16 product."""
-    left, right = (torch.randn(8192, 8192, device=CUDA).to(torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / device_ms(lambda: left @ right, inner=2)
 
 
 def with_tokens(sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
@@ -227,7 +202,7 @@ def main() -> None:
     figures = parser.parse_args().figures
     torch.cuda.init()
     bandwidth, rate = copy_bandwidth(), product_rate()
-    decoder = random_decoder(LLAMA_8B)
+    decoder = random_decoder(LLAMA_8B, CUDA)
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), 4200, CUDA)
     for cache in (*pool.keys, *pool.values):
         cache.normal_()

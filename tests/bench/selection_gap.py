@@ -158,10 +158,11 @@ def _wait() -> None:
 
 def main() -> None:
     # Triton is not installed where there is no CUDA.
-    from tests.bench.gpu import LLAMA_8B, random_decoder
+    from tests.bench.gpu import LLAMA_8B
+    from tests.bench.random_weights import random_decoder
 
     device = torch.device("cuda")
-    decoder = random_decoder(LLAMA_8B)
+    decoder = random_decoder(LLAMA_8B, device)
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), 1 + 8 * MAX_CONTEXT // PAGE_SIZE, device)
     for cache in (*pool.keys, *pool.values):
         cache.normal_()

@@ -1,0 +1,91 @@
+"""What a forward of a mixture of experts has to read and to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.layers.experts import Experts, Router
+from shared.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class CountingRouter(Router):
+    """Notes how many experts each call chooses."""
+
+    counts: list[int] = field(default_factory=list)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        # A slotted dataclass is made anew, which `super` without arguments does not know.
+        weights, experts = Router.__call__(self, hidden)
+        self.counts.append(len(torch.unique(experts)))
+        return weights, experts
+
+
+@torch.inference_mode()
+def experts_hit(decoder: Decoder, pool: KvPool, batch: ForwardBatch) -> list[int]:
+    """Returns how many experts of each layer that has some compute a row of `batch`."""
+    counts: list[int] = []
+
+    def watched(experts: Experts) -> Experts:
+        own = experts.router
+        router = CountingRouter(own.weight, own.correction, own.routing, own.is_wide, counts)
+        return replace(experts, router=router)
+
+    layers = tuple(
+        replace(layer, mlp=watched(layer.mlp)) if isinstance(layer.mlp, Experts) else layer
+        for layer in decoder.layers
+    )
+    replace(decoder, layers=layers).forward(batch, pool)
+    return counts
+
+
+def expected_hits(num_experts: int, num_chosen: int, num_rows: int) -> float:
+    """Returns how many experts rows choose that know nothing of each other."""
+    return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_rows)
+
+
+def weight_bytes(decoder: Decoder, hits: list[int]) -> float:
+    """Returns the bytes of weights that a forward reads, which hits so many experts a layer."""
+    return _total(decoder, hits, lambda tensor: tensor.nbytes)
+
+
+def weights_a_row(decoder: Decoder) -> float:
+    """Returns how many weights multiply one row, the lm_head's left out."""
+    chosen = [
+        layer.mlp.router.routing.num_chosen
+        for layer in decoder.layers
+        if isinstance(layer.mlp, Experts)
+    ]
+    head = sum(tensor.numel() for tensor in tensors_of(decoder.lm_head))
+    return _total(decoder, chosen, Tensor.numel) - head
+
+
+def _total(decoder: Decoder, hits: list[int], size: Callable[[Tensor], int]) -> float:
+    remaining = iter(hits)
+    total = float(sum(map(size, tensors_of(decoder.lm_head))))
+    for layer in decoder.layers:
+        own = sum(map(size, tensors_of(layer)))
+        if isinstance(layer.mlp, Experts):
+            matrices = (layer.mlp.gate_up, layer.mlp.down)
+            experts = sum(map(size, tensors_of(matrices)))
+            own += experts * (next(remaining) / layer.mlp.gate_up.num_experts - 1.0)
+        total += own
+    return total
+
+
+def tensors_of(part: object) -> Iterator[Tensor]:
+    """Yields the tensors that a part of a decoder holds."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from tensors_of(each)
+    elif is_dataclass(part):
+        for own in fields(part):
+            yield from tensors_of(getattr(part, own.name))

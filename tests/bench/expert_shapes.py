@@ -1,0 +1,134 @@
+"""Published mixtures of experts by their configs, as far as a forward's cost depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.model_options import Quantisation
+from shared.models.config import ModelConfig
+from shared.models.config_file import ConfigFile
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Prompts that are read at once."""
+
+    count: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A model, and the forwards that are measured of it.
+
+    Attributes:
+        values: of its config.
+        quantisation: in what its matrices are held.
+        context: tokens before a step.
+        batches: sequences of plain steps.
+        trees: nodes of the trees that are verified at batch 1.
+        layers_most: layers that are built, as far as they fit.
+    """
+
+    name: str
+    architecture: str
+    values: Mapping[str, object]
+    quantisation: Quantisation
+    context: int
+    batches: tuple[int, ...]
+    trees: tuple[int, ...]
+    prompt: Prompt
+    layers_most: int
+
+    def config(self, num_layers: int) -> ModelConfig:
+        """Returns the config of a model of so many of its layers."""
+        values = {**self.values, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
+        return ModelConfig.of(ConfigFile(Path(self.name), values), self.architecture)
+
+
+QWEN3_30B = ExpertShape(
+    name="qwen3-30b-a3b",
+    architecture="Qwen3MoeForCausalLM",
+    values={
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_theta": 1_000_000,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+    },
+    quantisation=Quantisation.UNQUANT,
+    context=512,
+    batches=(1, 8, 64),
+    trees=(8, 32),
+    prompt=Prompt(8, 2048),
+    layers_most=48,
+)
+GLM_45_AIR = ExpertShape(
+    name="glm-4.5-air",
+    architecture="Glm4MoeForCausalLM",
+    values={
+        "hidden_size": 4096,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "rope_theta": 1_000_000,
+        "vocab_size": 151_552,
+        "max_position_embeddings": 131_072,
+    },
+    quantisation=Quantisation.FP8,
+    context=512,
+    batches=(1, 8, 64),
+    trees=(8, 32),
+    prompt=Prompt(8, 2048),
+    layers_most=46,
+)
+# Its first three layers are dense; those that are measured have experts.
+DEEPSEEK_V3 = ExpertShape(
+    name="deepseek-v3",
+    architecture="DeepseekV3ForCausalLM",
+    values={
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 10_000,
+        "vocab_size": 129_280,
+        "max_position_embeddings": 163_840,
+    },
+    quantisation=Quantisation.FP8,
+    context=8192,
+    batches=(1, 64),
+    trees=(8, 32),
+    prompt=Prompt(1, 2048),
+    layers_most=58,
+)
+SHAPES = {shape.name: shape for shape in (QWEN3_30B, GLM_45_AIR, DEEPSEEK_V3)}

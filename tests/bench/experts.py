@@ -1,0 +1,306 @@
+"""Speed of mixtures of experts on one GPU, each forward beside the floor of the same run.
+
+    python -m tests.bench.experts [--shapes qwen3-30b-a3b glm-4.5-air deepseek-v3] [--no-kernels]
+
+Three shapes with random weights, made on the device; no checkpoint is read. Each has a process of
+its own, with a time limit, so that one which fails leaves the others; all of them take less than
+five minutes on an H200. As many layers are built as fit.
+
+The floor of a step is the bytes of the weights that it reads, of experts those that are hit, over
+the bandwidth of a large copy, and beside them the larger of the bytes of the cache and the
+arithmetic of attention over them, at the rate of a large product. That of a prompt is its
+arithmetic. Experts are hit as random weights have it: about evenly. Where the device's time goes
+is printed below each shape, by kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shared.kernels.routing import Routing
+from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
+from shared.kv.pool import KvPool
+from shared.model_options import ModelOptions
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
+from shared.models.decoder_weights import decoder_parts
+from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.runner import ModelRunner
+from tests.bench.device_clock import copy_bandwidth, device_ms, product_rate
+from tests.bench.expert_floors import (
+    expected_hits,
+    experts_hit,
+    tensors_of,
+    weight_bytes,
+    weights_a_row,
+)
+from tests.bench.expert_shapes import SHAPES, ExpertShape
+from tests.bench.forward_line import Line
+from tests.bench.random_weights import random_decoder
+from tests.helpers.attention_batches import chunk, tree, with_pages
+
+PAGE_SIZE = 16
+LIMIT_S = 120.0
+# Of the device's memory; the rest is for activations, graphs and what a layer is made from.
+_WEIGHTS_SHARE = 0.7
+_KERNELS_SHOWN = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the hardware does at best, a ms."""
+
+    bandwidth: float
+    operations: float
+
+    def __str__(self) -> str:
+        return f"copy {self.bandwidth / 1e9:.2f} TB/s, product {self.operations / 1e9:.0f} TFLOP/s"
+
+    @classmethod
+    def of(cls, device: torch.device) -> Rates:
+        """Measures them; those of a CPU are 1."""
+        return cls(copy_bandwidth(), product_rate()) if device.type == "cuda" else cls(1.0, 1.0)
+
+
+def num_layers(shape: ExpertShape, device: torch.device) -> int:
+    """Returns as many layers as fit on the device, and no more than are asked for."""
+    if device.type != "cuda":
+        return shape.layers_most
+    counts = (2, 3)
+    sizes = [_num_weights(shape.config(count)) for count in counts]
+    a_layer = sizes[1] - sizes[0]
+    itemsize = 2 if shape.quantisation.value == "unquant" else 1
+    outside = 2 * (sizes[0] - counts[0] * a_layer)
+    tokens = max(shape.batches) * (shape.context + PAGE_SIZE)
+    cache = tokens * _cache_bytes(shape.config(1))
+    room = torch.cuda.mem_get_info(device)[0] * _WEIGHTS_SHARE - outside
+    return max(1, min(shape.layers_most, int(room / (a_layer * itemsize + cache))))
+
+
+def _num_weights(config: ModelConfig) -> int:
+    parts = decoder_parts(config)
+    return sum(part.num_rows * math.prod(part.read_shape[1:]) for part in parts)
+
+
+def _cache_bytes(config: ModelConfig) -> int:
+    """Of a token and layer."""
+    planes = 1 if config.latent is not None else 2
+    return 2 * planes * config.num_kv_heads * config.head_dim
+
+
+class ShapeBench:
+    """One shape on one device.
+
+    Args:
+        count: layers that are built.
+    """
+
+    def __init__(
+        self, shape: ExpertShape, count: int, device: torch.device, clock: Callable[..., float]
+    ) -> None:
+        self.shape = shape
+        self._device, self._clock = device, clock
+        self.rates = Rates.of(device)
+        options = ModelOptions(quantisation=shape.quantisation)
+        self.decoder = decoder = random_decoder(shape.config(count), device, options)
+        self._runner = ModelRunner(*self._room(decoder))
+
+    def _room(self, decoder: Decoder) -> tuple[Decoder, KvPool, ForwardGraphs | None]:
+        shape, device = self.shape, self._device
+        most_tokens = max(
+            max(shape.batches) * (shape.context + PAGE_SIZE),
+            shape.prompt.count * shape.prompt.num_tokens,
+            shape.context + max(shape.trees),
+        )
+        num_pages = most_tokens // PAGE_SIZE + max(shape.batches) + 2
+        pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, device)
+        pool.storage.normal_()
+        if device.type != "cuda":
+            return decoder, pool, None
+        limits = GraphLimits(
+            max_rows=64,
+            max_sequences=64,
+            max_tail_width=72,
+            max_context_tokens=2 * shape.context,
+        )
+        return decoder, pool, ForwardGraphs(decoder, pool, limits)
+
+    def lines(self) -> Iterator[Line]:
+        """Yields the rows of the table; those that fail say why."""
+        rng, shape = random.Random(0), self.shape
+        plain_ms: float | None = None
+        for count in shape.batches:
+            sequences = [chunk(shape.context, 1)] * count
+            line = self._tried(f"plain decode, batch {count}", sequences, self._step)
+            if line is not None:
+                plain_ms = line.time_ms if count == 1 else plain_ms
+                yield line
+        for nodes in shape.trees:
+            sequences = [tree(rng, start=shape.context, num_nodes=nodes)]
+            line = self._tried(f"verify {nodes} nodes, batch 1", sequences, self._step)
+            if line is not None:
+                over = "" if plain_ms is None else f"{line.time_ms / plain_ms:.2f} × plain; "
+                yield replace(line, note=over + line.note)
+        prompt = shape.prompt
+        name = f"prefill {prompt.count} × {prompt.num_tokens:,}"
+        line = self._tried(name, [chunk(0, prompt.num_tokens)] * prompt.count, self._prefill)
+        if line is not None:
+            yield line
+
+    def kernels(self) -> Iterator[str]:
+        """Yields, for forwards of each kind, the kernels that take most of the device's time."""
+        shape = self.shape
+        kinds = [
+            (f"batch {count}", [chunk(shape.context, 1)] * count)
+            for count in (min(shape.batches), max(shape.batches))
+        ]
+        kinds.append(("prefill", [chunk(0, shape.prompt.num_tokens)] * shape.prompt.count))
+        for name, sequences in kinds:
+            try:
+                yield f"{name}: {_kernel_times(self._runner, self._batch(sequences))}"
+            except Exception as error:
+                yield f"{name}: failed: {error}"
+
+    def _tried(
+        self,
+        name: str,
+        sequences: Sequence[SequenceRows],
+        measure: Callable[[str, ForwardBatch, Sequence[SequenceRows]], Line],
+    ) -> Line | None:
+        try:
+            return measure(name, self._batch(sequences), sequences)
+        except Exception:
+            print(f"| {name} | failed | | | {traceback.format_exc(limit=-3)!r} |", flush=True)
+            return None
+
+    def _step(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
+        hits = experts_hit(self.decoder, self._runner.pool, batch)
+        num_rows, count = len(batch.token_ids), len(self.decoder.layers)
+        floor = weight_bytes(self.decoder, hits) / self.rates.bandwidth
+        floor += self._attention_ms(sequences)
+        time_ms = self._clock(lambda: self._runner.run(batch))
+        routing = self._routing()
+        expected = expected_hits(routing.num_experts, routing.num_chosen, num_rows)
+        note = f"experts hit {sum(hits) / len(hits):.1f}, {expected:.1f} expected; "
+        head = sum(tensor.nbytes for tensor in tensors_of(self.decoder.lm_head))
+        head_ms = head / self.rates.bandwidth
+        own_ms, own_floor_ms = (time_ms - head_ms) / count, (floor - head_ms) / count
+        note += f"a layer {1e3 * own_ms:.0f} of {1e3 * own_floor_ms:.0f} us, "
+        return Line(name, time_ms, floor, f"{note}{own_ms / own_floor_ms:.2f} ×")
+
+    def _prefill(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
+        config, rate = self.decoder.config, self.rates.operations
+        width = 2 * config.head_dim
+        if config.latent is not None:
+            width = config.latent.query_dim + config.latent.value_dim
+        pairs = sum(len(rows.token_ids) ** 2 / 2 for rows in sequences)
+        attention = 2 * config.num_layers * config.num_heads * width * pairs
+        operations = 2 * len(batch.token_ids) * weights_a_row(self.decoder) + attention
+        time_ms = self._clock(lambda: self._runner.run(batch), repeats=3, inner=1)
+        note = f"{operations / time_ms / 1e9:.0f} of {rate / 1e9:.0f} TFLOP/s"
+        return Line(name, time_ms, operations / rate, note)
+
+    def _attention_ms(self, sequences: Sequence[SequenceRows]) -> float:
+        """Returns the floor of reading the cache, or of the arithmetic over it."""
+        config = self.decoder.config
+        token_bytes = self._runner.pool.layout.token_size_bytes
+        read_bytes = token_bytes * sum(rows.kv_start + len(rows.token_ids) for rows in sequences)
+        width = 2 * config.head_dim
+        if config.latent is not None:
+            width = config.latent.row_dim + config.latent.latent_dim
+        pairs = sum(rows.kv_start * len(rows.token_ids) for rows in sequences)
+        operations = 2 * config.num_layers * config.num_heads * width * pairs
+        return max(read_bytes / self.rates.bandwidth, operations / self.rates.operations)
+
+    def _routing(self) -> Routing:
+        experts = self.decoder.config.experts
+        assert experts is not None
+        return experts.routing
+
+    def _batch(self, sequences: Sequence[SequenceRows]) -> ForwardBatch:
+        rng, vocab_size = random.Random(1), self.decoder.config.vocab_size
+        placed, _ = with_pages(rng, list(sequences), PAGE_SIZE)
+        filled = [
+            replace(
+                rows,
+                token_ids=[rng.randrange(vocab_size) for _ in rows.token_ids],
+                logit_rows=range(len(rows.token_ids)) if len(rows.token_ids) <= 64
+                else [len(rows.token_ids) - 1],
+            )
+            for rows in placed
+        ]  # fmt: skip
+        return build_batch(filled, page_size=PAGE_SIZE, device=self._device)
+
+
+def _kernel_times(runner: ModelRunner, batch: ForwardBatch) -> str:
+    """Returns the kernels of one forward with their times in us and how often they run."""
+    runner.run(batch)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        runner.run(batch)
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda each: -each.self_device_time_total)
+    total = sum(each.self_device_time_total for each in found)
+    shown = ", ".join(
+        f"{each.key[:48]} {each.self_device_time_total:,.0f} ({each.count})"
+        for each in found[:_KERNELS_SHOWN]
+    )
+    return f"{total:,.0f} us: {shown}"
+
+
+def measure(shape: ExpertShape, *, has_kernels: bool) -> None:
+    """Prints the table of one shape."""
+    device, start_s = torch.device("cuda"), time.perf_counter()
+    torch.cuda.init()
+    count = num_layers(shape, device)
+    bench = ShapeBench(shape, count, device, device_ms)
+    held = torch.cuda.memory_allocated() / 2**30
+    print(
+        f"\n{shape.name}, {count} of {shape.layers_most} layers, {shape.quantisation.value}, "
+        f"{held:.0f} GiB, context {shape.context:,}; {bench.rates}; "
+        f"made in {time.perf_counter() - start_s:.0f} s\n"
+        "| forward | ms | floor ms | of floor | |\n|---|---|---|---|---|",
+        flush=True,
+    )
+    for line in bench.lines():
+        print(line, flush=True)
+    if has_kernels:
+        for text in bench.kernels():
+            print(text, flush=True)
+    print(f"{shape.name}: {time.perf_counter() - start_s:.0f} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench-experts", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--no-kernels", action="store_true", help="do not say where time goes")
+    flags = parser.parse_args()
+    if len(flags.shapes) == 1:
+        measure(SHAPES[flags.shapes[0]], has_kernels=not flags.no_kernels)
+        return 0
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    failed = 0
+    for name in flags.shapes:
+        words = [sys.executable, "-m", "tests.bench.experts", "--shapes", name]
+        words += ["--no-kernels"] if flags.no_kernels else []
+        try:
+            failed |= subprocess.run(words, timeout=LIMIT_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{name}: not done after {LIMIT_S:.0f} s", flush=True)
+            failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

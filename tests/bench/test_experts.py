@@ -1,0 +1,121 @@
+"""The bench of mixtures of experts, at a tiny size on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.layers.experts import Experts
+from tests.bench import experts as program
+from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
+from tests.bench.expert_shapes import (
+    DEEPSEEK_V3,
+    GLM_45_AIR,
+    QWEN3_30B,
+    SHAPES,
+    ExpertShape,
+    Prompt,
+)
+from tests.bench.experts import ShapeBench
+
+CPU = torch.device("cpu")
+TINY = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 16,
+}
+
+
+def tiny(shape: ExpertShape) -> ExpertShape:
+    own = LATENT if shape is DEEPSEEK_V3 else {}
+    count = {"num_experts" if shape is QWEN3_30B else "n_routed_experts": 16}
+    return replace(
+        shape,
+        values={**shape.values, **TINY, **count, **own},
+        context=24,
+        trees=(3, 5),
+        prompt=Prompt(2, 20),
+        layers_most=2,
+    )
+
+
+def _run_once(work: Callable[[], object], **_: int) -> float:
+    work()
+    return 2.0
+
+
+def _bench(shape: ExpertShape) -> ShapeBench:
+    return ShapeBench(tiny(shape), 2, CPU, _run_once)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_row_of_a_shape_is_measured(name: str) -> None:
+    lines = list(_bench(SHAPES[name]).lines())
+    names = [f"plain decode, batch {count}" for count in SHAPES[name].batches]
+    names += ["verify 3 nodes, batch 1", "verify 5 nodes, batch 1", "prefill 2 × 20"]
+    assert [line.name for line in lines] == names
+    assert all(line.floor_ms > 0.0 for line in lines)
+    assert lines[0].note.startswith("experts hit 8.0, 8.0 expected")
+
+
+def test_a_row_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, real = _bench(QWEN3_30B), program.experts_hit
+    calls = iter(range(9))
+
+    def failing(*arguments: object) -> list[int]:
+        if next(calls) == 1:
+            raise RuntimeError("out of luck")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(program, "experts_hit", failing)
+    assert len(list(bench.lines())) == 5
+    assert "plain decode, batch 8 | failed" in capsys.readouterr().out
+
+
+def test_floors_count_the_experts_that_are_hit() -> None:
+    decoder = _bench(GLM_45_AIR).decoder
+    # The first layer is dense.
+    mixture = decoder.layers[1].mlp
+    assert isinstance(mixture, Experts)
+    experts = sum(tensor.nbytes for tensor in tensors_of((mixture.gate_up, mixture.down)))
+    whole = sum(tensor.nbytes for tensor in tensors_of((decoder.layers, decoder.lm_head)))
+    assert weight_bytes(decoder, [16]) == pytest.approx(whole)
+    assert weight_bytes(decoder, [4]) == pytest.approx(whole - 0.75 * experts)
+
+
+def test_a_row_multiplies_the_weights_of_its_experts() -> None:
+    decoder = _bench(QWEN3_30B).decoder
+    hidden, heads, width = 32, (4 + 2 * 2 + 4) * 16, 3 * 8 * 16
+    matrices = hidden * (heads + width + 16)
+    norms = 2 * hidden + (4 + 2) * 16
+    assert weights_a_row(decoder) == pytest.approx(2 * (matrices + norms))
+
+
+def test_rows_hit_more_experts_the_more_they_are() -> None:
+    assert expected_hits(128, 8, 1) == pytest.approx(8.0)
+    assert expected_hits(128, 8, 64) == pytest.approx(128 * (1 - (120 / 128) ** 64))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes_are_read(name: str) -> None:
+    assert SHAPES[name].config(3).num_layers == 3
+    assert program.num_layers(tiny(SHAPES[name]), CPU) == 2

@@ -1,0 +1,120 @@
+"""Kernels of mixtures of experts and of latent attention in half precision, at the sizes of
+published models, against plain torch in float32."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.kernels.attention import paged_attention, plan_tiles
+from shared.kernels.attention_rows import plan_rows
+from shared.kernels.experts import (
+    ExpertWeight,
+    expert_product,
+    plain_weighted_sum,
+    tile_rows,
+    tiles_of,
+    weighted_sum,
+)
+from shared.kernels.routing import RouterScores, Routing, plain_route, route
+from shared.kv.batch import SequenceRows
+from tests.helpers.attention_batches import Heads, chunk, packed, random_layer, tree, with_pages
+
+pytestmark = pytest.mark.gpu
+PAGE_SIZE = 16
+ROUTINGS = {
+    "Qwen3": (Routing(128, 8, RouterScores.SOFTMAX, normalises=True), False),
+    "DeepSeek-V3": (Routing(256, 8, RouterScores.SIGMOID, True, 2.5, 8, 4), True),
+    "gpt-oss": (Routing(32, 4, RouterScores.SOFTMAX_OF_CHOSEN, normalises=False), False),
+}
+BATCHES: dict[str, list[SequenceRows]] = {
+    "plain tokens": [chunk(length, 1) for length in (0, 1, 300, 2000)],
+    "tree": [tree(random.Random(3), start=700, num_nodes=32), chunk(5, 2)],
+    "prompts": [chunk(0, 300), chunk(900, 100)],
+}
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def _assert_near(found: Tensor, expected: Tensor, most: float) -> None:
+    wanted = expected.double()
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert float(error) < most, f"relative error {float(error):.2e}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 1024])
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("num_experts", [8, 128])
+def test_products_of_experts(num_rows: int, stored: torch.dtype | None, num_experts: int) -> None:
+    values = _random(num_experts, 768, 2048, seed=0) * 0.02
+    weight = ExpertWeight.of(values, None, stored)
+    held = values.float()
+    if stored is not None:
+        assert weight.values is not None
+        assert weight.scales is not None
+        held = weight.values.float() * weight.scales.unsqueeze(2)
+    inputs = _random(num_rows, 2048, seed=1)
+    experts = _random(num_rows, num_experts, seed=2).float().topk(2, dim=-1).indices
+    tiles = tiles_of(experts.flatten(), num_experts, tile_rows(experts.numel(), weight))
+    found = expert_product(inputs, experts, weight, tiles).view(num_rows, 2, -1)
+    for choice in range(2):
+        own = held.index_select(0, experts[:64, choice])
+        expected = torch.bmm(own.double(), inputs[:64].double().unsqueeze(2)).squeeze(2)
+        _assert_near(found[:64, choice], expected, 5e-3)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("num_rows", [1, 64, 3000])
+def test_experts_are_chosen_as_by_plain_torch(name: str, num_rows: int) -> None:
+    routing, is_corrected = ROUTINGS[name]
+    logits = _random(num_rows, routing.num_experts, seed=0, dtype=torch.float32)
+    correction = None
+    if is_corrected:
+        correction = _random(routing.num_experts, seed=1, dtype=torch.float32) * 0.1
+    weights, experts = route(logits, correction, routing)
+    expected_weights, expected = plain_route(logits, correction, routing)
+    # Two scores may be equal in one of the ways of computing them.
+    assert float((experts == expected).float().mean()) > 0.999
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)
+
+
+def test_weighted_sums() -> None:
+    pairs, weights = _random(500 * 8, 2048, seed=0), _random(500, 8, seed=1, dtype=torch.float32)
+    _assert_near(weighted_sum(pairs, weights), plain_weighted_sum(pairs.float(), weights), 5e-3)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["latent", "sinks", "cap"])
+def test_attention_of_rows(kind: str, batch: str) -> None:
+    heads = Heads(128, 1, 576) if kind == "latent" else Heads(64, 8, 64)
+    value_dim = 512 if kind == "latent" else None
+    placed, num_slots = with_pages(random.Random(7), BATCHES[batch], PAGE_SIZE)
+    rows = packed(placed, PAGE_SIZE, torch.device("cuda"))
+    layer = random_layer(len(rows.positions), num_slots, heads, torch.bfloat16).to(
+        torch.device("cuda")
+    )
+    sinks = _random(64, seed=5) if kind == "sinks" else None
+    window = 128 if kind == "sinks" else None
+    plain = plan_tiles(rows, sliding_window=window, num_query_groups=heads.num_groups)
+
+    def attended(plan: object, dtype: torch.dtype) -> Tensor:
+        keys = layer.keys.to(dtype)
+        return paged_attention(
+            layer.queries.to(dtype),
+            keys,
+            keys if value_dim is not None else layer.values.to(dtype),
+            plan,  # type: ignore[arg-type]
+            scale=heads.head_dim**-0.5,
+            cap=20.0 if kind == "cap" else None,
+            sinks=sinks,
+            value_dim=value_dim,
+        )
+
+    found = attended(plan_rows(rows, window), torch.bfloat16)
+    _assert_near(found, attended(plain, torch.float32), 1e-2)
