@@ -81,6 +81,7 @@ class TargetModel:
         max_context_tokens: largest prompt plus output.
         tokenizer_sha256: lower-case hexadecimal.
         draft_algorithms: of the drafts attached when the target was asked.
+        speculation_detail: why no trees are verified; empty while they are.
     """
 
     model_id: str
@@ -89,6 +90,7 @@ class TargetModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     draft_algorithms: tuple[str, ...] = ()
+    speculation_detail: str = ""
 
 
 class TargetState(enum.Enum):

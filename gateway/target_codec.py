@@ -104,6 +104,7 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
         vocab_size=message.vocab_size,
         eos_token_ids=frozenset(message.eos_token_ids),
         draft_algorithms=tuple(message.draft_algorithms),
+        speculation_detail=message.speculation_detail,
     )
 
 

@@ -128,4 +128,5 @@ async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:
         "reserved_token_count": link.num_reserved_tokens,
         "received_token_count": link.num_tokens,
         "draft_algorithms": None if model is None else model.draft_algorithms,
+        "speculation_detail": None if model is None else model.speculation_detail,
     }

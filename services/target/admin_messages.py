@@ -83,6 +83,7 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         paused_sequence_count=status.num_paused,
         level_acceptances=status.level_rates,
         warming=attachment.report.is_warming,
+        idle_detail="" if status.idle is None else status.idle.detail,
     )
     for name, value in wanted_figures(status).items():
         setattr(message, name, value)

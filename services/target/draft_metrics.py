@@ -27,6 +27,7 @@ class WantedMetrics(Collector):
     | `outrider_target_wanted_outcome_count` | verdicts | absent where the draft decides |
     | `outrider_target_draft_sequence_count` | sequences | how they are spread |
     | `outrider_target_draft_paused_sequence_count` | sequences without trees | |
+    | `outrider_target_draft_idle` | 1 while none of its trees is verified, by `reason` | |
 
     Args:
         statuses: called on the scraper's thread.
@@ -47,6 +48,11 @@ class WantedMetrics(Collector):
                 ("draft_paused_sequence_count", "Those that no tree is wanted for"),
             )
         }
+        idle = GaugeMetricFamily(
+            f"{_PREFIX}_draft_idle",
+            "1 while no tree of the draft is verified, by reason",
+            labels=(*_LABELS, "reason"),
+        )
         for status in self._statuses():
             identity = status.attachment.identity
             labels = (identity.attachment_id, identity.worker_id, identity.algorithm)
@@ -57,7 +63,10 @@ class WantedMetrics(Collector):
             }
             for name, figure in figures.items():
                 families[name].add_metric(labels, figure)
+            if status.idle is not None:
+                idle.add_metric((*labels, status.idle.reason.value), 1)
         yield from families.values()
+        yield idle
 
 
 def wanted_figures(status: AttachmentStatus) -> Mapping[str, int]:

@@ -189,6 +189,11 @@ class Engine:
         """Algorithms of the drafts that are attached now, sorted, each once."""
         return self._loop.attachments.drafts.algorithms
 
+    @property
+    def speculation_detail(self) -> str:
+        """Why no trees are verified; empty while they are, or while that is not known."""
+        return self._loop.speculation.detail
+
     def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:
         """Returns the live drafts, oldest first, with what is wanted of them."""
         return self._inbox.call(self._loop.statuses)

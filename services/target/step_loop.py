@@ -36,6 +36,7 @@ from services.target.rounds.selection_commits import SelectionCommits
 from services.target.rounds.selection_steps import SelectionSteps, Turn
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence as TargetSequence
+from services.target.speculation_state import SpeculationState
 from services.target.step_account import StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
@@ -102,6 +103,7 @@ class StepLoop:
             config=lanes,
         )
         scheduler.lanes = self._rounds
+        self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
         self._commits = StepCommits(
             committer=committer,
@@ -137,6 +139,7 @@ class StepLoop:
         ahead. Returns whether there was anything to do."""
         self._rounds.choose(self._settle)
         now_s = self._clock()
+        self.speculation.update(now_s)
         turn = self._selections.step(self._settle)
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
@@ -254,7 +257,8 @@ class StepLoop:
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:
         """Returns the drafts, oldest first, with what is wanted of them."""
-        return tuple(map(self._rounds.told, self.attachments.statuses()))
+        now_s, told = self._clock(), map(self._rounds.told, self.attachments.statuses())
+        return tuple(self.speculation.explained(each, now_s) for each in told)
 
     def check_idle(self) -> None:
         """With nothing running every page is free or cached; anything else is our bug."""

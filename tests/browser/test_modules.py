@@ -186,3 +186,19 @@ def test_events_cut_anywhere_are_put_together(open_tab: OpenTab) -> None:
         [text, 3],
     )
     assert read == ['{"a":"ü→"}', '{"b":2}']
+
+
+@pytest.mark.parametrize(
+    ("is_off", "model", "reason"),
+    [
+        (True, {"algorithms": ["NGRAM"], "detail": ""}, "speculation was off for this answer"),
+        (False, {"algorithms": [], "detail": ""}, "no draft is attached"),
+        (False, {"algorithms": ["NGRAM"], "detail": "plain is faster"}, "plain is faster"),
+        (False, {"algorithms": ["NGRAM"], "detail": ""}, "none arrived in time"),
+    ],
+)
+def test_an_answer_without_trees_says_why(
+    open_tab: OpenTab, is_off: bool, model: dict[str, object], reason: str
+) -> None:
+    found = _call(open_tab, "round_panel", "noTree", is_off, model)
+    assert found == f"No tree was verified: {reason}."

@@ -175,7 +175,9 @@ def test_speculation_off_gives_the_same_text_plainly(tab: PlaygroundPage) -> Non
     assert {source for source, _ in tokens} == {"plain"}
     assert _drawn_nodes(tab) == {"root": 1, "plain": 1}
     assert "no tree" in tab.page.locator("#round-summary").inner_text()
-    assert tab.page.locator("#positions").inner_text() == "No tree was verified."
+    assert tab.page.locator("#positions").inner_text() == (
+        "No tree was verified: speculation was off for this answer."
+    )
 
 
 @pytest.mark.parametrize("rival", ["off", "NGRAM"])

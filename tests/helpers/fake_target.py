@@ -54,6 +54,7 @@ class FakeTarget:
     vocab_size: int = 512
     eos_token_ids: tuple[int, ...] = (0,)
     draft_algorithms: tuple[str, ...] = ()
+    speculation_detail: str = ""
     num_cached_tokens: int = 0
     hold_after: int | None = None
     is_mute: bool = False
@@ -129,6 +130,7 @@ class FakeTarget:
             vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
             draft_algorithms=self.draft_algorithms,
+            speculation_detail=self.speculation_detail,
         )
 
     async def open_session(self, session: _Session) -> None:

@@ -2,7 +2,10 @@
 
 import { readEvents } from "./event_reader.js";
 
-/** @typedef {{id: string, algorithms: string[]}} Model with the drafts attached to it now */
+/**
+ * @typedef {{id: string, algorithms: string[], detail: string}} Model with the drafts attached to
+ *   it now, and why no trees are verified; empty while they are
+ */
 
 /** What the gateway refused, or why it could not be asked. */
 export class ApiError extends Error {
@@ -29,7 +32,11 @@ export class Client {
     const models = await (await this.#ask("v1/models")).json();
     if (models.data.length === 0) throw new ApiError("no model is served yet", 503, "no_model");
     const info = await (await this.#ask("server_info")).json();
-    return models.data.map(({ id }) => ({ id, algorithms: algorithmsOf(info.targets, id) }));
+    return models.data.map(({ id }) => {
+      const serving = info.targets.filter((target) => target.model === id);
+      const detail = serving.map((target) => target.speculation_detail ?? "").find((each) => each !== "");
+      return { id, algorithms: algorithmsOf(serving), detail: detail ?? "" };
+    });
   }
 
   /**
@@ -72,12 +79,10 @@ export class Client {
 }
 
 /**
- * @param {{model: string | null, draft_algorithms: string[] | null}[]} targets
- * @param {string} model
- * @returns {string[]} of the drafts of all targets that serve the model
+ * @param {{draft_algorithms: string[] | null}[]} serving targets of one model
+ * @returns {string[]} of all their drafts
  */
-function algorithmsOf(targets, model) {
-  const serving = targets.filter((target) => target.model === model);
+function algorithmsOf(serving) {
   return [...new Set(serving.flatMap((target) => target.draft_algorithms ?? []))].sort();
 }
 

@@ -32,11 +32,13 @@ export class Conversation {
    * @param {import("./client.js").Client} client
    * @param {import("./parameters.js").Parameters} parameters
    * @param {(error: Error) => void} onRefused hears of every failed request
+   * @param {() => void} onEnded hears of the end of every turn
    */
-  constructor(client, parameters, onRefused) {
+  constructor(client, parameters, onRefused, onEnded) {
     this.#client = client;
     this.#parameters = parameters;
     this.onRefused = onRefused;
+    this.onEnded = onEnded;
     this.model = "";
     this.isOnlyModel = true;
     this.clear();
@@ -45,6 +47,16 @@ export class Conversation {
     });
     // What opens below must not cover the end.
     new ResizeObserver(() => this.#isFollowing && this.#follow()).observe(this.#transcript);
+  }
+
+  /**
+   * @param {import("./client.js").Model} model that answers, as the server describes it now
+   * @param {boolean} isOnly
+   */
+  serve(model, isOnly) {
+    this.model = model.id;
+    this.isOnlyModel = isOnly;
+    this.#panel.serve(model);
   }
 
   get isRunning() {
@@ -136,6 +148,7 @@ export class Conversation {
     }
     if (isKept && answers.length > 1) this.#show(first);
     part("status").textContent = spoken(answers);
+    this.onEnded();
     if (this.#isFollowing) this.#follow();
   }
 

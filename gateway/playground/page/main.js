@@ -12,15 +12,19 @@ import { Theme } from "./theme.js";
 const client = new Client(new KeyStore());
 const parameters = new Parameters();
 const picker = new ModelPicker((model, isOnly) => {
-  conversation.model = model.id;
-  conversation.isOnlyModel = isOnly;
+  conversation.serve(model, isOnly);
   parameters.offer(model.algorithms);
   server.showUp(model, isOnly);
 });
 const server = new ServerStatus(client, (models) => picker.offer(models));
-const conversation = new Conversation(client, parameters, (error) => {
-  if (error.status === 401) server.askForKey();
-});
+const conversation = new Conversation(
+  client,
+  parameters,
+  (error) => {
+    if (error.status === 401) server.askForKey();
+  },
+  () => server.ask(), // what it says of speculation has changed with the answer
+);
 new Theme(part("theme"));
 
 const prompt = part("prompt");

@@ -14,6 +14,8 @@ export class RoundPanel {
   /** Index of the round shown; null follows the newest. */
   #chosen = null;
   #drawn = null;
+  /** @type {import("./client.js").Model | null} that answers */
+  #model = null;
 
   /** @param {(round: number | null) => void} onRound the round chosen by hand; null when live */
   constructor(onRound) {
@@ -36,6 +38,13 @@ export class RoundPanel {
     this.#drawn = null;
     this.#tree.forget();
     this.choose(null);
+  }
+
+  /** @param {import("./client.js").Model} model as the server describes it now */
+  serve(model) {
+    this.#model = model;
+    this.#drawn = null;
+    this.update();
   }
 
   /** @param {number | null} round index; null follows the newest */
@@ -86,12 +95,24 @@ export class RoundPanel {
         element("div", { title }, element("dt", {}, name), element("dd", {}, value)),
       ),
     );
-    part("positions").replaceChildren(...positionRows(figures.positions));
+    const isOff = this.#answer?.speculation.disable === true;
+    const places = positionRows(figures.positions);
+    const hint = figures.numRounds === 0 ? "" : noTree(isOff, this.#model);
+    part("positions").replaceChildren(...(places.length > 0 ? places : [element("p", { class: "hint" }, hint)]));
   }
 }
 
-const NO_TREE =
-  "No tree was verified: no draft is attached, or plain steps are faster here and the target goes without trees.";
+/**
+ * @param {boolean} isOff the request asked for plain decoding
+ * @param {import("./client.js").Model | null} model
+ * @returns {string} why an answer has no tree
+ */
+export function noTree(isOff, model) {
+  if (isOff) return "No tree was verified: speculation was off for this answer.";
+  if (model !== null && model.algorithms.length === 0) return "No tree was verified: no draft is attached.";
+  if (model !== null && model.detail !== "") return `No tree was verified: ${model.detail}.`;
+  return "No tree was verified: none arrived in time.";
+}
 
 /** @param {import("./figures.js").Round} round */
 function summaryOf(round) {
@@ -110,7 +131,6 @@ function digits(value) {
 
 /** @param {{reached: number, accepted: number}[]} positions */
 function positionRows(positions) {
-  if (positions.length === 0) return [element("p", { class: "hint" }, NO_TREE)];
   return positions.map(({ reached, accepted }, place) => {
     const share = accepted / reached;
     const fill = element("i");

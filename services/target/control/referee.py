@@ -92,6 +92,19 @@ class Referee:
         return None if self._octave is None else self.regimes[self._octave]
 
     @property
+    def num_sequences(self) -> int:
+        """About how many sequences decode; 0 before any did."""
+        return 0 if self._octave is None else 1 << max(self._octave, 0)
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether speculation is faster than plain decoding; None before a trial has told."""
+        regime = self.regime
+        if regime is None or self.is_bound or not (regime.pays or regime.num_failed):
+            return None
+        return regime.pays
+
+    @property
     def is_sure(self) -> bool:
         """Whether speculation runs and is known to pay, or is not to be switched off."""
         regime = self.regime

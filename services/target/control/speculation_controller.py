@@ -79,6 +79,22 @@ class SpeculationController:
         return Stance.ON if self._config is None else self.referee.stance
 
     @property
+    def pays(self) -> bool | None:
+        """Whether speculation is faster than plain decoding; None while that is not known."""
+        return None if self._config is None else self.referee.pays
+
+    def comparison(self) -> str:
+        """Returns the figures behind `pays`."""
+        regime = self.referee.regime
+        if regime is None:
+            return ""
+        speed, trials = 1.0 + regime.estimate.gain, regime.num_trials
+        times = "once" if trials == 1 else f"{trials} times"
+        size = self.referee.num_sequences
+        sequences = "1 sequence" if size == 1 else f"{size} sequences"
+        return f"with {sequences} speculation is {speed:.2f} times as fast, tried {times}"
+
+    @property
     def verifies_whole_trees(self) -> bool:
         """Whether what is chosen are whole trees: speculation is known to pay, or not to be
         switched off, and cutting is seldom worth it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -119,6 +120,27 @@ class AttachmentCounters:
     num_stale_candidates: int = 0
 
 
+class IdleReason(enum.Enum):
+    """Why no tree of a draft is verified. The values are labels of metrics."""
+
+    PLAIN_IS_FASTER = "plain_is_faster"
+    SILENT = "silent"
+    LATE = "late"
+    WARMING_UP = "warming_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A draft whose trees are not verified.
+
+    Attributes:
+        detail: a sentence for operators, with figures.
+    """
+
+    reason: IdleReason
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class AttachmentStatus:
     """A draft with what the target wants of it.
@@ -129,6 +151,7 @@ class AttachmentStatus:
         num_paused: its sequences that go without trees.
         level_rates: acceptance by level.
         num_outcomes: most verdicts that it is asked to prepare for; None where that is left to it.
+        idle: why none of its trees is verified; None while they are, or before that is known.
     """
 
     attachment: Attachment
@@ -136,6 +159,7 @@ class AttachmentStatus:
     num_paused: int
     level_rates: tuple[float, ...]
     num_outcomes: int | None = None
+    idle: Idle | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -91,4 +91,5 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             vocab_size=limits.vocab_size,
             eos_token_ids=sorted(limits.eos_token_ids),
             draft_algorithms=self._engine.draft_algorithms,
+            speculation_detail=self._engine.speculation_detail,
         )

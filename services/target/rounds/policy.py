@@ -140,6 +140,7 @@ class LanePolicy:
         self._num_left = 0
         self._num_lanes = 0
         self._seen_s: dict[Choice, float] = {}
+        self._promised: Mapping[Choice, float] = {}
         self._may_probe_s = -math.inf
         self._offset_s = 0.0
 
@@ -147,6 +148,23 @@ class LanePolicy:
     def is_probing(self) -> bool:
         """Whether something is tried that is not the choice."""
         return self._num_probe_steps > 0
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether trees are chosen rather than plain steps; None before the first choice."""
+        return self._choice is not None if self._promised else None
+
+    def comparison(self) -> str:
+        """Returns the tokens a second that the last choice was made by."""
+        trees = {shape: rate for shape, rate in self._promised.items() if shape is not None}
+        best = max(trees, key=lambda shape: trees[shape], default=None)
+        plain = self._promised.get(None)
+        lanes = "1 sequence" if self._num_lanes == 1 else f"{self._num_lanes} sequences"
+        figures = [] if plain is None else [f"plain steps {plain:,.0f} tokens/s"]
+        if best is not None:
+            shape = f"{best.num_steps} deep, {best.topk} wide"
+            figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
+        return f"expected with {lanes}: {', '.join(figures)}"
 
     def choose(
         self, num_greedy: int, num_drawn: int, fitting: Iterable[TreeShape], now_s: float
@@ -185,7 +203,7 @@ class LanePolicy:
     def _decide(
         self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], now_s: float
     ) -> None:
-        promises = self._promises(num_greedy, num_drawn, fitting, 0.0)
+        promises = self._promised = self._promises(num_greedy, num_drawn, fitting, 0.0)
         best = max(promises, key=lambda choice: promises[choice])
         own = promises.get(self._choice)
         if own is None or promises[best] > MIN_GAIN * own:

@@ -214,6 +214,15 @@ class RoundSteps:
             {} if policy is None else policy.costs.measured(),
         )
 
+    @property
+    def pays(self) -> bool | None:
+        """Whether rounds with trees are faster than plain steps; None while nothing is chosen."""
+        return None if self._policy is None else self._policy.pays
+
+    def comparison(self) -> str:
+        """Returns the figures behind `pays`."""
+        return "" if self._policy is None else self._policy.comparison()
+
     def told(self, status: AttachmentStatus) -> AttachmentStatus:
         """Returns what is told of a draft, with what rounds do in its place."""
         standing = self.standing

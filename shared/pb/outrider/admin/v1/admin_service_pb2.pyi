@@ -219,6 +219,7 @@ class Attachment(_message.Message):
     WARMING_FIELD_NUMBER: _builtins.int
     WANTED_TOPK_FIELD_NUMBER: _builtins.int
     WANTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    IDLE_DETAIL_FIELD_NUMBER: _builtins.int
     attachment_id: _builtins.str
     """Attachment identifier."""
     worker_id: _builtins.str
@@ -255,6 +256,10 @@ class Attachment(_message.Message):
     """Top-k of these trees; 0 while none are requested."""
     wanted_draft_token_count: _builtins.int
     """Rows of one of these trees, root included; 0 while none are requested."""
+    idle_detail: _builtins.str
+    """Why none of its trees are verified, such as "plain steps are faster here:
+    ..."; empty while they are.
+    """
     @_builtins.property
     def attach_time(self) -> _timestamp_pb2.Timestamp:
         """Time the stream was attached."""
@@ -297,10 +302,11 @@ class Attachment(_message.Message):
         warming: _builtins.bool = ...,
         wanted_topk: _builtins.int = ...,
         wanted_draft_token_count: _builtins.int = ...,
+        idle_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "attach_time", b"attach_time", "draft_duration", b"draft_duration", "turnaround_duration", b"turnaround_duration", "wanted_outcome_count", b"wanted_outcome_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_draft_token_count", b"wanted_draft_token_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "wanted_topk", b"wanted_topk", "warming", b"warming", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "accepted_token_count", b"accepted_token_count", "algorithm", b"algorithm", "attach_time", b"attach_time", "attachment_id", b"attachment_id", "draft_duration", b"draft_duration", "idle_detail", b"idle_detail", "level_acceptances", b"level_acceptances", "missed_round_count", b"missed_round_count", "model_id", b"model_id", "paused_sequence_count", b"paused_sequence_count", "sequence_count", b"sequence_count", "stale_candidate_count", b"stale_candidate_count", "turnaround_duration", b"turnaround_duration", "verified_round_count", b"verified_round_count", "wanted_draft_token_count", b"wanted_draft_token_count", "wanted_outcome_count", b"wanted_outcome_count", "wanted_step_count", b"wanted_step_count", "wanted_topk", b"wanted_topk", "warming", b"warming", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
     _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015

@@ -821,6 +821,7 @@ class GetModelResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DRAFT_ALGORITHMS_FIELD_NUMBER: _builtins.int
+    SPECULATION_DETAIL_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name clients pass as `model`."""
     tokenizer_sha256: _builtins.str
@@ -831,6 +832,10 @@ class GetModelResponse(_message.Message):
     """Largest prompt plus output."""
     vocab_size: _builtins.int
     """Vocabulary size."""
+    speculation_detail: _builtins.str
+    """Why no draft trees are verified although drafts are attached, such as "plain
+    steps are faster here: ..."; empty while trees are verified.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end generation unless `ignore_eos` is set."""
@@ -848,10 +853,11 @@ class GetModelResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         draft_algorithms: _abc.Iterable[_builtins.str] | None = ...,
+        speculation_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "speculation_detail", b"speculation_detail", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
