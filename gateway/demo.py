@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from openai import APIConnectionError, APIStatusError, OpenAI
 from openai.types.chat import ChatCompletionChunk
@@ -163,15 +163,16 @@ def _answer(
     return run
 
 
-def conclusion(pairs: Sequence[Pair]) -> str:
-    """Returns what the answers showed, in words, a loss included."""
+def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
+    """Returns what the answers showed, in words, a loss included.
+
+    Args:
+        detail: why the target verifies no trees, in its words; empty where it does.
+    """
     compared = [(each.drafted, each.plain) for each in pairs if each.plain is not None]
     if not compared:
-        return (
-            "No draft took part, so there was nothing to compare. Either none is attached (`make "
-            "serve ALGORITHM=STANDALONE` starts one), or plain steps are faster here and the "
-            "target does without trees."
-        )
+        reason = detail or "none is attached (`make serve ALGORITHM=STANDALONE` starts one)"
+        return f"No draft took part, so there was nothing to compare: {reason}."
     drafted, plain = (sum(run.duration_s for run in runs) for runs in zip(*compared, strict=True))
     num_tokens = sum(len(run.token_ids) for run, _ in compared)
     num_drafted = sum(run.num_round_tokens for run, _ in compared)
@@ -182,8 +183,9 @@ def conclusion(pairs: Sequence[Pair]) -> str:
     ]
     if num_drafted < num_tokens / 2:
         lines.append(
-            f"Only {num_drafted:.0f} of the tokens came from rounds with a draft: plain steps are "
-            f"faster here, so the target mostly went without. `--candidate-wait-always` insists."
+            f"Only {num_drafted:.0f} of the tokens came from rounds with a draft: "
+            f"{detail or 'plain steps are faster here'}. "
+            "`--candidate-wait-always` insists on trees."
         )
         return "\n".join(lines)
     num_rounds = sum(run.rounds for run, _ in compared)
@@ -217,14 +219,22 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
             model = client.models.list().data[0].id
             _warm_up(client, model, arguments)
             pairs = [compare(client, model, each, arguments, out) for each in arguments.questions]
+            detail = _speculation_detail(client)
     except APIConnectionError:
         out.write(f"nothing answers at {arguments.base_url}; run `make serve` first\n")
         return 1
     except APIStatusError as error:
         out.write(f"\nthe gateway answers {error.status_code}: {error.message}\n")
         return 1
-    out.write(f"\n{conclusion(pairs)}\n")
+    out.write(f"\n{conclusion(pairs, detail)}\n")
     return 0 if all(each.is_same for each in pairs) else 1
+
+
+def _speculation_detail(client: OpenAI) -> str:
+    """Returns why the first target verifies no trees; empty where it does."""
+    url = f"{str(client.base_url).removesuffix('v1/')}server_info"
+    info = cast(dict[str, Any], client.get(url, cast_to=object))
+    return str(info["targets"][0].get("speculation_detail") or "")
 
 
 def _warm_up(client: OpenAI, model: str, arguments: argparse.Namespace) -> None:

@@ -14,8 +14,8 @@ from services.target.drafts.attachments import Attachments
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
 """Time between two looks."""
-LOG_PAUSE_S = 10.0
-"""Least time between two log lines about one thing."""
+FIRST_LOG_PAUSE_S, LAST_LOG_PAUSE_S = 1.0, 60.0
+"""Least time between two log lines about one thing; doubles with each line."""
 
 
 class Comparison(Protocol):
@@ -30,15 +30,17 @@ class Comparison(Protocol):
 
 
 class _Change:
-    """A state that is logged when it changes, but not more often than every `LOG_PAUSE_S`."""
+    """A state that is logged when it changes, the less often the more it does."""
 
     def __init__(self) -> None:
         self._logged: str | None = None
         self._may_log_s = -math.inf
+        self._pause_s = FIRST_LOG_PAUSE_S
 
     def log(self, state: str, now_s: float, line: Callable[[], str]) -> None:
         if state != self._logged and now_s >= self._may_log_s:
-            self._logged, self._may_log_s = state, now_s + LOG_PAUSE_S
+            self._logged, self._may_log_s = state, now_s + self._pause_s
+            self._pause_s = min(2.0 * self._pause_s, LAST_LOG_PAUSE_S)
             logger.info("%s", line())
 
 
