@@ -19,6 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
 from gateway.quota import Quotas
+from gateway.responses.store import MEMORY, ResponseStore, StoreLimits
 from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
 from gateway.text.model_text import ModelText
@@ -79,6 +80,8 @@ async def _serve(settings: GatewaySettings) -> None:
         await http.stop(_FLUSH_GRACE_S)
         await gateway.pool.close()
         await maintenance.stop(0.0)
+        if gateway.response_store is not None:
+            gateway.response_store.close()
         gateway.tracer.close()
 
 
@@ -113,10 +116,26 @@ def _compose(settings: GatewaySettings) -> Gateway:
         start_time_s=time.time(),
         quotas=quotas,
         cors_origins=settings.cors_origin,
+        response_store=_response_store(settings),
         target_maintenance=settings.target_maintenance,
         target_tls=settings.target_tls,
         tracer=tracer_for("gateway", settings.otlp_endpoint, settings.trace_sample_ratio),
     )
+
+
+def _response_store(settings: GatewaySettings) -> ResponseStore | None:
+    """Raises:
+    SettingsError: the file cannot be used.
+    """
+    where = settings.response_store
+    if where == "off":
+        return None
+    limits = StoreLimits(
+        settings.response_store_bytes,
+        settings.response_store_hours * 3600.0,
+        settings.max_body_bytes,
+    )
+    return ResponseStore(MEMORY if where == "memory" else where, limits)
 
 
 async def _gauges(gateway: Gateway) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from gateway.limits import RequestLimits
 from gateway.open_answers import OpenAnswers
 from gateway.plan import Plan
 from gateway.pool import TargetPool
-from gateway.quota import current_quota
+from gateway.quota import current_quota, owner_of_request
 from gateway.request_record import RequestRecord
 from shared.text.tokenizer import Tokenizer
 
@@ -49,8 +49,7 @@ class Answer:
         self._inbox = Inbox(context.limits.max_unread_tokens, self.cancel)
         self._flights: list[Flight] = []
         self._num_open = len(self.choices)
-        quota = current_quota.get()
-        self.owner = "" if quota is None else quota.name
+        self.owner = owner_of_request()
 
     def __enter__(self) -> Self:
         self._context.open_answers.open(self)

@@ -80,6 +80,12 @@ class Quota:
         if self._requests is not None:
             self._requests.take(1.0)
         self.num_requests += 1
+        with self.place():
+            yield
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Holds a place for what goes on after its request was answered."""
         self.num_open += 1
         try:
             yield
@@ -140,6 +146,12 @@ class Quotas:
 
 current_quota: ContextVar[Quota | None] = ContextVar("quota", default=None)
 """Of the client whose request is being answered."""
+
+
+def owner_of_request() -> str:
+    """Returns the name of the client's key: what the client keeps is found by it alone."""
+    quota = current_quota.get()
+    return "" if quota is None else quota.name
 
 
 def check_may_operate(what: str) -> None:

@@ -15,6 +15,7 @@ from gateway.planner import Planner
 from gateway.pool import TargetPool
 from gateway.quota import Quotas
 from gateway.request_record import RequestRecord
+from gateway.responses.store import ResponseStore
 from gateway.text.model_text import ModelText
 from shared.rpc.lifecycle import Lifecycle, State
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -29,6 +30,7 @@ class Gateway:
         start_time_s: seconds since the epoch.
         quotas: who may ask, and how much.
         cors_origins: sites whose pages may call the gateway from a browser; none unless listed.
+        response_store: of `/v1/responses`; None keeps nothing.
         target_maintenance: `host:port` of the targets' maintenance ports; may be empty.
     """
 
@@ -42,6 +44,7 @@ class Gateway:
     start_time_s: float
     quotas: Quotas = field(default_factory=Quotas)
     cors_origins: tuple[str, ...] = ()
+    response_store: ResponseStore | None = None
     target_maintenance: tuple[str, ...] = ()
     target_tls: ClientTls | None = None
     tracer: Tracer = NO_TRACER

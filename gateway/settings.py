@@ -10,6 +10,7 @@ from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys
 from gateway.http_protocol import ConnectionLimits
 from gateway.limits import RequestLimits
 from gateway.output.families import ReasoningParser, ToolCallParser
+from gateway.responses.store import StoreLimits
 from shared.addresses import address_problems
 from shared.errors import SettingsError
 from shared.service_settings import DialingSettings, tls_problems
@@ -19,6 +20,7 @@ from shared.tls import ServerTls, checked_server_tls
 
 DEMO_MODEL = Path(__file__).parents[1] / "shared" / "demo" / "target"
 _LIMITS = RequestLimits()
+_STORE = StoreLimits()
 _CONNECTIONS = ConnectionLimits()
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
@@ -83,6 +85,16 @@ class GatewaySettings(DialingSettings):
     cors_origin: tuple[str, ...] = setting(
         (),
         "site that may call the gateway (https://app.example); repeat for several; none when unset",
+    )
+
+    response_store: str = setting(
+        "off", "where responses and conversations are kept: off, memory, or an SQLite file"
+    )
+    response_store_bytes: int = setting(
+        _STORE.max_bytes, "most bytes kept; the oldest go first", minimum=2**20
+    )
+    response_store_hours: float = setting(
+        _STORE.max_age_s / 3600.0, "how long something is kept after its last change", minimum=0.001
     )
 
     retry_window_s: float = setting(

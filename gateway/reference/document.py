@@ -123,8 +123,10 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
         "/health_generate",
     ):  # of these the target's queue may be full
         statuses += _OF_POST
-    if path in (*_STREAMED, "/health_generate"):
+    if path in (*_STREAMED, "/health_generate", "/v1/responses/compact"):
         statuses += (410,)
+    if path.startswith("/v1/conversations"):
+        statuses += (501,)
     return (*statuses, 403, 501) if path == "/flush_cache" else statuses
 
 

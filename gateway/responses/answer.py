@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -50,6 +50,11 @@ class ResponseText:
         opened = [] if self._items.items else self._items.open_message()
         return [*opened, *self._items.close(self._status)]
 
+    @property
+    def said(self) -> str:
+        """The text of its messages."""
+        return "".join(item.text for item in self._items.items if item.kind == "message")
+
     def response(self, choice: Choice | None) -> dict[str, Any]:
         """Returns the response; in progress while there is no choice that finished."""
         asked, body = self._asked, self._asked.body
@@ -59,7 +64,9 @@ class ResponseText:
             "object": "response",
             "created_at": asked.plan.created,
             "status": "in_progress",
-            "background": False,
+            "background": body.background,
+            "completed_at": None,
+            "conversation": body.conversation_id and {"id": body.conversation_id},
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -68,9 +75,9 @@ class ResponseText:
             "model": asked.plan.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": _reasoning(body),
-            "store": False,
+            "store": asked.history.is_kept,
             "temperature": sampling.temperature,
             "text": _text(body),
             "tool_choice": _tool_choice(body),
@@ -79,6 +86,7 @@ class ResponseText:
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
+            "metrics": None,
         }
         return response if choice is None else response | self._ending(choice)
 
@@ -116,14 +124,25 @@ class ResponseText:
 
 
 class ResponseChunks:
-    """Events of a response stream, numbered from 0."""
+    """Events of a response stream, numbered from 0.
 
-    def __init__(self, asked: ResponsePlan, tokenizer: Tokenizer) -> None:
+    Args:
+        on_end: is given the response when it has ended.
+    """
+
+    def __init__(
+        self, asked: ResponsePlan, tokenizer: Tokenizer, on_end: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._text = ResponseText(asked, tokenizer)
+        self._on_end = on_end
         self._number = 0
 
+    def response(self) -> dict[str, Any]:
+        """Returns the response while it is in progress."""
+        return self._text.response(None)
+
     def opening(self, choice: Choice) -> bytes:
-        response = {"response": self._text.response(None)}
+        response = {"response": self.response()}
         begun = [("response.created", response), ("response.in_progress", response)]
         return self._events([*begun, *self._text.open()])
 
@@ -134,8 +153,15 @@ class ResponseChunks:
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         (choice,) = choices
         events = self._text.close(choice)
-        ended = (f"response.{_status(choice)}", {"response": self._text.response(choice)})
-        return self._events([*events, ended])
+        response = self._text.response(choice)
+        self._on_end(response)
+        return self._events(events) + self.ended(response)
+
+    def ended(self, response: dict[str, Any]) -> bytes:
+        """Returns the last event, which tells how it ended."""
+        status = response["status"]
+        kind = "failed" if status == "cancelled" else status  # which has no event of its own
+        return self._event(f"response.{kind}", response=response)
 
     def failure(self, error: OutriderError) -> bytes:
         problem = Problem.of(error)

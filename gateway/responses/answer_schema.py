@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt
 from gateway.reference.answered import Answered, AnswerMetrics
 
 Status = Literal["completed", "incomplete"]
+"""Of an item that the answer has."""
 
 
 class TokenAlternative(Answered):
@@ -117,15 +118,21 @@ class ResponseTokens(Answered):
     total_tokens: NonNegativeInt
 
 
+class ResponseConversation(Answered):
+    """The conversation that it continues."""
+
+    id: str
+
+
 class ResponseAnswer(Answered):
     """Answer of `/v1/responses`."""
 
     id: str
     object: Literal["response"]
     created_at: float = Field(description="seconds since 1970")
-    completed_at: float | None
-    status: Status
-    background: Literal[False]
+    completed_at: float | None = Field(description="once it has ended")
+    status: Literal["queued", "completed", "incomplete"]
+    background: bool
     error: None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -134,9 +141,10 @@ class ResponseAnswer(Answered):
     model: str
     output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
+    conversation: ResponseConversation | None
     reasoning: ReasoningSettings
-    store: Literal[False]
+    store: bool
     temperature: float
     text: TextSettings
     tool_choice: str | dict[str, Any]
@@ -144,5 +152,5 @@ class ResponseAnswer(Answered):
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
-    usage: ResponseTokens
-    metrics: AnswerMetrics
+    usage: ResponseTokens | None = Field(description="null before it has ended")
+    metrics: AnswerMetrics | None

@@ -13,6 +13,7 @@ from gateway.generation import TargetModel
 from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
+from gateway.responses.history import History
 from gateway.responses.input import chat_messages
 from gateway.responses.namespaces import flat_name, namespaces
 from gateway.responses.schema import AllowedFunctions, NamedFunction, ResponsesRequest, Tool
@@ -47,9 +48,7 @@ _FIELDS = KnownFields(
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"}
     ),
     unimplemented=frozenset(
-        {"background", "cache_salt", "context_management", "conversation", "image", "lora_path"}
-        | {"moderation"}
-        | {"previous_response_id", "prompt", "store"}
+        {"cache_salt", "context_management", "image", "lora_path", "moderation", "prompt"}
     ),
     neutral={
         "truncation": ("disabled",),
@@ -65,26 +64,33 @@ class ResponsePlan:
     """A plan, and what the response repeats of its request.
 
     Attributes:
+        history: what comes before its input, and the input as it is kept.
         item_id: of the first message in the output.
         namespaces: of flattened names of tools, the namespace and the name in it.
     """
 
     plan: Plan
     body: ResponsesRequest
+    history: History
     item_id: str
     namespaces: Mapping[str, tuple[str, str]]
 
 
 async def response_plan(
-    body: ResponsesRequest, planner: Planner, name: str, model: TargetModel, trace_id: str
+    body: ResponsesRequest,
+    history: History,
+    planner: Planner,
+    name: str,
+    model: TargetModel,
+    trace_id: str,
 ) -> ResponsePlan:
     """Raises:
-    InvalidArgument: the request can never be served, or needs a memory the gateway has not.
+    InvalidArgument: the request can never be served.
     """
     _FIELDS.refuse(body.unknown_fields)
     refuse_rounds(body.speculation)
     chat = ChatCompletionRequest(
-        messages=_messages(body),
+        messages=_messages(body, history),
         stream=body.stream,
         max_tokens=body.max_output_tokens,
         **body.sampling_fields,
@@ -101,7 +107,8 @@ async def response_plan(
     with client_names({"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}):
         plan = await planner.chat(chat, name, model, trace_id)
     plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}", grammar_field="text.format")
-    return ResponsePlan(plan, body, f"msg_{uuid.uuid4().hex}", namespaces(body.tools or ()))
+    item_id = f"msg_{uuid.uuid4().hex}"
+    return ResponsePlan(plan, body, history, item_id, namespaces(body.tools or ()))
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
@@ -121,8 +128,8 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return json_schema_format(given.content)
 
 
-def _messages(body: ResponsesRequest) -> list[ChatMessage]:
-    messages = chat_messages(body.input)
+def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
+    messages = chat_messages(history.items)
     if body.instructions is not None:
         messages.insert(0, ChatMessage(role="system", content=body.instructions))
     return messages

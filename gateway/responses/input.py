@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 from gateway.refusals import unimplemented
+from gateway.responses.compaction import COMPACTIONS, summary_of
 from gateway.responses.namespaces import flat_name
 from gateway.responses.schema import InputItem
 from gateway.schema import CalledFunction, ChatMessage, ContentPart, ToolCall
@@ -16,18 +18,18 @@ _ROLES = frozenset({"system", "developer", "user", "assistant"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
 
-def chat_messages(given: str | list[InputItem]) -> list[ChatMessage]:
-    """Raises:
-    InvalidArgument: there is nothing, or an item of a kind that is not implemented.
+def chat_messages(given: Sequence[tuple[str, InputItem]]) -> list[ChatMessage]:
+    """Args:
+        given: items, each with the field it came in.
+
+    Raises:
+        InvalidArgument: there is nothing, or an item of a kind that is not implemented.
     """
-    if isinstance(given, str):
-        return [ChatMessage(role="user", content=given)]
     if not given:
-        raise InvalidArgument.of("PROMPT_EMPTY", "input", "input is empty")
+        raise InvalidArgument.of("PROMPT_EMPTY", "input", "input is missing or empty")
     messages: list[ChatMessage] = []
     thought: str | None = None
-    for index, item in enumerate(given):
-        field = f"input[{index}]"
+    for field, item in given:
         if item.type == "reasoning":
             thought = _thought(item)
         elif item.type == "function_call":
@@ -35,6 +37,8 @@ def chat_messages(given: str | list[InputItem]) -> list[ChatMessage]:
             thought = None
         elif item.type == "function_call_output":
             messages.append(_output(field, item))
+        elif item.type in COMPACTIONS:
+            messages.append(ChatMessage(role="assistant", content=summary_of(field, item)))
         else:
             message = _message(field, item)
             if message.role == "assistant":

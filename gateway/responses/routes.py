@@ -1,43 +1,173 @@
-"""`/v1/responses`, OpenAI's newer interface."""
+"""`/v1/responses`, OpenAI's newer interface, and the responses that are kept."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
 import orjson
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from fastapi import FastAPI, Query, Request
+from starlette.responses import Response, StreamingResponse
 
 from gateway.event_stream import EventStream, whole_answer
+from gateway.quota import owner_of_request
 from gateway.responses.answer import ResponseChunks, ResponseText
-from gateway.responses.chat import response_plan
-from gateway.responses.schema import ResponsesRequest
+from gateway.responses.background import BackgroundResponses
+from gateway.responses.chat import ResponsePlan, response_plan
+from gateway.responses.compaction import REQUEST, compacted
+from gateway.responses.conversation_routes import add_conversation_routes
+from gateway.responses.history import History, history_of
+from gateway.responses.item_list import Order, item_list
+from gateway.responses.keeping import keep
+from gateway.responses.schema import InputItem, ResponsesRequest
+from gateway.responses.store import ResponseStore, StoredResponse
 from gateway.serving import Gateway
-from shared.errors import NotFound
+from shared.errors import InvalidArgument, NotFound
 from shared.telemetry.request_id import current_request_id
 
 
 def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Adds the routes."""
-    tokenizer = gateway.text.tokenizer
-
-    @app.post("/v1/responses", tags=["openai"])
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        trace_id = current_request_id.get()
-        asked = await response_plan(body, gateway.planner, name, model, trace_id)
-        answer = gateway.answer(asked.plan, "responses")
-        if asked.plan.is_stream:
-            return EventStream(answer, ResponseChunks(asked, tokenizer))
-        (finale,) = await whole_answer(answer, request.receive)
-        text = ResponseText(asked, tokenizer)
-        text.add(finale.piece)
-        text.close(finale.choice)
-        # As it is: it repeats what was asked, which the package's type may not allow for.
-        content = orjson.dumps(text.response(finale.choice))
-        return Response(content, media_type="application/json")
+    """Adds the routes; those of kept responses where there is a store."""
+    store = gateway.response_store
+    background = None
+    if store is not None:
+        background = BackgroundResponses(store, gateway.text.tokenizer)
+    _add_generation(app, gateway, store, background)
+    _add_counting(app, gateway)
+    if store is not None and background is not None:
+        _add_kept(app, store, background)
+    add_conversation_routes(app, store)
 
     @app.get("/v1/responses/{path:path}", tags=["openai"])
     @app.delete("/v1/responses/{path:path}", tags=["openai"])
     @app.post("/v1/responses/{path:path}", tags=["openai"])
-    async def stored(path: str) -> Response:
-        message = f"responses are not stored here, so there is no {path[:128]!r}"
+    async def not_here(path: str) -> Response:
+        why = "; nothing is kept without --response-store" if store is None else ""
+        message = f"there is no response {path[:128]!r} here{why}"
         raise NotFound(message, reason="RESPONSE_NOT_STORED")
+
+
+async def _planned(
+    gateway: Gateway, body: ResponsesRequest, history: History | None = None
+) -> ResponsePlan:
+    name, model = gateway.pool.model(body.model)
+    if history is None:
+        history = await history_of(body, gateway.response_store, owner_of_request())
+    trace_id = current_request_id.get()
+    return await response_plan(body, history, gateway.planner, name, model, trace_id)
+
+
+def _add_generation(
+    app: FastAPI,
+    gateway: Gateway,
+    store: ResponseStore | None,
+    background: BackgroundResponses | None,
+) -> None:
+    tokenizer = gateway.text.tokenizer
+
+    @app.post("/v1/responses", tags=["openai"])
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        asked = await _planned(gateway, body)
+        answer = gateway.answer(asked.plan, "responses")
+        owner = owner_of_request()
+
+        def ended(response: dict[str, Any]) -> None:
+            if store is not None:
+                keep(store, owner, asked, StoredResponse(response, asked.history.own))
+
+        if body.background and background is not None:
+            started = await background.start(owner, asked, answer)
+            return _events(started.follow()) if body.stream else _json(started.body)
+        if asked.plan.is_stream:
+            return EventStream(answer, ResponseChunks(asked, tokenizer, ended))
+        (finale,) = await whole_answer(answer, request.receive)
+        text = ResponseText(asked, tokenizer)
+        text.add(finale.piece)
+        text.close(finale.choice)
+        response = text.response(finale.choice)
+        ended(response)
+        return _json(response)
+
+
+def _add_counting(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/v1/responses/input_tokens", tags=["openai"])
+    async def input_tokens(body: ResponsesRequest) -> dict[str, str | int]:
+        asked = await _planned(gateway, body.model_copy(update={"store": None}))
+        return {"object": "response.input_tokens", "input_tokens": asked.plan.num_prompt_tokens}
+
+    @app.post("/v1/responses/compact", tags=["openai"])
+    async def compact(body: ResponsesRequest, request: Request) -> Response:
+        history = await history_of(body, gateway.response_store, owner_of_request())
+        request_item = InputItem(type="message", role="user", content=REQUEST)
+        whole = History([*history.items, ("input", request_item)], (), False)
+        plain = body.model_copy(update={"tools": None, "tool_choice": None, "text": None})
+        asked = await _planned(gateway, plain, whole)
+        (finale,) = await whole_answer(gateway.answer(asked.plan, "responses"), request.receive)
+        text = ResponseText(asked, gateway.text.tokenizer)
+        text.add(finale.piece)
+        text.close(finale.choice)
+        answered = {
+            "id": asked.plan.request_id,
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": compacted([item for _, item in history.items], text.said),
+            "usage": text.response(finale.choice)["usage"],
+        }
+        return _json(answered)
+
+
+def _add_kept(app: FastAPI, store: ResponseStore, background: BackgroundResponses) -> None:
+    @app.get("/v1/responses/{response_id}", tags=["openai"])
+    async def retrieve(
+        response_id: str, stream: bool = False, starting_after: int = -1
+    ) -> Response:
+        owner = owner_of_request()
+        running = background.find(owner, response_id)
+        if not stream:
+            return _json((await store.response(owner, response_id)).body)
+        if running is not None and running.asked.plan.is_stream:
+            return _events(running.follow(starting_after))
+        kept = await store.response(owner, response_id)
+        if kept.events is None:
+            message = "stream is true; the response was not made with stream and background"
+            raise InvalidArgument.of("STREAM_NOT_KEPT", "stream", message)
+        content = b"".join(kept.events[max(starting_after + 1, 0) :])
+        return Response(content, media_type="text/event-stream")
+
+    @app.delete("/v1/responses/{response_id}", tags=["openai"])
+    async def delete(response_id: str) -> dict[str, Any]:
+        owner = owner_of_request()
+        await store.response(owner, response_id)
+        await store.delete(owner, response_id)
+        background.forget(owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.post("/v1/responses/{response_id}/cancel", tags=["openai"])
+    async def cancel(response_id: str) -> Response:
+        owner = owner_of_request()
+        await background.cancel(owner, response_id)
+        body = (await store.response(owner, response_id)).body
+        if not body["background"]:
+            message = f"response {response_id} was not made with background; it cannot be cancelled"
+            raise InvalidArgument.of("NOT_IN_BACKGROUND", "response_id", message)
+        return _json(body)
+
+    @app.get("/v1/responses/{response_id}/input_items", tags=["openai"])
+    async def input_items(
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Order = "desc",
+    ) -> dict[str, Any]:
+        kept = await store.response(owner_of_request(), response_id)
+        return item_list(kept.input, after, limit, order)
+
+
+def _json(body: dict[str, Any]) -> Response:
+    # As it is: it repeats what was asked, which the package's type may not allow for.
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _events(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream")

@@ -13,8 +13,11 @@ class InputItem(Body):
     """One item of `input`; which fields count depends on its type."""
 
     type: str = Field(
-        default="message", description="message, function_call, function_call_output or reasoning"
+        default="message",
+        description="message, function_call, function_call_output, reasoning, compaction or "
+        "item_reference",
     )
+    id: str | None = Field(default=None, description="alone, or of an item_reference: a kept item")
     role: str | None = None
     content: str | Items[ContentPart] | None = None
     call_id: str | None = None
@@ -22,6 +25,13 @@ class InputItem(Body):
     namespace: str | None = None
     arguments: str | None = None
     output: str | Items[ContentPart] | None = None
+    encrypted_content: str | None = Field(
+        default=None, description="of a compaction: what `/v1/responses/compact` made of a history"
+    )
+
+    @property
+    def is_reference(self) -> bool:
+        return self.type == "item_reference" or self.model_fields_set == {"id"}
 
 
 class Tool(Body):
@@ -74,11 +84,27 @@ class TextConfig(Body):
     verbosity: str | None = Field(default=None, description="handed to the chat template")
 
 
+class ConversationId(Body):
+    """A conversation that is kept."""
+
+    id: str
+
+
 class ResponsesRequest(SamplingFields):
     """Body of `/v1/responses`."""
 
     model: str | None = None
-    input: str | Items[InputItem]
+    input: str | Items[InputItem] | None = None
+    previous_response_id: str | None = Field(
+        default=None, description="a kept response, whose input and output come first"
+    )
+    conversation: str | ConversationId | None = Field(
+        default=None, description="a kept conversation, which comes first and grows"
+    )
+    store: bool | None = Field(
+        default=None, description="whether the response is kept; true where there is a store"
+    )
+    background: Flag = Field(default=False, description="answer at once; ask for the result later")
     instructions: str | None = None
     stream: Flag = False
     # The answer repeats what was asked, and JSON's writer knows 64 bits.
@@ -94,3 +120,21 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     metadata: dict[str, str] | None = None
     speculation: Speculation | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        given = self.conversation
+        return given.id if isinstance(given, ConversationId) else given
+
+
+class ConversationRequest(Body):
+    """Body of `/v1/conversations`, new or changed."""
+
+    items: Items[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationItems(Body):
+    """Items that a conversation gets."""
+
+    items: Items[InputItem]

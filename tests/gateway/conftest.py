@@ -21,6 +21,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
 from gateway.quota import Quotas
+from gateway.responses.store import ResponseStore
 from gateway.target_link import LinkTiming
 from gateway.text.model_text import ModelText
 from shared.rpc.lifecycle import Lifecycle
@@ -117,6 +118,7 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
         api_key: str | None = None,
         quotas: Quotas | None = None,
         cors_origins: tuple[str, ...] = (),
+        response_store: ResponseStore | None = None,
         text: ModelText = text,
     ) -> Gateway:
         if quotas is None:
@@ -142,6 +144,7 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
             start_time_s=1.0,
             quotas=quotas,
             cors_origins=cors_origins,
+            response_store=response_store,
         )
         made.append(gateway)
         pool.start()

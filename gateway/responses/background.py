@@ -1,0 +1,174 @@
+"""Responses that are generated while nobody waits; their clients come back for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from typing import Any
+
+from gateway.answer import Answer
+from gateway.failures import Problem
+from gateway.inbox import Aborted
+from gateway.quota import current_quota
+from gateway.responses.answer import ResponseChunks
+from gateway.responses.chat import ResponsePlan
+from gateway.responses.keeping import keep
+from gateway.responses.store import ResponseStore, StoredResponse
+from shared.errors import OutriderError, QueueFull
+from shared.text.tokenizer import Tokenizer
+
+_MAX_RUNNING = 256
+
+
+class BackgroundResponse:
+    """One of them, and what followers of its stream read.
+
+    Attributes:
+        body: the response as it is now.
+        events: of its stream so far; element n has sequence number n.
+        is_wanted: False once it was deleted.
+    """
+
+    def __init__(self, asked: ResponsePlan, answer: Answer, tokenizer: Tokenizer) -> None:
+        self.asked = asked
+        self.answer = answer
+        self.chunks = ResponseChunks(asked, tokenizer, self._set_body)
+        self.body: dict[str, Any] = self.chunks.response() | {"status": "queued"}
+        self.events: list[bytes] = []
+        self.is_wanted = True
+        self._is_over = False
+        self._news = asyncio.Event()
+
+    @property
+    def stored(self) -> StoredResponse:
+        is_stream = self.asked.plan.is_stream
+        return StoredResponse(self.body, self.asked.history.own, self.events if is_stream else None)
+
+    def add(self, chunk: bytes) -> int:
+        """Adds the events of a chunk; returns how many bytes are kept of it."""
+        if not self.asked.plan.is_stream:
+            return 0
+        self.events += [event + b"\n\n" for event in chunk.split(b"\n\n")[:-1]]
+        self._wake()
+        return len(chunk)
+
+    def end(self) -> None:
+        self._is_over = True
+        self._wake()
+
+    async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
+        """Yields the events behind a sequence number, to the end."""
+        position = after + 1
+        while True:
+            news = self._news
+            if position < len(self.events):
+                chunk, position = b"".join(self.events[position:]), len(self.events)
+                yield chunk
+            elif self._is_over:
+                return
+            else:
+                await news.wait()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _set_body(self, body: dict[str, Any]) -> None:
+        self.body = body
+
+
+class BackgroundResponses:
+    """Runs them, and knows those that have not ended."""
+
+    def __init__(self, store: ResponseStore, tokenizer: Tokenizer) -> None:
+        self._store = store
+        self._tokenizer = tokenizer
+        self._running: dict[tuple[str, str], BackgroundResponse] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_bytes = 0
+
+    async def start(self, owner: str, asked: ResponsePlan, answer: Answer) -> BackgroundResponse:
+        """Raises:
+        QueueFull: too many of them run.
+        """
+        if len(self._running) >= _MAX_RUNNING:
+            raise QueueFull.of(len(self._running), _MAX_RUNNING)
+        started = BackgroundResponse(asked, answer, self._tokenizer)
+        self._running[owner, asked.plan.request_id] = started
+        self._store.put_soon(owner, started.stored)
+        task = asyncio.create_task(self._run(owner, started))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return started
+
+    def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
+        return self._running.get((owner, response_id))
+
+    def forget(self, owner: str, response_id: str) -> None:
+        """Ends a response that is not to be kept."""
+        found = self.find(owner, response_id)
+        if found is not None:
+            found.is_wanted = False
+            found.answer.abort()
+
+    async def cancel(self, owner: str, response_id: str) -> None:
+        """Ends a response and waits until that is kept."""
+        found = self.find(owner, response_id)
+        if found is not None:
+            found.answer.abort()
+            async for _ in found.follow(len(found.events)):
+                pass
+
+    async def _run(self, owner: str, response: BackgroundResponse) -> None:
+        quota = current_quota.get()
+        num_bytes = 0
+        try:
+            with nullcontext() if quota is None else quota.place():
+                async for chunk in self._chunks(owner, response):
+                    added = response.add(chunk)
+                    num_bytes += added
+                    self._num_bytes += added
+                    self._check_room()
+        except Aborted:
+            self._fail(response, "cancelled", None)
+        except OutriderError as error:
+            problem = Problem.of(error)
+            fields = {"code": "server_error", "message": problem.message}
+            self._fail(response, "failed", fields)
+        finally:
+            self._num_bytes -= num_bytes
+            del self._running[owner, response.asked.plan.request_id]
+            if response.is_wanted:
+                keep(self._store, owner, response.asked, response.stored)
+            response.end()
+
+    async def _chunks(self, owner: str, response: BackgroundResponse) -> AsyncIterator[bytes]:
+        chunks = response.chunks
+        with response.answer as answer:
+            await answer.begin()
+            response.body = chunks.response()
+            if response.is_wanted:
+                self._store.put_soon(owner, response.stored)
+            (choice,) = answer.choices
+            yield chunks.opening(choice)
+            yield chunks.news(choice, b"")
+            while not answer.is_complete:
+                await answer.step()
+                yield chunks.news(choice, b"")
+            yield chunks.closing(answer.choices)
+
+    def _fail(
+        self, response: BackgroundResponse, status: str, error: dict[str, Any] | None
+    ) -> None:
+        response.body = response.chunks.response() | {"status": status, "error": error}
+        response.add(response.chunks.ended(response.body))
+
+    def _check_room(self) -> None:
+        """Raises:
+        QueueFull: the events of all that run are more than the store takes.
+        """
+        limit = self._store.limits.max_bytes
+        if self._num_bytes > limit:
+            message = f"events of background responses take {self._num_bytes:,} bytes of {limit:,}"
+            raise QueueFull(message, reason="BACKGROUND_FULL")

@@ -1,0 +1,412 @@
+"""Responses and conversations that are kept, in SQLite: in memory, or in a file.
+
+Everything belongs to the key that made it, and another key does not find it. The bound is in bytes
+of JSON: above it, the oldest entry goes of whoever keeps most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+
+from shared.errors import InvalidArgument, NotFound, SettingsError, Unavailable
+
+Item = dict[str, Any]
+T = TypeVar("T")
+
+MEMORY = ":memory:"
+RESPONSE, CONVERSATION = "resp_", "conv_"  # what ids begin with
+_RUNNING = ("queued", "in_progress")
+_log = logging.getLogger(__name__)
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS entries (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, changed REAL NOT NULL, size INTEGER NOT NULL,
+    previous TEXT, body TEXT NOT NULL, events BLOB);
+CREATE INDEX IF NOT EXISTS entries_by_age ON entries (owner, changed);
+CREATE TABLE IF NOT EXISTS items (
+    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE, position INTEGER NOT NULL,
+    id TEXT NOT NULL, is_output INTEGER NOT NULL, body TEXT NOT NULL,
+    PRIMARY KEY (entry, position));
+CREATE INDEX IF NOT EXISTS items_by_id ON items (id);
+"""
+_CHAIN = """
+WITH RECURSIVE chain (id, age) AS (
+    SELECT ?, 0
+    UNION ALL
+    SELECT previous, age + 1 FROM entries JOIN chain USING (id)
+    WHERE previous IS NOT NULL AND owner = ?)
+SELECT chain.id, entries.size, json_extract(entries.body, '$.status')
+FROM chain LEFT JOIN entries ON entries.id = chain.id AND entries.owner = ? ORDER BY age DESC
+"""
+_STOPPED = '{"code": "server_error", "message": "the gateway stopped before the response ended"}'
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds of a store.
+
+    Attributes:
+        max_bytes: of the JSON of all entries.
+        max_age_s: of an entry since it changed last.
+        max_history_bytes: of what one request builds on.
+    """
+
+    max_bytes: int = 256 * 2**20
+    max_age_s: float = 30 * 24 * 3600.0
+    max_history_bytes: int = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as it is kept.
+
+    Attributes:
+        body: as clients see it.
+        input: its own items, without those of earlier responses.
+        events: of its stream, one each; None when they are not kept.
+    """
+
+    body: dict[str, Any]
+    input: Sequence[Item] = ()
+    events: Sequence[bytes] | None = None
+
+    @property
+    def response_id(self) -> str:
+        return str(self.body["id"])
+
+
+class ResponseStore:
+    """Keeps entries on a thread of its own, which does one thing after the other.
+
+    Args:
+        path: a file, which no other process may have open; or `MEMORY`.
+        now: Unix time in seconds.
+
+    Raises:
+        SettingsError: the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str = MEMORY,
+        limits: StoreLimits | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits or StoreLimits()
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, "response-store")
+        try:
+            self._database = sqlite3.connect(path, timeout=0.0, check_same_thread=False)
+            self._open()
+        except sqlite3.Error as error:
+            raise SettingsError((f"--response-store {path}: {error}",)) from error
+        self._num_bytes = self._sizes()
+
+    async def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keeps a response, in place of what was kept by its id."""
+        await self._run(partial(self._put_response, owner, stored))
+
+    def put_soon(self, owner: str, stored: StoredResponse) -> None:
+        """Keeps a response before anything that is asked for after this call."""
+        done = self._thread.submit(self._guarded, partial(self._put_response, owner, stored))
+        done.add_done_callback(_log_failure)
+
+    async def response(self, owner: str, response_id: str) -> StoredResponse:
+        """Raises:
+        NotFound: there is none.
+        """
+        return await self._run(partial(self._response, owner, response_id))
+
+    async def turns(self, owner: str, response_id: str) -> list[Item]:
+        """Returns the input and output of a response, after those that it builds on.
+
+        Raises:
+            NotFound: one of them is not here.
+            InvalidArgument: it has not ended, or they are too large together.
+        """
+        return await self._run(partial(self._turns, owner, response_id))
+
+    async def item(self, owner: str, item_id: str) -> Item:
+        """Raises:
+        NotFound: there is none.
+        """
+        return await self._run(partial(self._item, owner, item_id))
+
+    async def delete(self, owner: str, entry_id: str) -> None:
+        """Raises:
+        NotFound: there is none.
+        """
+        await self._run(partial(self._delete, owner, entry_id))
+
+    async def put_conversation(
+        self, owner: str, body: Mapping[str, Any], items: Sequence[Item]
+    ) -> None:
+        """Keeps a new conversation."""
+        await self._run(partial(self._put, owner, body, None, [(it, False) for it in items], None))
+
+    async def update_conversation(self, owner: str, body: Mapping[str, Any]) -> None:
+        """Replaces what a conversation says beside its items.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        await self._run(partial(self._update, owner, body))
+
+    async def append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
+        """Adds items to a conversation.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        await self._run(partial(self._append, owner, conversation_id, items))
+
+    async def conversation(self, owner: str, conversation_id: str) -> dict[str, Any]:
+        """Raises:
+        NotFound: there is none.
+        """
+        return await self._run(partial(self._body, owner, conversation_id))
+
+    async def conversation_items(self, owner: str, conversation_id: str) -> list[Item]:
+        """Raises:
+        NotFound: there is no such conversation.
+        InvalidArgument: they are too large together.
+        """
+        return await self._run(partial(self._conversation_items, owner, conversation_id))
+
+    def append_soon(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
+        """Adds items before anything that is asked for after this call."""
+        work = partial(self._append, owner, conversation_id, items)
+        self._thread.submit(self._guarded, work).add_done_callback(_log_failure)
+
+    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
+        """Raises:
+        NotFound: there is no such item in it.
+        """
+        await self._run(partial(self._delete_item, owner, conversation_id, item_id))
+
+    def close(self) -> None:
+        """Lets go of the file, after everything that was to be kept."""
+        self._thread.submit(self._database.close)
+        self._thread.shutdown()
+
+    async def num_bytes(self) -> int:
+        """Returns the size of everything that is kept."""
+        return await self._run(lambda: sum(self._num_bytes.values()))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.submit(self._guarded, work))
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        try:
+            with self._database:
+                return work()
+        except sqlite3.Error as error:
+            self._num_bytes = self._sizes()  # the transaction is undone
+            message = f"the response store failed: {error}"
+            raise Unavailable(message, reason="RESPONSE_STORE_FAILED", retry_after_s=1.0) from error
+
+    def _sizes(self) -> dict[str, int]:
+        return dict(
+            self._database.execute("SELECT owner, sum(size) FROM entries GROUP BY owner").fetchall()
+        )
+
+    def _open(self) -> None:
+        database = self._database
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA foreign_keys = ON")
+        with database:
+            database.executescript(_TABLES)
+            database.execute(
+                "UPDATE entries SET body = "
+                "json_set(body, '$.status', 'failed', '$.error', json(?)) "
+                "WHERE json_extract(body, '$.status') IN (?, ?)",
+                (_STOPPED, *_RUNNING),
+            )
+
+    def _put_response(self, owner: str, stored: StoredResponse) -> None:
+        body = stored.body
+        items = [(item, False) for item in stored.input]
+        items += [(item, True) for item in body["output"]]
+        events = None if stored.events is None else b"".join(stored.events)
+        head = {**body, "output": []}
+        self._put(owner, head, body.get("previous_response_id"), items, events)
+
+    def _update(self, owner: str, body: Mapping[str, Any]) -> None:
+        conversation_id = str(body["id"])
+        old, new = orjson.dumps(self._body(owner, conversation_id)), orjson.dumps(body)
+        self._database.execute(
+            "UPDATE entries SET body = ? WHERE id = ?", (new.decode(), conversation_id)
+        )
+        self._grow(owner, conversation_id, len(new) - len(old))
+
+    def _append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
+        self._row(owner, conversation_id)
+        (count,) = self._database.execute(
+            "SELECT coalesce(max(position) + 1, 0) FROM items WHERE entry = ?", (conversation_id,)
+        ).fetchone()
+        size = self._add_items(conversation_id, [(item, False) for item in items], count)
+        self._grow(owner, conversation_id, size)
+
+    def _grow(self, owner: str, entry_id: str, num_bytes: int) -> None:
+        self._database.execute(
+            "UPDATE entries SET size = size + ?, changed = ? WHERE id = ?",
+            (num_bytes, self._now(), entry_id),
+        )
+        self._num_bytes[owner] += num_bytes
+        self._make_room()
+
+    def _add_items(
+        self, entry_id: str, items: Sequence[tuple[Item, bool]], first_position: int = 0
+    ) -> int:
+        """Returns how many bytes they have."""
+        num_bytes = 0
+        for position, (item, is_output) in enumerate(items, first_position):
+            body = orjson.dumps(item)
+            num_bytes += len(body)
+            row = (entry_id, position, item["id"], is_output, body.decode())
+            self._database.execute("INSERT INTO items VALUES (?, ?, ?, ?, ?)", row)
+        return num_bytes
+
+    def _put(
+        self,
+        owner: str,
+        body: Mapping[str, Any],
+        previous: str | None,
+        items: Sequence[tuple[Item, bool]],
+        events: bytes | None,
+    ) -> None:
+        entry_id = str(body["id"])
+        self._drop("id = ?", entry_id)
+        head = orjson.dumps(body)
+        size = len(head) + len(events or b"")
+        self._database.execute(
+            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (entry_id, owner, self._now(), size, previous, head.decode(), events),
+        )
+        self._num_bytes[owner] = self._num_bytes.get(owner, 0) + size
+        self._grow(owner, entry_id, self._add_items(entry_id, items))
+
+    def _make_room(self) -> None:
+        self._drop("changed < ?", self._now() - self.limits.max_age_s)
+        while sum(self._num_bytes.values()) > self.limits.max_bytes:
+            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+            oldest = "SELECT id FROM entries WHERE owner = ? ORDER BY changed LIMIT 1"
+            self._drop(f"id = ({oldest})", largest)
+
+    def _drop(self, condition: str, value: str | float) -> int:
+        """Removes entries; returns how many there were."""
+        found = self._database.execute(
+            f"DELETE FROM entries WHERE {condition} RETURNING owner, size", (value,)
+        ).fetchall()
+        for owner, size in found:
+            self._num_bytes[owner] -= size
+            if not self._num_bytes[owner]:
+                del self._num_bytes[owner]
+        return len(found)
+
+    def _response(self, owner: str, response_id: str) -> StoredResponse:
+        body, events = self._row(owner, response_id, RESPONSE)
+        return StoredResponse(
+            {**body, "output": self._items(response_id, owner, is_output=True)},
+            self._items(response_id, owner, is_output=False),
+            None if events is None else [each + b"\n\n" for each in events.split(b"\n\n")[:-1]],
+        )
+
+    def _turns(self, owner: str, response_id: str) -> list[Item]:
+        self._row(owner, response_id, RESPONSE)
+        items: list[Item] = []
+        size = 0
+        for entry_id, entry_size, status in self._database.execute(
+            _CHAIN, (response_id, owner, owner)
+        ).fetchall():
+            if entry_size is None:
+                raise _missing(entry_id)
+            if status in _RUNNING:
+                message = f"response {entry_id} is {status}; it must have ended"
+                raise InvalidArgument.of("RESPONSE_RUNNING", "previous_response_id", message)
+            size += entry_size
+            self._check_history("previous_response_id", size)
+            items += self._items(entry_id, owner)
+        return items
+
+    def _check_history(self, field: str, size: int) -> None:
+        limit = self.limits.max_history_bytes
+        if size > limit:
+            message = f"{field} stands for {size:,} bytes or more; at most {limit:,} are read"
+            raise InvalidArgument.of("HISTORY_TOO_LARGE", field, message)
+
+    def _conversation_items(self, owner: str, conversation_id: str) -> list[Item]:
+        self._row(owner, conversation_id)
+        (size,) = self._database.execute(
+            "SELECT size FROM entries WHERE id = ?", (conversation_id,)
+        ).fetchone()
+        self._check_history("conversation", size)
+        return self._items(conversation_id, owner)
+
+    def _body(self, owner: str, entry_id: str) -> dict[str, Any]:
+        return self._row(owner, entry_id)[0]
+
+    def _row(
+        self, owner: str, entry_id: str, kind: str = CONVERSATION
+    ) -> tuple[dict[str, Any], bytes | None]:
+        if not entry_id.startswith(kind):
+            raise _missing(entry_id)
+        found = self._database.execute(
+            "SELECT body, events FROM entries WHERE id = ? AND owner = ? AND changed >= ?",
+            (entry_id, owner, self._now() - self.limits.max_age_s),
+        ).fetchone()
+        if found is None:
+            raise _missing(entry_id)
+        return orjson.loads(found[0]), found[1]
+
+    def _items(self, entry_id: str, owner: str, *, is_output: bool | None = None) -> list[Item]:
+        rows = self._database.execute(
+            "SELECT items.body FROM items JOIN entries ON entries.id = items.entry "
+            "WHERE entry = ? AND owner = ? AND (? IS NULL OR is_output = ?) ORDER BY position",
+            (entry_id, owner, is_output, is_output),
+        )
+        return [orjson.loads(body) for (body,) in rows]
+
+    def _item(self, owner: str, item_id: str) -> Item:
+        found = self._database.execute(
+            "SELECT items.body FROM items JOIN entries ON entries.id = items.entry "
+            "WHERE items.id = ? AND owner = ? ORDER BY changed DESC LIMIT 1",
+            (item_id, owner),
+        ).fetchone()
+        if found is None:
+            raise _missing(item_id)
+        item: Item = orjson.loads(found[0])
+        return item
+
+    def _delete(self, owner: str, entry_id: str) -> None:
+        self._row(owner, entry_id, RESPONSE if entry_id.startswith(RESPONSE) else CONVERSATION)
+        self._drop("id = ?", entry_id)
+
+    def _delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
+        body, kept = self._body(owner, conversation_id), self._items(conversation_id, owner)
+        left = [(item, False) for item in kept if item["id"] != item_id]
+        if len(left) == len(kept):
+            raise _missing(item_id)
+        self._put(owner, body, None, left, None)
+
+
+def _missing(entry_id: str) -> NotFound:
+    message = f"there is no {entry_id[:128]!r} here; it may have been deleted or dropped for space"
+    return NotFound(message, reason="RESPONSE_NOT_STORED")
+
+
+def _log_failure(done: Any) -> None:
+    if (error := done.exception()) is not None:
+        _log.error("a response was not kept: %s", error)
