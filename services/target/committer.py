@@ -10,6 +10,7 @@ from services.target.requests.subscriptions import Subscriptions
 from services.target.round_trace import RoundTrace
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
+from services.target.weight_version import WeightVersion
 from shared.kv.leases import KvLeases
 from shared.runtime.round_sequences import SequenceRound
 
@@ -23,7 +24,9 @@ class Committer:
         subscriptions: Subscriptions,
         attachments: Attachments,
         ladder: MissLadder,
+        version: WeightVersion,
     ) -> None:
+        self._version = version
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
@@ -56,7 +59,9 @@ class Committer:
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
         )
         logprobs = decision.logprobs[: len(committed)]
-        delta = Delta(committed, logprobs, len(accepted), len(entry.tree), trace)
+        delta = Delta(
+            committed, logprobs, len(accepted), len(entry.tree), trace, self._told(sequence)
+        )
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, _last_event(sequence))
@@ -81,11 +86,25 @@ class Committer:
         sequence.stats.num_rounds += 1
         sequence.stats.add_verified(round_.num_drafted, num_accepted)
         logprobs = round_.logprobs[: len(committed)]
-        delta = Delta(committed, logprobs, num_accepted, round_.num_drafted)
+        delta = Delta(
+            committed,
+            logprobs,
+            num_accepted,
+            round_.num_drafted,
+            weight_version=self._told(sequence),
+        )
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, _last_event(sequence))
         return len(committed)
+
+    def _told(self, sequence: Sequence) -> str | None:
+        """Returns the version of the weights where it is news to whoever waits for the sequence."""
+        name = self._version.name
+        if sequence.weight_version == name:
+            return None
+        sequence.weight_version = name
+        return name
 
     def _trace(
         self, entry: ScheduledSequence, accepted: tuple[int, ...], start_s: float, now_s: float

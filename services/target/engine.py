@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from services.target.scheduler import Scheduler
 from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
+from services.target.weight_control import WeightControl
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
@@ -36,6 +38,7 @@ from shared.runtime.shortage import Shortage, is_shortage
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Engine:
@@ -213,6 +216,19 @@ class Engine:
             QueueFull, EngineFailed, Unavailable: as by `submit`.
         """
         return self._inbox.call(function)
+
+    def with_weights(self, function: Callable[[WeightControl], T]) -> Future[T]:
+        """Does something with the weights on the engine thread, between two launches of steps;
+        returns the future of the result.
+
+        Raises:
+            QueueFull, EngineFailed, Unavailable: as by `submit`.
+        """
+        return self._inbox.call(lambda: function(self._loop.weights))
+
+    def follow_weights(self, follow: Callable[[], None]) -> None:
+        """Has `follow` called after each update of the weights; before `start`."""
+        self._loop.weights.followers.append(follow)
 
     def start(self) -> None:
         """Starts the engine thread."""

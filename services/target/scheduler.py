@@ -212,12 +212,20 @@ class Scheduler:
         scheduled = {id(entry.sequence) for entry in step.scheduled}
         return next(s for s in reversed(self._running) if id(s) not in scheduled)
 
+    def retract_all(self) -> None:
+        """Sends every running sequence back to the queue; no step is under way."""
+        for sequence in reversed(self.running):
+            self._send_back(sequence)
+
     def _preempt(self, sequence: Sequence, step: PlanInProgress) -> None:
+        self._send_back(sequence)
+        step.preempted.append(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._close_lease(sequence)
         # Before those of its own priority, which are younger.
         self._waiting.insert(_num_up_to(self._waiting, _priority(sequence) - 1), sequence)
-        step.preempted.append(sequence)
 
     def _admit(self, candidate: Callable[[Sequence], TokenTree], step: PlanInProgress) -> None:
         while (

@@ -33,6 +33,7 @@ class Sequence:
         next_scored: position of the next prompt token that gets a log probability; the launched
             steps have scored those before. The prompt's length when none is left.
         matcher: how far the output has got in the request's grammar, if it has one.
+        weight_version: of the weights that the last tokens were drawn with.
         decided_s: engine clock at the last commit, or when it left the queue.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_output_tokens: the request's bound, clamped to the context.
@@ -52,6 +53,7 @@ class Sequence:
     num_cached_tokens: int = 0
     started: bool = False
     decided_s: float = 0.0
+    weight_version: str | None = None
     matcher: GrammarMatcher | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     num_prompt_tokens: int = field(init=False)

@@ -41,6 +41,8 @@ from services.target.step_account import StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
+from services.target.weight_control import WeightControl
+from services.target.weight_version import WeightVersion
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
 from shared.runtime.round_runner import RoundLimits
@@ -89,7 +91,8 @@ class StepLoop:
             limits, scheduler, self._subscriptions, self.attachments.drafts
         )
         self._launcher = Launcher(runner, verifier, self._features)
-        committer = Committer(leases, self._subscriptions, self.attachments, self._ladder)
+        version = WeightVersion()
+        committer = Committer(leases, self._subscriptions, self.attachments, self._ladder, version)
         factory = RoundFactory(runner, verifier, leases, self._features)
         self._rounds = RoundSteps(
             scheduler=scheduler,
@@ -133,10 +136,23 @@ class StepLoop:
             self.attachments, self._features, self._rounds, self._selections, clock, runner.cache
         )
         self._in_flight: LaunchedStep | None = None
+        self.weights = WeightControl(
+            decoder=runner.decoder,
+            leases=leases,
+            scheduler=scheduler,
+            subscriptions=self._subscriptions,
+            version=version,
+            quiesce=self._quiesce,
+            drop=self._forget,
+            unplace=self._unplace,
+        )
 
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
         ahead. Returns whether there was anything to do."""
+        if self.weights.is_paused:
+            self._tell()  # what commands have left
+            return False
         self._rounds.choose(self._settle)
         now_s = self._clock()
         self.speculation.update(now_s)
@@ -219,6 +235,8 @@ class StepLoop:
         round_s = self._selections.patience_s()
         if round_s is not None:
             return round_s
+        if self.weights.is_paused:
+            return None
         if not self._scheduler.num_running:
             self.check_idle()
             return None
@@ -280,6 +298,22 @@ class StepLoop:
         if not self._overlaps or depends_on_drafts:
             return False
         return self._in_flight.allows_run_ahead
+
+    def _quiesce(self) -> None:
+        """Reads and commits everything that is launched, and tells what it has brought."""
+        self._settle()
+        self._rounds.settle()
+        self._selections.settle()
+        self._tell()
+
+    def _unplace(self, sequence: TargetSequence) -> None:
+        """Takes a running sequence from its draft and from lanes, which know features and keys of
+        other weights; a draft begins with it anew."""
+        self._rounds.forget(sequence)
+        self._selections.forget(sequence)
+        if self.attachments.assignments.get(sequence.sequence_id) is not None:
+            self.attachments.assignments.close(sequence)
+            self.attachments.assignments.assign(sequence, self._clock())
 
     def _settle(self) -> None:
         """Reads and commits the step in flight, if there is one."""

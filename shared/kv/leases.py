@@ -22,6 +22,7 @@ class KvLease:
         pages: `[0, num_shared_pages)` belong to the prefix cache and are read only;
             `[num_shared_pages, …)` are this lease's own.
         num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
+        cache: what `prefix` is in; a retired one takes no pages any more.
         version: grows with every change of `pages`.
     """
 
@@ -29,6 +30,7 @@ class KvLease:
     num_cached_tokens: int
     num_shared_pages: int
     prefix: PrefixNode = field(repr=False)
+    cache: PrefixCache = field(repr=False)
     version: int = 0
 
     def slots(self, start: int, end: int, page_size: int) -> list[int]:
@@ -63,6 +65,8 @@ class KvLeases:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._cache = PrefixCache(page_size)
+        # Of weights that have been replaced, as long as leases read pages of theirs.
+        self._retired: list[PrefixCache] = []
         self._caches_prefixes = prefix_cache
         self._leases: dict[int, KvLease] = {}
         self._branches: dict[int, KvBranch] = {}
@@ -79,7 +83,11 @@ class KvLeases:
 
     @property
     def num_cached_pages(self) -> int:
-        return self._cache.num_pages
+        return sum(cache.num_pages for cache in self._caches)
+
+    @property
+    def _caches(self) -> tuple[PrefixCache, ...]:
+        return (self._cache, *self._retired)
 
     @property
     def num_held_pages(self) -> int:
@@ -92,7 +100,7 @@ class KvLeases:
         """
         node, pages = self._cache.match(token_ids[:-1])
         self._cache.lock(node)
-        lease = KvLease(pages, len(pages) * self.page_size, len(pages), node)
+        lease = KvLease(pages, len(pages) * self.page_size, len(pages), node, self._cache)
         self._leases[id(lease)] = lease
         return lease
 
@@ -151,13 +159,15 @@ class KvLeases:
         prefix cache, every other own page is freed."""
         del self._leases[id(lease)]
         self.num_returns += 1
-        num_computed_pages = len(token_ids) // self.page_size if self._caches_prefixes else 0
+        num_computed_pages = len(token_ids) // self.page_size if self._may_share(lease) else 0
         num_kept = max(num_computed_pages, lease.num_shared_pages)
         self._pool.release(lease.pages[num_kept:])
         if num_computed_pages > lease.num_shared_pages:
             tokens = token_ids[: num_kept * self.page_size]
             self._pool.release(self._cache.insert(tokens, lease.pages[:num_kept]))
-        self._cache.unlock(lease.prefix)
+        lease.cache.unlock(lease.prefix)
+        if lease.cache is not self._cache:
+            self._drop_retired()
         lease.pages = []
         lease.version += 1
 
@@ -165,7 +175,7 @@ class KvLeases:
         """Shares the whole pages of computed `token_ids` while the lease goes on, so that other
         sequences with the same prompt need not wait for this one to end."""
         num_pages = len(token_ids) // self.page_size
-        if not self._caches_prefixes or num_pages <= lease.num_shared_pages:
+        if not self._may_share(lease) or num_pages <= lease.num_shared_pages:
             return
         self.num_returns += 1
         tokens = token_ids[: num_pages * self.page_size]
@@ -183,6 +193,27 @@ class KvLeases:
         self._pool.release(pages)
         return len(pages)
 
+    def retire(self) -> int:
+        """Ends the reuse of everything computed so far: the weights are others. Leases go on with
+        the pages they have, and share none of them any more; returns how many pages came free."""
+        self._retired.append(self._cache)
+        self._cache = PrefixCache(self.page_size)
+        self.num_returns += 1
+        return self._drop_retired()
+
+    def _drop_retired(self) -> int:
+        """Frees the pages of retired caches that no lease reads; returns how many."""
+        num_freed = 0
+        for cache in self._retired:
+            pages = cache.evict(cache.num_pages)
+            self._pool.release(pages)
+            num_freed += len(pages)
+        self._retired = [cache for cache in self._retired if cache.num_pages]
+        return num_freed
+
+    def _may_share(self, lease: KvLease) -> bool:
+        return self._caches_prefixes and lease.cache is self._cache
+
     def _allocate(self, count: int) -> list[int]:
         if count > self._pool.num_free:
             self._pool.release(self._cache.evict(count - self._pool.num_free))
@@ -190,7 +221,7 @@ class KvLeases:
 
     def check(self) -> None:
         """Asserts that every page has exactly one owner."""
-        cached = list(self._cache.all_pages())
+        cached = [page for cache in self._caches for page in cache.all_pages()]
         held = [
             page
             for lease in self._leases.values()
@@ -199,12 +230,12 @@ class KvLeases:
         held += [page for branch in self._branches.values() for page in branch.pages]
         owned = cached + held
         assert len(set(owned)) == len(owned), "a page has two owners"
-        assert len(cached) == self._cache.num_pages
+        assert len(cached) == self.num_cached_pages
         assert len(owned) + self._pool.num_free == self.num_pages, (
             f"free {self._pool.num_free} + cached {len(cached)} + held {len(held)}"
             f" is not total {self.num_pages}"
         )
-        locked = set(self._cache.locked_pages())
+        locked = {page for cache in self._caches for page in cache.locked_pages()}
         shared = {
             page
             for lease in self._leases.values()

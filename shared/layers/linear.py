@@ -48,7 +48,9 @@ class Linear:
         if quantisation is Quantisation.UNQUANT:
             return cls(LinearWeight.prepare(weight), bias, group)
         # The factor of a channel is that of the whole matrix, wherever its columns are.
-        largest = None if group is None else group.maximum(largest_elements(weight))
+        largest = None
+        if group is not None and not weight.is_meta:
+            largest = group.maximum(largest_elements(weight))
         return cls(QuantisedWeight.of(weight, STORED_DTYPES[quantisation], largest), bias, group)
 
     def steadied(self) -> Linear:

@@ -51,20 +51,11 @@ def load_decoder(
     """
     config = ModelConfig.from_folder(folder)
     checkpoint = Checkpoint.open(folder, options.load_format)
-    keys = DecoderKeys.of(checkpoint.files)
-    tied_copy = (keys.lm_head,) if config.tie_word_embeddings else ()
     with start_phase("weights") as phase:
-        tensors = read_weights(
+        tensors = read_decoder(
             checkpoint,
-            decoder_parts(config, shard_of(group), keys),
-            # Next-token layers are a drafter's.
-            ignored_prefixes=(
-                *MTP_PREFIXES,
-                *find_mtp_layers(checkpoint.files).prefixes,
-                *keys.ignored_prefixes,
-                *tied_copy,
-            ),
-            ignored_suffixes=IGNORED_SUFFIXES,
+            config,
+            shard_of(group),
             dtype=dtype,
             device=device,
             show_progress=show_progress,
@@ -72,6 +63,39 @@ def load_decoder(
         phase.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
     with start_phase("layers"):
         return build_decoder(config, tensors, device, options, group)
+
+
+def read_decoder(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    shard: Shard,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    show_progress: bool = False,
+) -> dict[str, Tensor]:
+    """Reads the tensors of `decoder_parts` to `device`, cast to `dtype`.
+
+    Raises:
+        CheckpointError: see `load_decoder`.
+    """
+    keys = DecoderKeys.of(checkpoint.files)
+    tied_copy = (keys.lm_head,) if config.tie_word_embeddings else ()
+    return read_weights(
+        checkpoint,
+        decoder_parts(config, shard, keys),
+        # Next-token layers are a drafter's.
+        ignored_prefixes=(
+            *MTP_PREFIXES,
+            *find_mtp_layers(checkpoint.files).prefixes,
+            *keys.ignored_prefixes,
+            *tied_copy,
+        ),
+        ignored_suffixes=IGNORED_SUFFIXES,
+        dtype=dtype,
+        device=device,
+        show_progress=show_progress,
+    )
 
 
 def shard_of(group: TensorGroup | None) -> Shard:

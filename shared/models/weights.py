@@ -90,7 +90,7 @@ def read_weights(
     """
     _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes))
     targets = empty_targets(parts, dtype, device)
-    places = _places(parts, targets)
+    places = places_of(parts, targets)
     progress = tqdm(
         total=sum(target.nbytes for target in targets.values()),
         desc="weights",
@@ -125,10 +125,10 @@ def stack_weights(
 ) -> dict[str, Tensor]:
     """Returns what `read_weights` does, of tensors that `read` makes from their keys."""
     targets = empty_targets(parts, dtype, device)
-    for part, place in zip(parts, _places(parts, targets), strict=True):
+    for part, place in zip(parts, places_of(parts, targets), strict=True):
         tensor = read(part.key)
         assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
-        place.copy_(part.taken(partial(_cut, tensor)))
+        place.copy_(part.taken(partial(cut_tensor, tensor)))
     return targets
 
 
@@ -185,7 +185,7 @@ def empty_targets(
     }
 
 
-def _places(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[Tensor]:
+def places_of(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[Tensor]:
     """Returns, for each part, the view of its target that it fills."""
     places: list[Tensor] = []
     next_row: dict[str, int] = defaultdict(int)
@@ -196,7 +196,8 @@ def _places(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[
     return places
 
 
-def _cut(tensor: Tensor, cut: Cut | None) -> Tensor:
+def cut_tensor(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Returns a part of a tensor; None takes all of it."""
     return tensor if cut is None else tensor[cut.slices]
 
 

@@ -185,6 +185,7 @@ class Delta:
     Attributes:
         num_drafted: draft nodes verified in the step.
         trace: when the request wants it.
+        weight_version: of the weights from here on; None while it is that of the delta before.
     """
 
     token_ids: tuple[int, ...]
@@ -192,6 +193,7 @@ class Delta:
     num_accepted: int
     num_drafted: int
     trace: RoundTrace | None = None
+    weight_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

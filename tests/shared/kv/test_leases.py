@@ -178,3 +178,27 @@ def _act(leases: KvLeases, running: list[_Running], action: str, data: st.DataOb
     else:
         leases.close(each.lease, each.tokens)
         running.remove(each)
+
+
+def test_what_was_computed_with_replaced_weights_is_not_found_again() -> None:
+    leases = _leases()
+    tokens = list(range(11))
+    leases.close(_run(leases, tokens), tokens)
+    reader = leases.open([*tokens, 1])  # goes on with two pages of the old weights
+    leases.grow(reader, 12)
+    assert leases.retire() == 0
+    leases.check()
+    assert leases.open([*tokens, 1]).num_cached_tokens == 0
+    leases.publish(reader, [*tokens, 1])
+    assert leases.open([*tokens, 1]).num_cached_tokens == 0, "old pages are not shared"
+    leases.close(reader, [*tokens, 1])
+    leases.check()
+    assert leases.num_cached_pages == 0
+
+
+def test_retired_pages_that_nobody_reads_are_free_at_once() -> None:
+    leases = _leases()
+    tokens = list(range(8))
+    leases.close(_run(leases, tokens), tokens)
+    assert leases.retire() == 2
+    assert leases.num_free_pages == leases.num_pages

@@ -1,0 +1,295 @@
+"""New weights for a decoder that serves: gathered in the host's memory, then put in place at once.
+
+Nothing of the decoder changes before everything has been checked. Values go into the tensors that
+are there, whose addresses CUDA graphs hold, and come to their layout (packed, in 8 bits) by the
+loader's own path, a layer at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.errors import CheckpointError
+from shared.layers.linear import Linear
+from shared.layers.tensor_group import TensorGroup
+from shared.model_options import LoadFormat, ModelOptions
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder, attention_shape
+from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder_parts
+from shared.models.loader import build_layer, norm_from, read_decoder, shard_of
+from shared.models.mtp_keys import MTP_PREFIXES
+from shared.models.weight_copies import WeightCopy, copy_weights
+from shared.models.weights import cut_tensor, empty_targets, places_of
+
+_MAX_NAMES = 5
+_EMBEDDING, _LM_HEAD, _NORM = "embedding", "lm_head", "norm"
+_CPU = torch.device("cpu")
+
+
+class WeightStage:
+    """What has arrived of an update. Not in force until `apply`.
+
+    Args:
+        keys: the names that the served checkpoint's tensors have, which an update has too.
+        options: those that the decoder was loaded with.
+
+    Attributes:
+        is_untouched: whether `apply` has changed nothing yet.
+    """
+
+    def __init__(self, decoder: Decoder, keys: DecoderKeys, options: ModelOptions) -> None:
+        self._decoder, self._keys, self._options = decoder, keys, options
+        config = decoder.config
+        self._parts = decoder_parts(config, shard_of(decoder.group), keys)
+        self._by_key: dict[str, list[int]] = defaultdict(list)
+        for index, part in enumerate(self._parts):
+            self._by_key[part.key].append(index)
+        self._ignored = (*MTP_PREFIXES, *keys.ignored_prefixes)
+        if config.tie_word_embeddings:
+            self._ignored = (*self._ignored, keys.lm_head)
+        self._tensors: dict[str, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
+        self._arrived: set[str] = set()
+        self.is_untouched = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has arrived."""
+        return not self._tensors
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor of the decoder has arrived."""
+        return self._tensors.keys() >= {part.target for part in self._parts}
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of what has arrived."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def read(self, folder: Path, load_format: LoadFormat) -> None:
+        """Reads a whole checkpoint.
+
+        Raises:
+            CheckpointError: the folder is incomplete or damaged, or of another shape than the
+                decoder; nothing has arrived then.
+        """
+        config = ModelConfig.from_folder(folder)
+        _check_config(folder, config, self._decoder.config)
+        checkpoint = Checkpoint.open(folder, load_format)
+        tensors = read_decoder(
+            checkpoint,
+            self._decoder.config,
+            shard_of(self._decoder.group),
+            dtype=self._decoder.dtype,
+            device=_CPU,
+        )
+        self._tensors = tensors
+        self._arrived = set(self._by_key)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises:
+        CheckpointError: the decoder has no such tensor, or of another shape, or it came before.
+        """
+        if self._is_ignored(name):
+            return
+        indices = self._by_key.get(name)
+        if not indices:
+            raise CheckpointError(f"the update has {name}, which this architecture does not use")
+        expected = self._parts[indices[0]].shape
+        if shape != expected:
+            raise CheckpointError(
+                f"{name} of the update has shape {list(shape)}; the model needs {list(expected)}"
+            )
+        if name in self._arrived:
+            raise CheckpointError(f"{name} came twice in one update")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes one tensor of a checkpoint, by its name there.
+
+        Raises:
+            CheckpointError: see `check`; what arrived before is as it was.
+        """
+        self.check(name, tuple(tensor.shape))
+        if self._is_ignored(name):
+            return
+        for index in self._by_key[name]:
+            part = self._parts[index]
+            self._place(index).copy_(part.taken(partial(cut_tensor, tensor)))
+        self._arrived.add(name)
+
+    def check_complete(self) -> None:
+        """Raises:
+        CheckpointError: parts of a tensor that is made of several are missing.
+        """
+        missing = {
+            part.key
+            for part in self._parts
+            if part.target in self._tensors and part.key not in self._arrived
+        }
+        if missing:
+            names = sorted(missing)
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise CheckpointError(
+                f"the update lacks {', '.join(names[:_MAX_NAMES])}{more}, which the server keeps "
+                f"in one tensor with others that it has"
+            )
+
+    @torch.inference_mode()
+    def apply(self) -> None:
+        """Puts everything in place. `check_complete` has passed, and nothing computes.
+
+        Raises:
+            RuntimeError: the device has no room for one layer beside the decoder; nothing has
+                changed then.
+        """
+        _check_room(self._layer_bytes(), self._decoder.device)
+        self.is_untouched = False
+        decoder, config = self._decoder, self._decoder.config
+        tensors, self._tensors, self._places = self._tensors, {}, {}
+        head = tensors.get(_EMBEDDING if config.tie_word_embeddings else _LM_HEAD)
+        if (embedding := tensors.get(_EMBEDDING)) is not None:
+            decoder.embedding.copy_(embedding)
+        if head is not None and not _is_same(decoder.lm_head, decoder.embedding):
+            _put(decoder.lm_head, Linear.of(head.to(decoder.device)))
+        if _NORM in tensors:
+            norm = norm_from(config, {_NORM: tensors[_NORM].to(decoder.device)}, _NORM)
+            _put(decoder.norm, norm)
+        by_layer = _by_layer(tensors)
+        for index in sorted(by_layer):
+            self._put_layer(index, by_layer.pop(index))
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)
+
+    def _put_layer(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        decoder, prefix = self._decoder, f"layers.{index}."
+        # What has not come is told by its shape alone, and is left as it is.
+        own = [part for part in self._parts if part.target.startswith(prefix)]
+        given = empty_targets(own, decoder.dtype, torch.device("meta"))
+        given |= _on_device(tensors, decoder.device)
+        new = build_layer(
+            decoder.config,
+            given,
+            attention_shape(decoder.config, index, shard_of(decoder.group)),
+            index,
+            self._options.quantisation,
+            decoder.group,
+        )
+        _put(decoder.layers[index], new)
+
+    def _layer_bytes(self) -> int:
+        """The most that one layer takes before it is in its place, in the model's dtype."""
+        sizes: dict[str, int] = defaultdict(int)
+        for name, tensor in self._tensors.items():
+            layer = name.split(".")[1] if name.startswith("layers.") else name
+            sizes[layer] += 0 if name == _EMBEDDING else tensor.nbytes
+        return max(sizes.values(), default=0)
+
+    def _place(self, index: int) -> Tensor:
+        if index not in self._places:
+            target = self._parts[index].target
+            indices = [i for i, part in enumerate(self._parts) if part.target == target]
+            own = [self._parts[i] for i in indices]
+            allocated = empty_targets(own, self._decoder.dtype, _CPU)
+            self._tensors |= allocated
+            self._places |= dict(zip(indices, places_of(own, allocated), strict=True))
+        return self._places[index]
+
+    def _is_ignored(self, name: str) -> bool:
+        return name.startswith(self._ignored) or name.endswith(IGNORED_SUFFIXES)
+
+
+def checksums(decoder: Decoder) -> dict[str, str]:
+    """Returns the SHA-256 of each tensor of this process's part of a decoder, by its place there,
+    in lower-case hexadecimal."""
+    return {name: _digest(tensor) for name, tensor in named_tensors(decoder)}
+
+
+def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of a model, a tree of dataclasses and tuples, by their places."""
+    if isinstance(part, Tensor):
+        yield name, part
+    elif isinstance(part, tuple):
+        for index, each in enumerate(part):
+            yield from named_tensors(each, f"{name}.{index}")
+    elif dataclasses.is_dataclass(part) and not isinstance(part, TensorGroup):
+        for field in dataclasses.fields(part):
+            if field.name not in ("counters", "rotary", "sliding_rotary"):
+                inner = f"{name}.{field.name}" if name else field.name
+                yield from named_tensors(getattr(part, field.name), inner)
+
+
+def _put(old: object, new: object) -> None:
+    """Copies the tensors of `new`, but those on the meta device, to their counterparts."""
+    given = list(named_tensors(new))
+    if all(tensor.is_meta for _, tensor in given):
+        return
+    if isinstance(old, Tensor):
+        assert isinstance(new, Tensor)
+        assert old.shape == new.shape, f"{list(old.shape)} is not {list(new.shape)}"
+        assert (old.dtype, old.layout) == (new.dtype, new.layout)
+        old.copy_(new)
+    elif isinstance(old, tuple):
+        assert isinstance(new, tuple)
+        for mine, theirs in zip(old, new, strict=True):
+            _put(mine, theirs)
+    elif dataclasses.is_dataclass(old) and not isinstance(old, TensorGroup):
+        for field in dataclasses.fields(old):
+            if field.name != "counters":
+                _put(getattr(old, field.name), getattr(new, field.name))
+
+
+def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    if device.type == "cpu":
+        return dict(tensors)
+    placed = {name: torch.empty_like(each, device=device) for name, each in tensors.items()}
+    for _ in copy_weights((WeightCopy(tensors[name], placed[name]) for name in placed), device):
+        pass
+    return placed
+
+
+def _by_layer(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if name.startswith("layers."):
+            found[int(name.split(".")[1])][name] = tensor
+    return found
+
+
+def _is_same(head: Linear, embedding: Tensor) -> bool:
+    """Whether lm_head and embedding are one tensor."""
+    values = head.weight.values
+    return values.layout == torch.strided and values.data_ptr() == embedding.data_ptr()
+
+
+def _check_room(num_bytes: int, device: torch.device) -> None:
+    """Raises: RuntimeError where so much cannot be had now. What is freed here stays with torch, so
+    that it can be had again."""
+    if device.type == "cuda":
+        torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    flat = plain.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
+
+
+def _check_config(folder: Path, given: ModelConfig, served: ModelConfig) -> None:
+    """Raises: CheckpointError where the two would compute different things with the same names."""
+    given = dataclasses.replace(given, dtype=served.dtype, eos_token_ids=served.eos_token_ids)
+    for field in dataclasses.fields(ModelConfig):
+        mine, theirs = getattr(served, field.name), getattr(given, field.name)
+        if mine != theirs:
+            raise CheckpointError(
+                f"{folder} has {field.name} {theirs}; the model that is served has {mine}"
+            )
