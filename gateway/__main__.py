@@ -99,7 +99,7 @@ def _compose(settings: GatewaySettings) -> Gateway:
             tls=settings.target_tls,
         )
     )
-    quotas = Quotas(settings.api_keys, settings.key_limits)
+    quotas = Quotas(settings.api_keys, settings.key_limits, never_learnt=settings.never_learn_from)
     return Gateway(
         pool=pool,
         text=ModelText.read(

@@ -88,12 +88,14 @@ class Answer:
         Raises:
             OutriderError: no target took the request. Nothing has been sent to the client yet.
         """
+        quota = current_quota.get()
         for index, generation in enumerate(self.plan.generations):
             deliver = partial(self._inbox.put, index)
             generation = replace(
                 generation,
                 traceparent=self._record.traceparent,
                 timeout_s=self._context.limits.request_timeout_s,
+                never_learnt=quota is not None and quota.never_learnt,
             )
             self._flights.append(self._context.pool.submit(generation, self.plan.model, deliver))
         await self.step()

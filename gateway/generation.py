@@ -47,6 +47,7 @@ class Generation:
         trace_id: for logs and traces.
         traceparent: the gateway's span, or the client's; None when nobody traces.
         timeout_s: most time it may take on a target, queueing included.
+        never_learnt: no draft may learn from it.
     """
 
     prompt_token_ids: Sequence[int]
@@ -66,6 +67,7 @@ class Generation:
     trace_id: str = ""
     traceparent: str | None = None
     timeout_s: float | None = None
+    never_learnt: bool = False
 
     @property
     def num_reserved_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -51,16 +51,24 @@ class Quota:
 
     Attributes:
         scope: what its key may reach.
+        never_learnt: no draft may learn from its requests.
         num_requests, num_tokens: since the start.
         num_open: requests that are being answered.
         refusals: by what was exceeded: requests, tokens, concurrency.
     """
 
     def __init__(
-        self, name: str, limits: KeyLimits, clock: Clock, scope: Scope = Scope.USE
+        self,
+        name: str,
+        limits: KeyLimits,
+        clock: Clock,
+        scope: Scope = Scope.USE,
+        *,
+        never_learnt: bool = False,
     ) -> None:
         self.name = name
         self.scope = scope
+        self.never_learnt = never_learnt
         self.num_requests = 0
         self.num_tokens = 0
         self.num_open = 0
@@ -122,15 +130,17 @@ class Quotas:
         keys: Sequence[ApiKey] = (),
         anonymous: KeyLimits | None = None,
         clock: Clock = time.monotonic,
+        never_learnt: Collection[str] = (),
     ) -> None:
+        """`never_learnt` names the keys that no draft may learn from."""
         self._keys = tuple(keys)
+        known = [(key.name, key.limits, key.scope) for key in self._keys]
+        if not known:
+            known = [(ANONYMOUS, anonymous or KeyLimits(), Scope.ADMIN)]
         self._by_name = {
-            key.name: Quota(key.name, key.limits, clock, key.scope) for key in self._keys
+            name: Quota(name, limits, clock, scope, never_learnt=name in never_learnt)
+            for name, limits, scope in known
         }
-        if not self._keys:
-            self._by_name[ANONYMOUS] = Quota(
-                ANONYMOUS, anonymous or KeyLimits(), clock, Scope.ADMIN
-            )
 
     @property
     def all(self) -> Sequence[Quota]:

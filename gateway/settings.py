@@ -6,7 +6,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.api_keys import ApiKey, KeyLimits, check_keys, keys_from_file, keys_from_texts
+from gateway.api_keys import (
+    ANONYMOUS,
+    ApiKey,
+    KeyLimits,
+    check_keys,
+    keys_from_file,
+    keys_from_texts,
+)
 from gateway.http_protocol import ConnectionLimits
 from gateway.limits import RequestLimits
 from gateway.output.families import ReasoningParser, ToolCallParser
@@ -82,6 +89,11 @@ class GatewaySettings(DialingSettings):
         None, "prompt and output tokens a minute for each key", minimum=1
     )
     key_max_concurrent: int | None = setting(None, "open requests for each key", minimum=1)
+    never_learn_from: tuple[str, ...] = setting(
+        (),
+        "name of a key whose requests no draft may learn from, `anonymous` where there are no "
+        "keys; repeat for several",
+    )
     cors_origin: tuple[str, ...] = setting(
         (),
         "site that may call the gateway (https://app.example); repeat for several; none when unset",
@@ -151,6 +163,7 @@ class GatewaySettings(DialingSettings):
         problems += address_problems("--target-maintenance", self.target_maintenance)
         try:
             check_keys(self.api_keys)
+            problems += self._unknown_names()
         except SettingsError as error:
             problems += error.problems
         problems += tuple(
@@ -162,6 +175,14 @@ class GatewaySettings(DialingSettings):
             problems += ("--round-log is set; a gateway takes no steps: set it at targets, drafts",)
         if problems:
             raise SettingsError(problems)
+
+    def _unknown_names(self) -> tuple[str, ...]:
+        known = [key.name for key in self.api_keys] or [ANONYMOUS]
+        return tuple(
+            f"--never-learn-from is {name!r}; the keys are {', '.join(known)}"
+            for name in self.never_learn_from
+            if name not in known
+        )
 
     @property
     def http_tls(self) -> ServerTls | None:

@@ -69,6 +69,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
             step_count=generation.num_draft_steps,
             outcome_budget=generation.num_outcomes,
             draft_token_count=generation.num_draft_tokens,
+            never_learnt=generation.never_learnt,
         ),
     )
     scoring = generation.prompt_scoring

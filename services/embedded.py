@@ -155,7 +155,7 @@ class EmbeddedDraft:
         wanted = self._worker.feature_spec
         if wanted is None:
             return None
-        return FeatureSpec(ATTACHMENT_ID, wanted.layer_indices, wanted.dtype, wanted.projection)
+        return FeatureSpec.of(wanted.layer_indices, wanted.dtype, wanted.projection)
 
 
 def _events(link: int, message: DraftMessage) -> list[Event]:

@@ -56,6 +56,7 @@ def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
             feature_spec=_spec_message(identity.feature_spec),
             feature_ring=_ring_offer(identity),
             shape=None if identity.shape is None else shape_message(identity.shape),
+            learns=identity.learns,
         )
     )
 

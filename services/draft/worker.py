@@ -28,6 +28,7 @@ class WorkerIdentity:
         host_id: of a worker that can share memory with a target of its host; empty takes features
             as bytes.
         device: of the drafter, as torch names it. Only a GPU reads the memory of another.
+        learns: it is shown sequences that have ended, and drafts for none.
     """
 
     worker_id: str
@@ -40,6 +41,7 @@ class WorkerIdentity:
     shape: TreeShape | None = None
     host_id: str = ""
     device: str = "cpu"
+    learns: bool = False
 
     @property
     def reads_cuda(self) -> bool:

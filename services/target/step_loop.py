@@ -346,6 +346,7 @@ class StepLoop:
 
     def _forget(self, sequence: TargetSequence) -> None:
         """Lets go of a sequence that has ended; its pages only when no step in flight has them."""
+        self.drafts.learners.ended(sequence)
         self._subscriptions.remove(sequence)
         self._rounds.forget(sequence)
         self._selections.forget(sequence)

@@ -37,6 +37,17 @@ async def _chat(client: httpx.AsyncClient, key: str) -> httpx.Response:
     return await client.post("/v1/chat/completions", json=SHORT, headers=headers)
 
 
+async def test_what_a_key_sends_is_never_learnt_where_it_is_listed(
+    make_gateway: MakeGateway, target: FakeTarget
+) -> None:
+    keys = keys_from_texts(["alice:a", "bob:b"], KeyLimits())
+    gateway = await make_gateway(target, quotas=Quotas(keys, never_learnt=["bob"]))
+    async with http_client(gateway) as client:
+        assert [(await _chat(client, key)).status_code for key in "ab"] == [200, 200]
+    flags = [each.request.speculation_params.never_learnt for each in target.submits]
+    assert flags == [False, True]
+
+
 async def test_a_key_out_of_requests_waits_and_another_does_not(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:

@@ -177,6 +177,8 @@ class Attachment:
         fan_outs: for how many verdicts it is asked to prepare.
         rounds: what it lends for rounds on the device; None when it drafts by itself alone.
         refusal: why it was not added; set before its port is closed.
+        learns: it is told of sequences that have ended, and drafts for none.
+        max_context_tokens: of these sequences, that it wants at most; None for all.
     """
 
     identity: DraftIdentity
@@ -187,6 +189,8 @@ class Attachment:
     fan_outs: FanOuts = field(default_factory=FanOuts)
     rounds: RoundSource | None = None
     refusal: OutriderError | None = None
+    learns: bool = False
+    max_context_tokens: int | None = None
     report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)

@@ -10,6 +10,7 @@ from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.learners import Learners
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
@@ -24,6 +25,7 @@ class DraftExchange:
 
     Attributes:
         offers: what drafts pushed and nobody took yet. Other threads append to it.
+        learners: who learns from sequences that have ended.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class DraftExchange:
         cache: CacheSize,
     ) -> None:
         self.offers: deque[Offer] = deque()
+        self.learners = Learners(features)
         self.attachments = attachments
         self._features = features
         self._rounds = rounds
@@ -51,6 +54,9 @@ class DraftExchange:
                 self._features.open(attachment.feature_spec)
         except RuntimeError as error:
             self._refuse(attachment, self._cache.advice(Shortage.of(error)))
+            return
+        if attachment.learns:
+            self.learners.attach(attachment)
             return
         self.attachments.attach(attachment, started, self._clock())
         try:
@@ -68,7 +74,11 @@ class DraftExchange:
         attachment.port.close()
 
     def detach(self, attachment_id: str) -> None:
-        """Forgets a draft."""
+        """Forgets a draft or a learner."""
+        learner = self.learners.detach(attachment_id)
+        if learner is not None and learner.feature_spec is not None:
+            self._features.close(learner.feature_spec)
+            return
         # The trees under way belong to the drafts that have the sequences now.
         self._selections.settle()
         attachment = self.attachments.detach(attachment_id, self._clock())
@@ -98,8 +108,10 @@ class DraftExchange:
                 logger.warning("draft %s does not keep up", attachment.identity.worker_id)
                 attachment.port.close()
                 self.detach(attachment.identity.attachment_id)
+        self.learners.tell()
 
     def close(self) -> None:
         """Ends every draft's stream."""
+        self.learners.close()
         for attachment in self.attachments.drafts.live:
             attachment.port.close()

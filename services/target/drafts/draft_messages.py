@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 from services.target.drafts.attachment import DraftMessage, OpenedSequence
@@ -25,13 +24,11 @@ def feature_spec(message: pb.FeatureSpec) -> FeatureSpec:
     Raises:
         InvalidArgument: the data type is unknown or the projection malformed.
     """
-    digest = hashlib.sha256(message.SerializeToString(deterministic=True))
     has_projection = message.HasField("projection")
-    return FeatureSpec(
-        key=digest.hexdigest(),
-        layer_indices=tuple(message.layer_indices),
-        dtype=dtype_from_number(message.data_type),
-        projection=tensor_from_message(message.projection) if has_projection else None,
+    return FeatureSpec.of(
+        tuple(message.layer_indices),
+        dtype_from_number(message.data_type),
+        tensor_from_message(message.projection) if has_projection else None,
     )
 
 

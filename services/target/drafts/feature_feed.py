@@ -13,6 +13,7 @@ from services.target.drafts.feature_needs import FeatureNeed, FeatureNeeds
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec, FeatureStore, FeatureStores
 from services.target.step_plan import StepPlan
+from shared.kv.leases import KvLease
 from shared.runtime.runner import RunnerOutput
 
 
@@ -45,6 +46,17 @@ class FeatureFeed:
     def kept(self, spec: FeatureSpec) -> FeatureStore | None:
         """Returns where the features of a spec are; None when nobody wants them."""
         return self._stores.get(spec.key)
+
+    def known_rows(
+        self, spec: FeatureSpec, lease: KvLease, start: int, end: int
+    ) -> tuple[int, Tensor]:
+        """Returns the rows of a spec up to position `end`, from `start` on or from behind the last
+        one that nobody stored, and the position of the first."""
+        store = self._stores.get(spec.key)
+        assert store is not None, "nobody keeps these features"
+        slots = lease.slots(start, end, self._page_size)
+        num_unknown = store.first_known(slots)
+        return start + num_unknown, store.read(slots[num_unknown:])
 
     def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:
         """Stores the rows of a step's forward, tree nodes included."""

@@ -8,6 +8,7 @@ row of W beside the K and V of all layers, a few per cent.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,18 @@ class FeatureSpec:
     layer_indices: tuple[int, ...]
     dtype: torch.dtype
     projection: Tensor | None
+
+    @classmethod
+    def of(
+        cls, layer_indices: tuple[int, ...], dtype: torch.dtype, projection: Tensor | None
+    ) -> FeatureSpec:
+        """Returns the spec under a key of its content, whoever asks for it."""
+        digest = hashlib.sha256(repr((layer_indices, dtype)).encode())
+        if projection is not None:
+            digest.update(
+                projection.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            )
+        return cls(digest.hexdigest(), layer_indices, dtype, projection)
 
     def check(self, *, num_layers: int, hidden_size: int) -> None:
         """Raises:

@@ -14,6 +14,7 @@ from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import feature_spec, ring_message
 from services.target.drafts.draft_stream import DraftStream
 from services.target.drafts.feature_outlet import RingOutlet
+from services.target.drafts.learners import MAX_UNSENT
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
@@ -83,7 +84,8 @@ class DraftReception:
             self._rings.close(draft.ring)
 
     def _attachment(self, attach: pb.Attach) -> tuple[Attachment, DraftStream]:
-        stream = DraftStream(asyncio.get_running_loop(), self._terms.max_queued_messages)
+        most_queued = MAX_UNSENT if attach.learns else self._terms.max_queued_messages
+        stream = DraftStream(asyncio.get_running_loop(), most_queued)
         identity = DraftIdentity(
             attachment_id=f"attachment-{next(self._ids)}",
             worker_id=attach.worker_id,
@@ -95,7 +97,15 @@ class DraftReception:
         )
         spec = feature_spec(attach.feature_spec) if attach.HasField("feature_spec") else None
         patience = Patience(self._terms.longest_wait_s)
-        return Attachment(identity, stream, patience, spec), stream
+        attachment = Attachment(
+            identity,
+            stream,
+            patience,
+            spec,
+            learns=attach.learns,
+            max_context_tokens=attach.max_context_token_count or None,
+        )
+        return attachment, stream
 
     def _check(self, attach: pb.Attach) -> None:
         known = self._model.tokenizer_sha256
@@ -106,6 +116,9 @@ class DraftReception:
             if length > _LONGEST_NAME:
                 message = f"{name} has {length:,} characters; at most {_LONGEST_NAME} are accepted"
                 raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", name, message)
+        if attach.learns and not attach.HasField("feature_spec"):
+            message = "a learner reads features; feature_spec is missing"
+            raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", "feature_spec", message)
         for name in ("max_sequence_count", "max_node_count"):
             if getattr(attach, name) < 1:
                 raise InvalidArgument.of(

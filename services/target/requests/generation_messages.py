@@ -41,6 +41,7 @@ def generation_request(
         num_draft_tokens=_wished(wishes, "draft_token_count", TREE_TOKENS),
         num_outcomes=_wished(wishes, "outcome_budget", OUTCOMES),
         wants_trace=wishes.trace,
+        never_learnt=wishes.never_learnt,
         priority=message.priority,
         prompt_scoring=_prompt_scoring(message),
     )

@@ -43,6 +43,7 @@ class GenerationRequest:
         num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
         wants_trace: every delta tells what its round did.
         traceparent: what drafts name as their parent; None when nobody traces.
+        never_learnt: no learner is shown it.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class GenerationRequest:
     num_draft_tokens: int | None = None
     num_outcomes: int | None = None
     traceparent: str | None = None
+    never_learnt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

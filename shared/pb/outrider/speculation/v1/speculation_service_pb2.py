@@ -18,57 +18,57 @@ from shared.pb.outrider.types.v1 import tensor_pb2 as outrider_dot_types_dot_v1_
 from shared.pb.outrider.types.v1 import token_tree_pb2 as outrider_dot_types_dot_v1_dot_token__tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1outrider/speculation/v1/speculation_service.proto\x12\x17outrider.speculation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a outrider/types/v1/sampling.proto\x1a\x1eoutrider/types/v1/tensor.proto\x1a\"outrider/types/v1/token_tree.proto\"\x8d\x02\n\x10SpeculateRequest\x12\x31\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x1f.outrider.speculation.v1.AttachH\x00\x12=\n\ncandidates\x18\x02 \x01(\x0b\x32\'.outrider.speculation.v1.CandidateBatchH\x00\x12\x33\n\x07release\x18\x03 \x01(\x0b\x32 .outrider.speculation.v1.ReleaseH\x00\x12G\n\x12\x66\x65\x61ture_ring_taken\x18\x04 \x01(\x0b\x32).outrider.speculation.v1.FeatureRingTakenH\x00\x42\t\n\x07message\"\x81\x03\n\x11SpeculateResponse\x12\x35\n\x08\x61ttached\x18\x01 \x01(\x0b\x32!.outrider.speculation.v1.AttachedH\x00\x12>\n\x06opened\x18\x02 \x01(\x0b\x32,.outrider.speculation.v1.SequenceOpenedBatchH\x00\x12\x39\n\x08verdicts\x18\x03 \x01(\x0b\x32%.outrider.speculation.v1.VerdictBatchH\x00\x12>\n\rfeature_chunk\x18\x04 \x01(\x0b\x32%.outrider.speculation.v1.FeatureChunkH\x00\x12>\n\x06\x63losed\x18\x05 \x01(\x0b\x32,.outrider.speculation.v1.SequenceClosedBatchH\x00\x12/\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x1e.outrider.speculation.v1.DrainH\x00\x42\t\n\x07message\"\xd9\x02\n\x06\x41ttach\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x1a\n\x12max_sequence_count\x18\x04 \x01(\x05\x12\x16\n\x0emax_node_count\x18\x05 \x01(\x05\x12:\n\x0c\x66\x65\x61ture_spec\x18\x06 \x01(\x0b\x32$.outrider.speculation.v1.FeatureSpec\x12\x11\n\talgorithm\x18\x07 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x08 \x01(\x05\x12+\n\x05shape\x18\t \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12?\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32).outrider.speculation.v1.FeatureRingOffer\"7\n\x10\x46\x65\x61tureRingOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x12\n\nreads_cuda\x18\x02 \x01(\x08\"\\\n\x0b\x46\x65\x61tureRing\x12\x15\n\x0bshared_file\x18\x01 \x01(\tH\x00\x12\x19\n\x0f\x63uda_ipc_handle\x18\x02 \x01(\x0cH\x00\x12\x11\n\trow_count\x18\x03 \x01(\x05\x42\x08\n\x06memory\",\n\x08RingRows\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x11\n\trow_count\x18\x02 \x01(\x05\"\x1f\n\x10\x46\x65\x61tureRingTaken\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x03\"\x83\x01\n\x0b\x46\x65\x61tureSpec\x12\x15\n\rlayer_indices\x18\x01 \x03(\x05\x12.\n\tdata_type\x18\x02 \x01(\x0e\x32\x1b.outrider.types.v1.DataType\x12-\n\nprojection\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"\x88\x03\n\x08\x41ttached\x12\x15\n\rattachment_id\x18\x01 \x01(\t\x12\x16\n\x0emax_node_count\x18\x02 \x01(\x05\x12\x1a\n\x12max_sequence_count\x18\x03 \x01(\x05\x12:\n\x17\x63\x61ndidate_wait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rfeature_width\x18\x05 \x01(\x05\x12\x44\n\x11verification_mode\x18\x06 \x01(\x0e\x32).outrider.speculation.v1.VerificationMode\x12\x1f\n\x17max_context_token_count\x18\x07 \x01(\x05\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\'\n\x1fmax_conditional_candidate_count\x18\t \x01(\x05\x12:\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32$.outrider.speculation.v1.FeatureRing\"Q\n\x13SequenceOpenedBatch\x12:\n\tsequences\x18\x01 \x03(\x0b\x32\'.outrider.speculation.v1.SequenceOpened\"\xce\x02\n\x0eSequenceOpened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12:\n\x0fsampling_params\x18\x03 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12\r\n\x05round\x18\x04 \x01(\x03\x12\x1a\n\x12prompt_token_count\x18\x05 \x01(\x05\x12\x32\n\x0cwanted_shape\x18\x06 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x18\n\x10trace_request_id\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12!\n\x14wanted_outcome_count\x18\n \x01(\x05H\x00\x88\x01\x01\x42\x17\n\x15_wanted_outcome_count\"\xc0\x01\n\x0e\x43\x61ndidateBatch\x12\x36\n\ncandidates\x18\x01 \x03(\x0b\x32\".outrider.speculation.v1.Candidate\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0cpinned_shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0f\n\x07warming\x18\x04 \x01(\x08\"\x9d\x02\n\tCandidate\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x1d\n\x15\x63ommitted_token_count\x18\x03 \x01(\x05\x12*\n\x04tree\x18\x04 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12:\n\tcondition\x18\x05 \x01(\x0b\x32\".outrider.speculation.v1.ConditionH\x00\x88\x01\x01\x12\x19\n\x0c\x63\x61ndidate_id\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12+\n\x05shape\x18\x07 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShapeB\x0c\n\n_conditionB\x0f\n\r_candidate_id\"w\n\tCondition\x12\x17\n\nnode_index\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x16\n\x0e\x62onus_token_id\x18\x02 \x01(\x05\x12\x19\n\x0c\x63\x61ndidate_id\x18\x03 \x01(\x03H\x01\x88\x01\x01\x42\r\n\x0b_node_indexB\x0f\n\r_candidate_id\"B\n\x0cVerdictBatch\x12\x32\n\x08verdicts\x18\x01 \x03(\x0b\x32 .outrider.speculation.v1.Verdict\"\x8b\x05\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x39\n\x07outcome\x18\x03 \x01(\x0e\x32(.outrider.speculation.v1.Verdict.Outcome\x12\x1d\n\x15\x61\x63\x63\x65pted_node_indices\x18\x04 \x03(\x05\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\x05\x12\x1d\n\x15\x63ommitted_token_count\x18\x06 \x01(\x05\x12+\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x32\n\x0cwanted_shape\x18\x08 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x19\n\x0c\x63\x61ndidate_id\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x1e\n\x11next_candidate_id\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12\x34\n\tring_rows\x18\x0c \x01(\x0b\x32!.outrider.speculation.v1.RingRows\x12!\n\x14wanted_outcome_count\x18\r \x01(\x05H\x02\x88\x01\x01\"\x80\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_VERIFIED\x10\x01\x12\x12\n\x0eOUTCOME_MISSED\x10\x02\x12\x11\n\rOUTCOME_STALE\x10\x03\x12\x1f\n\x1bOUTCOME_VERIFIED_NEXT_READY\x10\x04\x42\x0f\n\r_candidate_idB\x14\n\x12_next_candidate_idB\x17\n\x15_wanted_outcome_count\"\xa9\x01\n\x0c\x46\x65\x61tureChunk\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0fposition_offset\x18\x02 \x01(\x05\x12\'\n\x04rows\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x34\n\tring_rows\x18\x05 \x01(\x0b\x32!.outrider.speculation.v1.RingRows\"+\n\x13SequenceClosedBatch\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\"\x1f\n\x07Release\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\":\n\x05\x44rain\x12\x31\n\x0egrace_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration*v\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x01\x12 \n\x1cVERIFICATION_MODE_POINT_MASS\x10\x02\x32|\n\x12SpeculationService\x12\x66\n\tSpeculate\x12).outrider.speculation.v1.SpeculateRequest\x1a*.outrider.speculation.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1outrider/speculation/v1/speculation_service.proto\x12\x17outrider.speculation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a outrider/types/v1/sampling.proto\x1a\x1eoutrider/types/v1/tensor.proto\x1a\"outrider/types/v1/token_tree.proto\"\x8d\x02\n\x10SpeculateRequest\x12\x31\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x1f.outrider.speculation.v1.AttachH\x00\x12=\n\ncandidates\x18\x02 \x01(\x0b\x32\'.outrider.speculation.v1.CandidateBatchH\x00\x12\x33\n\x07release\x18\x03 \x01(\x0b\x32 .outrider.speculation.v1.ReleaseH\x00\x12G\n\x12\x66\x65\x61ture_ring_taken\x18\x04 \x01(\x0b\x32).outrider.speculation.v1.FeatureRingTakenH\x00\x42\t\n\x07message\"\x81\x03\n\x11SpeculateResponse\x12\x35\n\x08\x61ttached\x18\x01 \x01(\x0b\x32!.outrider.speculation.v1.AttachedH\x00\x12>\n\x06opened\x18\x02 \x01(\x0b\x32,.outrider.speculation.v1.SequenceOpenedBatchH\x00\x12\x39\n\x08verdicts\x18\x03 \x01(\x0b\x32%.outrider.speculation.v1.VerdictBatchH\x00\x12>\n\rfeature_chunk\x18\x04 \x01(\x0b\x32%.outrider.speculation.v1.FeatureChunkH\x00\x12>\n\x06\x63losed\x18\x05 \x01(\x0b\x32,.outrider.speculation.v1.SequenceClosedBatchH\x00\x12/\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x1e.outrider.speculation.v1.DrainH\x00\x42\t\n\x07message\"\xe9\x02\n\x06\x41ttach\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x1a\n\x12max_sequence_count\x18\x04 \x01(\x05\x12\x16\n\x0emax_node_count\x18\x05 \x01(\x05\x12:\n\x0c\x66\x65\x61ture_spec\x18\x06 \x01(\x0b\x32$.outrider.speculation.v1.FeatureSpec\x12\x11\n\talgorithm\x18\x07 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x08 \x01(\x05\x12+\n\x05shape\x18\t \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12?\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32).outrider.speculation.v1.FeatureRingOffer\x12\x0e\n\x06learns\x18\x0b \x01(\x08\"7\n\x10\x46\x65\x61tureRingOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x12\n\nreads_cuda\x18\x02 \x01(\x08\"\\\n\x0b\x46\x65\x61tureRing\x12\x15\n\x0bshared_file\x18\x01 \x01(\tH\x00\x12\x19\n\x0f\x63uda_ipc_handle\x18\x02 \x01(\x0cH\x00\x12\x11\n\trow_count\x18\x03 \x01(\x05\x42\x08\n\x06memory\",\n\x08RingRows\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x11\n\trow_count\x18\x02 \x01(\x05\"\x1f\n\x10\x46\x65\x61tureRingTaken\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x03\"\x83\x01\n\x0b\x46\x65\x61tureSpec\x12\x15\n\rlayer_indices\x18\x01 \x03(\x05\x12.\n\tdata_type\x18\x02 \x01(\x0e\x32\x1b.outrider.types.v1.DataType\x12-\n\nprojection\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"\x88\x03\n\x08\x41ttached\x12\x15\n\rattachment_id\x18\x01 \x01(\t\x12\x16\n\x0emax_node_count\x18\x02 \x01(\x05\x12\x1a\n\x12max_sequence_count\x18\x03 \x01(\x05\x12:\n\x17\x63\x61ndidate_wait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rfeature_width\x18\x05 \x01(\x05\x12\x44\n\x11verification_mode\x18\x06 \x01(\x0e\x32).outrider.speculation.v1.VerificationMode\x12\x1f\n\x17max_context_token_count\x18\x07 \x01(\x05\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\'\n\x1fmax_conditional_candidate_count\x18\t \x01(\x05\x12:\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32$.outrider.speculation.v1.FeatureRing\"Q\n\x13SequenceOpenedBatch\x12:\n\tsequences\x18\x01 \x03(\x0b\x32\'.outrider.speculation.v1.SequenceOpened\"\xce\x02\n\x0eSequenceOpened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12:\n\x0fsampling_params\x18\x03 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12\r\n\x05round\x18\x04 \x01(\x03\x12\x1a\n\x12prompt_token_count\x18\x05 \x01(\x05\x12\x32\n\x0cwanted_shape\x18\x06 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x18\n\x10trace_request_id\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12!\n\x14wanted_outcome_count\x18\n \x01(\x05H\x00\x88\x01\x01\x42\x17\n\x15_wanted_outcome_count\"\xc0\x01\n\x0e\x43\x61ndidateBatch\x12\x36\n\ncandidates\x18\x01 \x03(\x0b\x32\".outrider.speculation.v1.Candidate\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0cpinned_shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0f\n\x07warming\x18\x04 \x01(\x08\"\x9d\x02\n\tCandidate\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x1d\n\x15\x63ommitted_token_count\x18\x03 \x01(\x05\x12*\n\x04tree\x18\x04 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12:\n\tcondition\x18\x05 \x01(\x0b\x32\".outrider.speculation.v1.ConditionH\x00\x88\x01\x01\x12\x19\n\x0c\x63\x61ndidate_id\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12+\n\x05shape\x18\x07 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShapeB\x0c\n\n_conditionB\x0f\n\r_candidate_id\"w\n\tCondition\x12\x17\n\nnode_index\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x16\n\x0e\x62onus_token_id\x18\x02 \x01(\x05\x12\x19\n\x0c\x63\x61ndidate_id\x18\x03 \x01(\x03H\x01\x88\x01\x01\x42\r\n\x0b_node_indexB\x0f\n\r_candidate_id\"B\n\x0cVerdictBatch\x12\x32\n\x08verdicts\x18\x01 \x03(\x0b\x32 .outrider.speculation.v1.Verdict\"\x8b\x05\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x39\n\x07outcome\x18\x03 \x01(\x0e\x32(.outrider.speculation.v1.Verdict.Outcome\x12\x1d\n\x15\x61\x63\x63\x65pted_node_indices\x18\x04 \x03(\x05\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\x05\x12\x1d\n\x15\x63ommitted_token_count\x18\x06 \x01(\x05\x12+\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x32\n\x0cwanted_shape\x18\x08 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x19\n\x0c\x63\x61ndidate_id\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x1e\n\x11next_candidate_id\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12\x34\n\tring_rows\x18\x0c \x01(\x0b\x32!.outrider.speculation.v1.RingRows\x12!\n\x14wanted_outcome_count\x18\r \x01(\x05H\x02\x88\x01\x01\"\x80\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_VERIFIED\x10\x01\x12\x12\n\x0eOUTCOME_MISSED\x10\x02\x12\x11\n\rOUTCOME_STALE\x10\x03\x12\x1f\n\x1bOUTCOME_VERIFIED_NEXT_READY\x10\x04\x42\x0f\n\r_candidate_idB\x14\n\x12_next_candidate_idB\x17\n\x15_wanted_outcome_count\"\xa9\x01\n\x0c\x46\x65\x61tureChunk\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0fposition_offset\x18\x02 \x01(\x05\x12\'\n\x04rows\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x34\n\tring_rows\x18\x05 \x01(\x0b\x32!.outrider.speculation.v1.RingRows\"+\n\x13SequenceClosedBatch\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\"\x1f\n\x07Release\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\":\n\x05\x44rain\x12\x31\n\x0egrace_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration*v\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x01\x12 \n\x1cVERIFICATION_MODE_POINT_MASS\x10\x02\x32|\n\x12SpeculationService\x12\x66\n\tSpeculate\x12).outrider.speculation.v1.SpeculateRequest\x1a*.outrider.speculation.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.speculation.v1.speculation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFICATIONMODE']._serialized_start=4035
-  _globals['_VERIFICATIONMODE']._serialized_end=4153
+  _globals['_VERIFICATIONMODE']._serialized_start=4051
+  _globals['_VERIFICATIONMODE']._serialized_end=4169
   _globals['_SPECULATEREQUEST']._serialized_start=213
   _globals['_SPECULATEREQUEST']._serialized_end=482
   _globals['_SPECULATERESPONSE']._serialized_start=485
   _globals['_SPECULATERESPONSE']._serialized_end=870
   _globals['_ATTACH']._serialized_start=873
-  _globals['_ATTACH']._serialized_end=1218
-  _globals['_FEATURERINGOFFER']._serialized_start=1220
-  _globals['_FEATURERINGOFFER']._serialized_end=1275
-  _globals['_FEATURERING']._serialized_start=1277
-  _globals['_FEATURERING']._serialized_end=1369
-  _globals['_RINGROWS']._serialized_start=1371
-  _globals['_RINGROWS']._serialized_end=1415
-  _globals['_FEATURERINGTAKEN']._serialized_start=1417
-  _globals['_FEATURERINGTAKEN']._serialized_end=1448
-  _globals['_FEATURESPEC']._serialized_start=1451
-  _globals['_FEATURESPEC']._serialized_end=1582
-  _globals['_ATTACHED']._serialized_start=1585
-  _globals['_ATTACHED']._serialized_end=1977
-  _globals['_SEQUENCEOPENEDBATCH']._serialized_start=1979
-  _globals['_SEQUENCEOPENEDBATCH']._serialized_end=2060
-  _globals['_SEQUENCEOPENED']._serialized_start=2063
-  _globals['_SEQUENCEOPENED']._serialized_end=2397
-  _globals['_CANDIDATEBATCH']._serialized_start=2400
-  _globals['_CANDIDATEBATCH']._serialized_end=2592
-  _globals['_CANDIDATE']._serialized_start=2595
-  _globals['_CANDIDATE']._serialized_end=2880
-  _globals['_CONDITION']._serialized_start=2882
-  _globals['_CONDITION']._serialized_end=3001
-  _globals['_VERDICTBATCH']._serialized_start=3003
-  _globals['_VERDICTBATCH']._serialized_end=3069
-  _globals['_VERDICT']._serialized_start=3072
-  _globals['_VERDICT']._serialized_end=3723
-  _globals['_VERDICT_OUTCOME']._serialized_start=3531
-  _globals['_VERDICT_OUTCOME']._serialized_end=3659
-  _globals['_FEATURECHUNK']._serialized_start=3726
-  _globals['_FEATURECHUNK']._serialized_end=3895
-  _globals['_SEQUENCECLOSEDBATCH']._serialized_start=3897
-  _globals['_SEQUENCECLOSEDBATCH']._serialized_end=3940
-  _globals['_RELEASE']._serialized_start=3942
-  _globals['_RELEASE']._serialized_end=3973
-  _globals['_DRAIN']._serialized_start=3975
-  _globals['_DRAIN']._serialized_end=4033
-  _globals['_SPECULATIONSERVICE']._serialized_start=4155
-  _globals['_SPECULATIONSERVICE']._serialized_end=4279
+  _globals['_ATTACH']._serialized_end=1234
+  _globals['_FEATURERINGOFFER']._serialized_start=1236
+  _globals['_FEATURERINGOFFER']._serialized_end=1291
+  _globals['_FEATURERING']._serialized_start=1293
+  _globals['_FEATURERING']._serialized_end=1385
+  _globals['_RINGROWS']._serialized_start=1387
+  _globals['_RINGROWS']._serialized_end=1431
+  _globals['_FEATURERINGTAKEN']._serialized_start=1433
+  _globals['_FEATURERINGTAKEN']._serialized_end=1464
+  _globals['_FEATURESPEC']._serialized_start=1467
+  _globals['_FEATURESPEC']._serialized_end=1598
+  _globals['_ATTACHED']._serialized_start=1601
+  _globals['_ATTACHED']._serialized_end=1993
+  _globals['_SEQUENCEOPENEDBATCH']._serialized_start=1995
+  _globals['_SEQUENCEOPENEDBATCH']._serialized_end=2076
+  _globals['_SEQUENCEOPENED']._serialized_start=2079
+  _globals['_SEQUENCEOPENED']._serialized_end=2413
+  _globals['_CANDIDATEBATCH']._serialized_start=2416
+  _globals['_CANDIDATEBATCH']._serialized_end=2608
+  _globals['_CANDIDATE']._serialized_start=2611
+  _globals['_CANDIDATE']._serialized_end=2896
+  _globals['_CONDITION']._serialized_start=2898
+  _globals['_CONDITION']._serialized_end=3017
+  _globals['_VERDICTBATCH']._serialized_start=3019
+  _globals['_VERDICTBATCH']._serialized_end=3085
+  _globals['_VERDICT']._serialized_start=3088
+  _globals['_VERDICT']._serialized_end=3739
+  _globals['_VERDICT_OUTCOME']._serialized_start=3547
+  _globals['_VERDICT_OUTCOME']._serialized_end=3675
+  _globals['_FEATURECHUNK']._serialized_start=3742
+  _globals['_FEATURECHUNK']._serialized_end=3911
+  _globals['_SEQUENCECLOSEDBATCH']._serialized_start=3913
+  _globals['_SEQUENCECLOSEDBATCH']._serialized_end=3956
+  _globals['_RELEASE']._serialized_start=3958
+  _globals['_RELEASE']._serialized_end=3989
+  _globals['_DRAIN']._serialized_start=3991
+  _globals['_DRAIN']._serialized_end=4049
+  _globals['_SPECULATIONSERVICE']._serialized_start=4171
+  _globals['_SPECULATIONSERVICE']._serialized_end=4295
 # @@protoc_insertion_point(module_scope)

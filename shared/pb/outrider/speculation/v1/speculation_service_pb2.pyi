@@ -171,6 +171,7 @@ class Attach(_message.Message):
     MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     FEATURE_RING_FIELD_NUMBER: _builtins.int
+    LEARNS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable across reconnects of the same process."""
     model_id: _builtins.str
@@ -189,6 +190,12 @@ class Attach(_message.Message):
     max_context_token_count: _builtins.int
     """Largest context of the draft; shorter than the target's is allowed and
     handled by the draft. 0 is unbounded.
+    """
+    learns: _builtins.bool
+    """Learns from sequences that have ended, and drafts for none. The target opens
+    each with its last tokens, at most `max_context_token_count`, and sends the
+    features of all but the last one; nothing else follows. A learner that does
+    not keep up misses sequences.
     """
     @_builtins.property
     def feature_spec(self) -> Global___FeatureSpec:
@@ -219,10 +226,11 @@ class Attach(_message.Message):
         max_context_token_count: _builtins.int = ...,
         shape: _token_tree_pb2.TreeShape | None = ...,
         feature_ring: Global___FeatureRingOffer | None = ...,
+        learns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["feature_ring", b"feature_ring", "feature_spec", b"feature_spec", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "feature_ring", b"feature_ring", "feature_spec", b"feature_spec", "max_context_token_count", b"max_context_token_count", "max_node_count", b"max_node_count", "max_sequence_count", b"max_sequence_count", "model_id", b"model_id", "shape", b"shape", "tokenizer_sha256", b"tokenizer_sha256", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "feature_ring", b"feature_ring", "feature_spec", b"feature_spec", "learns", b"learns", "max_context_token_count", b"max_context_token_count", "max_node_count", b"max_node_count", "max_sequence_count", b"max_sequence_count", "model_id", b"model_id", "shape", b"shape", "tokenizer_sha256", b"tokenizer_sha256", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

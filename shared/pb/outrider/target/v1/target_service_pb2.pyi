@@ -169,6 +169,7 @@ class SpeculationParams(_message.Message):
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     OUTCOME_BUDGET_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    NEVER_LEARNT_FIELD_NUMBER: _builtins.int
     disabled: _builtins.bool
     """Decodes without candidates (A/B and debugging). The output is the same."""
     trace: _builtins.bool
@@ -197,6 +198,8 @@ class SpeculationParams(_message.Message):
     the draft holds most probable; 1 is the same as `disabled`. Does not change
     the shape that drafts are asked for. Chosen by the target when absent.
     """
+    never_learnt: _builtins.bool
+    """Never shown to a learner, see `Attach.learns`."""
     def __init__(
         self,
         *,
@@ -206,10 +209,11 @@ class SpeculationParams(_message.Message):
         step_count: _builtins.int | None = ...,
         outcome_budget: _builtins.int | None = ...,
         draft_token_count: _builtins.int | None = ...,
+        never_learnt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count", "_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "draft_token_count", b"draft_token_count", "outcome_budget", b"outcome_budget", "step_count", b"step_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count", "_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "draft_token_count", b"draft_token_count", "outcome_budget", b"outcome_budget", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count", "_outcome_budget", b"_outcome_budget", "_step_count", b"_step_count", "algorithm", b"algorithm", "disabled", b"disabled", "draft_token_count", b"draft_token_count", "never_learnt", b"never_learnt", "outcome_budget", b"outcome_budget", "step_count", b"step_count", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_token_count: _TypeAlias = _typing.Literal["draft_token_count"]  # noqa: Y015
     _WhichOneofArgType__draft_token_count: _TypeAlias = _typing.Literal["_draft_token_count", b"_draft_token_count"]  # noqa: Y015
