@@ -57,8 +57,13 @@ def longest_prompt(body: GenerationBody, model: TargetModel) -> int | None:
     return model.max_context_tokens - 1 if body.truncate_prompt_tokens is None else None
 
 
-def truncated(prompt: list[int], body: GenerationBody, model: TargetModel) -> list[int]:
+def truncated(
+    prompt: list[int], body: GenerationBody, model: TargetModel, max_tokens: int | None
+) -> list[int]:
     """Returns the end of a prompt that `truncate_prompt_tokens` leaves.
+
+    Args:
+        max_tokens: of the output, which -1 leaves room for; None is room for one.
 
     Raises:
         InvalidArgument: it asks for none, or for more than the context holds.
@@ -67,7 +72,7 @@ def truncated(prompt: list[int], body: GenerationBody, model: TargetModel) -> li
     if num_kept is None:
         return prompt
     if num_kept == -1:
-        num_kept = max(limit + 1 - (body.max_tokens or 1), 1)
+        num_kept = max(limit + 1 - (max_tokens or 1), 1)
     if not 1 <= num_kept <= limit:
         raise InvalidArgument.out_of_range(
             "truncate_prompt_tokens", num_kept, f"-1 or in [1, {limit}]"

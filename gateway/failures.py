@@ -47,7 +47,10 @@ _TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
 }
 _HTTP_CODES = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large"}
-_OPENAI_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
+_OPENAI_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "OUTPUT_TOO_LONG": "context_length_exceeded",
+}
 _ANTHROPIC_TYPES = {
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",

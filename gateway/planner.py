@@ -26,6 +26,7 @@ from gateway.off_loop import off_loop
 from gateway.output.families import ReasoningParser
 from gateway.output.style import OutputStyle
 from gateway.output.tools import Toolbox
+from gateway.output_length import OutputLength
 from gateway.plan import Plan
 from gateway.refusals import refuse_unimplemented, unimplemented
 from gateway.sampling import check_top_logprobs
@@ -51,8 +52,17 @@ class Planner:
     limits: RequestLimits
 
     async def chat(
-        self, body: ChatCompletionRequest, name: str, model: TargetModel, trace_id: str
+        self,
+        body: ChatCompletionRequest,
+        name: str,
+        model: TargetModel,
+        trace_id: str,
+        *,
+        length: OutputLength | None = None,
     ) -> Plan:
+        """Args:
+        length: of the output; None takes it from the body.
+        """
         refuse_unimplemented(body)
         if body.top_logprobs is not None and not body.logprobs:
             message = "top_logprobs is set; it needs logprobs to be true"
@@ -67,11 +77,10 @@ class Planner:
         else:
             check_token_ids("input_ids", body.input_ids, model)
             text = self.text.tokenizer.decode(body.input_ids, skip_special_tokens=False)
-        max_tokens = body.max_tokens
-        if body.max_completion_tokens is not None:
-            max_tokens = body.max_completion_tokens
         output = style.output(text, toolbox)
-        wanted = WantedOutput(body, model, trace_id, top_logprobs, max_tokens, output)
+        wanted = WantedOutput(
+            body, model, trace_id, top_logprobs, length or _chat_length(body), output
+        )
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompt = body.input_ids
         if prompt is None:
@@ -114,9 +123,11 @@ class Planner:
         trace_id: str,
         *,
         scored_from: int | None = None,
+        default_tokens: int = _DEFAULT_COMPLETION_TOKENS,
     ) -> Plan:
         """Args:
         scored_from: first prompt token that gets log probabilities, whatever is echoed.
+        default_tokens: `max_tokens` where the body has none.
         """
         refuse_unimplemented(body)
         num_drawn = self._num_drawn(body)
@@ -130,10 +141,10 @@ class Planner:
         given = given_prompts(body)
         self.limits.check_prompts(len(given))
         prompts = [await prompt_tokens(prompt, body, model, tokenizer) for prompt in given]
-        max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        wanted = WantedOutput(
-            body, model, trace_id, top_logprobs, max_tokens, None, scoring, num_drawn
-        )
+        length = OutputLength(body.max_tokens, "max_tokens")
+        if body.max_tokens is None:
+            length = OutputLength(default_tokens)
+        wanted = WantedOutput(body, model, trace_id, top_logprobs, length, None, scoring, num_drawn)
         plan = self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
         return replace(
             plan,
@@ -173,7 +184,9 @@ class Planner:
             grammar = wanted.output.grammar(grammar)
         generations = [
             generation
-            for prompt in (truncated(each, body, wanted.model) for each in prompts)
+            for prompt in (
+                truncated(each, body, wanted.model, wanted.num_asked) for each in prompts
+            )
             for generation in wanted.generations(prompt, grammar, self.text.defaults)
         ]
         return Plan(
@@ -193,6 +206,12 @@ class Planner:
             shows_prompt_logprobs=body.prompt_logprobs is not None,
             grammar_field="tools" if constraint is None else constraint.field,
         )
+
+
+def _chat_length(body: ChatCompletionRequest) -> OutputLength:
+    if body.max_completion_tokens is not None:
+        return OutputLength(body.max_completion_tokens, "max_completion_tokens")
+    return OutputLength(body.max_tokens, "max_tokens")
 
 
 def _scoring(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from gateway.generation import Generation, PromptScoring, TargetModel
 from gateway.output.style import ChatOutput
+from gateway.output_length import OutputLength
 from gateway.plan import TextOptions
 from gateway.sampling import (
     check_algorithm,
@@ -34,7 +35,7 @@ class WantedOutput:
 
     Attributes:
         top_logprobs: None wants no log probabilities.
-        max_tokens: None is all that the context leaves.
+        length: most tokens of a choice.
         output: how calls and reasoning are told from text; None when all of it is text.
         echo_scoring: which prompt tokens an echo needs log probabilities of.
         num_drawn: `best_of`; None where it is `n`.
@@ -44,7 +45,7 @@ class WantedOutput:
     model: TargetModel
     trace_id: str
     top_logprobs: int | None
-    max_tokens: int | None
+    length: OutputLength
     output: ChatOutput | None = None
     echo_scoring: PromptScoring | None = None
     num_drawn: int | None = None
@@ -71,12 +72,12 @@ class WantedOutput:
     def hides_output(self) -> bool:
         """Whether no output is asked for, but what the target says of the prompt."""
         is_echo = isinstance(self.body, CompletionRequest) and self.body.echo
-        return self.max_tokens == 0 and (is_echo or self.prompt_scoring is not None)
+        return self.length.max_tokens == 0 and (is_echo or self.prompt_scoring is not None)
 
     @property
     def num_asked(self) -> int | None:
         """Tokens asked of the target, which draws one at least."""
-        return 1 if self.hides_output else self.max_tokens
+        return 1 if self.hides_output else self.length.max_tokens
 
     @property
     def include_reasoning(self) -> bool:
@@ -94,6 +95,7 @@ class WantedOutput:
         """
         body, speculation = self.body, self.body.speculation or Speculation()
         sampling = sampling_params(body, defaults, self.model)
+        self.length.check(len(prompt), self.model)
         generation = Generation(
             prompt_token_ids=prompt,
             sampling=sampling,

@@ -14,6 +14,7 @@ from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoic
 from gateway.messages.turns import chat_messages
 from gateway.output.families import ReasoningParser
 from gateway.output.style import OutputStyle
+from gateway.output_length import OutputLength
 from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.refusals import (
@@ -55,7 +56,6 @@ async def messages_plan(
     chat = prompt_chat(body, planner.text.style).model_copy(
         update={
             "stream": body.stream,
-            "max_tokens": body.max_tokens,
             **body.sampling_fields,
             "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "response_format": response_format,
@@ -64,7 +64,8 @@ async def messages_plan(
         }
     )
     with client_names({"stop": "stop_sequences", "prompt": "messages"}):
-        plan = await planner.chat(chat, name, model, trace_id)
+        length = OutputLength(body.max_tokens, "max_tokens", is_capped=True)
+        plan = await planner.chat(chat, name, model, trace_id, length=length)
     return replace(plan, request_id=f"msg_{uuid.uuid4().hex}", grammar_field=field)
 
 

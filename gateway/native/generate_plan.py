@@ -102,7 +102,14 @@ async def generate_plan(
     with client_names({**names, "prompt": field, "logprobs": "top_logprobs_num", **_PROMPT_NAMES}):
         completion = _completion(body, sampling, prompt, num_top)
         start = _prompt_start(body, num_top)
-        plan = await planner.completion(completion, name, model, trace_id, scored_from=start)
+        plan = await planner.completion(
+            completion,
+            name,
+            model,
+            trace_id,
+            scored_from=start,
+            default_tokens=_DEFAULT_NEW_TOKENS,
+        )
     is_batch = len(plan.generations) > 1 or _is_batch(prompt)
     field = f"sampling_params.{plan.grammar_field}"
     plan = replace(plan, request_id=body.rid or uuid.uuid4().hex, grammar_field=field)
@@ -116,12 +123,11 @@ def _completion(
     num_top: int | None,
 ) -> CompletionRequest:
     given = {name: getattr(sampling, name) for name in _SAME}
-    max_tokens = sampling.max_new_tokens
     return CompletionRequest(
         **given,
         prompt=prompt,
         stream=body.stream,
-        max_tokens=_DEFAULT_NEW_TOKENS if max_tokens is None else max_tokens,
+        max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
         ignore_eos=sampling.ignore_eos,

@@ -10,6 +10,7 @@ from typing import Literal
 from gateway.constraints import json_schema_format
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
+from gateway.output_length import OutputLength
 from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
@@ -92,7 +93,6 @@ async def response_plan(
     chat = ChatCompletionRequest(
         messages=_messages(body, history),
         stream=body.stream,
-        max_tokens=body.max_output_tokens,
         **body.sampling_fields,
         verbosity=None if body.text is None else body.text.verbosity,
         logprobs=_wants_logprobs(body),
@@ -105,7 +105,8 @@ async def response_plan(
         speculation=body.speculation,
     )
     with client_names({"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}):
-        plan = await planner.chat(chat, name, model, trace_id)
+        length = OutputLength(body.max_output_tokens, "max_output_tokens", is_capped=True)
+        plan = await planner.chat(chat, name, model, trace_id, length=length)
     plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}", grammar_field="text.format")
     item_id = f"msg_{uuid.uuid4().hex}"
     return ResponsePlan(plan, body, history, item_id, namespaces(body.tools or ()))

@@ -133,13 +133,13 @@ async def test_an_improbable_token_has_openais_least_logprob(
     assert response.json()["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
 
 
-async def test_limits_of_the_context_clamp_the_output(
+async def test_a_default_length_is_cut_to_what_the_context_leaves(
     openai_client: AsyncOpenAI, target: FakeTarget, gateway: Gateway
 ) -> None:
     target.max_context_tokens = 10
     await target.break_sessions()
     await eventually(lambda: gateway.pool.links[0].epoch == 2)
-    answer = await openai_client.completions.create(model="fake", prompt=[5] * 4, max_tokens=99)
+    answer = await openai_client.completions.create(model="fake", prompt=[5] * 4)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 6
     assert answer.choices[0].finish_reason == "length"

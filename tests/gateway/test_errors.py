@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -214,6 +215,55 @@ async def test_a_prompt_that_fills_the_context_is_openais_error(
     assert (status, param, code) == (400, "prompt", "context_length_exceeded")
     assert "4,096" in message
     assert "4,095" in message
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_a_length_beyond_the_context_is_refused_with_value_and_limit(
+    client: httpx.AsyncClient, field: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json={**CHAT, field: 5000})
+    status, param, code, message = await error_of(response)
+    assert (status, param, code) == (400, field, "context_length_exceeded")
+    found = re.search(
+        rf"{field} is 5,000; it must be at most ([\d,]+), because this model's maximum context "
+        r"length is 4,096 tokens and the prompt has (\d+)$",
+        message,
+    )
+    assert found is not None, message
+    num_left, num_prompt = (int(each.replace(",", "")) for each in found.groups())
+    assert num_left + num_prompt == 4096
+    fits = await client.post("/v1/chat/completions", json={**CHAT, field: num_left})
+    assert fits.status_code == 200
+    assert "x-outrider-notice" not in fits.headers
+
+
+async def test_completions_and_generate_refuse_a_length_beyond_the_context(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {**COMPLETION, "prompt": [5] * 96, "max_tokens": 4001}
+    response = await client.post("/v1/completions", json=body)
+    assert (await error_of(response))[:3] == (400, "max_tokens", "context_length_exceeded")
+    native = {"input_ids": [5] * 96, "sampling_params": {"max_new_tokens": 4001}}
+    response = await client.post("/generate", json=native)
+    assert response.status_code == 400
+    assert "sampling_params.max_new_tokens is 4,001; it must be at most 4,000" in response.text
+    cut = {**body, "truncate_prompt_tokens": -1}
+    assert (await client.post("/v1/completions", json=cut)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("/v1/messages", {"messages": CHAT["messages"]}, "max_tokens"),
+        ("/v1/responses", {"input": "hello"}, "max_output_tokens"),
+    ],
+)
+async def test_agents_get_what_the_context_leaves_and_a_notice(
+    client: httpx.AsyncClient, route: str, body: dict[str, Any], field: str
+) -> None:
+    response = await client.post(route, json={"model": "fake", **body, field: 32_000})
+    assert response.status_code == 200
+    assert f"{field} is 32,000; the context leaves 4," in response.headers["x-outrider-notice"]
 
 
 async def test_an_unknown_model_is_a_404_that_names_the_known_ones(
