@@ -85,8 +85,8 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         answer = gateway.answer(plan, "chat_completions")
         if plan.is_stream:
             return EventStream(answer, ChatChunks(plan, tokenizer))
-        finales = await whole_answer(answer, request.receive)
-        completion = bodies.chat_completion(plan, finales, tokenizer)
+        final_choices = await whole_answer(answer, request.receive)
+        completion = bodies.chat_completion(plan, final_choices, tokenizer)
         return Response(completion.model_dump_json(exclude_unset=True), media_type=_JSON)
 
     @app.post("/v1/completions", tags=["openai"])
@@ -96,8 +96,8 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         answer = gateway.answer(plan, "completions")
         if plan.is_stream:
             return EventStream(answer, CompletionChunks(plan, tokenizer))
-        finales = await whole_answer(answer, request.receive)
-        completion = orjson.dumps(bodies.completion(plan, finales, tokenizer))
+        final_choices = await whole_answer(answer, request.receive)
+        completion = orjson.dumps(bodies.completion(plan, final_choices, tokenizer))
         return Response(completion, media_type=_JSON)
 
     @app.post("/v1/embeddings", tags=["openai"])

@@ -9,7 +9,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from gateway.chat_parts import message_fields
-from gateway.finale import Finale, best_finales, stop_fields
+from gateway.final_choice import FinalChoice, best_choices, stop_fields
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs, vllm_prompt_logprobs
@@ -18,28 +18,32 @@ from gateway.usage import metrics, usage
 from shared.text.tokenizer import Tokenizer
 
 
-def chat_completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> ChatCompletion:
+def chat_completion(
+    plan: Plan, final_choices: Sequence[FinalChoice], tokenizer: Tokenizer
+) -> ChatCompletion:
     """Returns the response of `/v1/chat/completions`."""
-    body = _body(plan, finales, "chat.completion")
-    body["choices"] = [_chat_choice(plan, each, tokenizer) for each in finales]
+    body = _body(plan, final_choices, "chat.completion")
+    body["choices"] = [_chat_choice(plan, each, tokenizer) for each in final_choices]
     if plan.return_token_ids:
         body["prompt_token_ids"] = plan.generations[0].prompt_token_ids
     if plan.shows_prompt_logprobs:
-        prompt, choice = plan.generations[0].prompt_token_ids, finales[0].choice
+        prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
         body["prompt_logprobs"] = vllm_prompt_logprobs(prompt, choice, tokenizer)
     return ChatCompletion.model_validate(body)
 
 
-def completion(plan: Plan, finales: Sequence[Finale], tokenizer: Tokenizer) -> dict[str, Any]:
+def completion(
+    plan: Plan, final_choices: Sequence[FinalChoice], tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Returns the response of `/v1/completions`."""
-    body = _body(plan, finales, "text_completion")
-    shown = best_finales(plan, finales)
+    body = _body(plan, final_choices, "text_completion")
+    shown = best_choices(plan, final_choices)
     body["choices"] = [_completion_choice(plan, each, tokenizer) for each in shown]
     checked = Completion.model_validate(body).model_dump(mode="json", exclude_unset=True)
     if plan.echoes_scores:
         # The package's type has no place for the null of the first token.
-        for choice, finale in zip(checked["choices"], shown, strict=True):
-            choice["logprobs"] = _echoed(plan, finale, tokenizer)
+        for choice, final_choice in zip(checked["choices"], shown, strict=True):
+            choice["logprobs"] = _echoed(plan, final_choice, tokenizer)
     return checked
 
 
@@ -54,8 +58,8 @@ def model(name: str, created: int, max_context_tokens: int, root: str) -> dict[s
     return {**shown, "root": root, "max_model_len": max_context_tokens}
 
 
-def _body(plan: Plan, finales: Sequence[Finale], kind: str) -> dict[str, Any]:
-    choices = [each.choice for each in finales]
+def _body(plan: Plan, final_choices: Sequence[FinalChoice], kind: str) -> dict[str, Any]:
+    choices = [each.choice for each in final_choices]
     return {
         "id": plan.request_id,
         "object": kind,
@@ -67,16 +71,16 @@ def _body(plan: Plan, finales: Sequence[Finale], kind: str) -> dict[str, Any]:
     }
 
 
-def _chat_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
-    piece = finale.piece
+def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
+    piece = final_choice.piece
     choice: dict[str, Any] = {
-        "index": finale.index,
+        "index": final_choice.index,
         "message": {"role": "assistant", "refusal": None, **message_fields(piece)},
         "logprobs": chat_logprobs(piece.scores, tokenizer, as_ids=plan.tokens_as_ids)
         if piece.scores
         else None,
-        "finish_reason": finale.finish_reason,
-        **stop_fields(plan, finale.choice),
+        "finish_reason": final_choice.finish_reason,
+        **stop_fields(plan, final_choice.choice),
     }
     if plan.return_token_ids:
         choice["token_ids"] = list(piece.token_ids)
@@ -85,8 +89,10 @@ def _chat_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, 
     return choice
 
 
-def _completion_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
-    piece, drawn = finale.piece, finale.choice
+def _completion_choice(
+    plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    piece, drawn = final_choice.piece, final_choice.choice
     echoed = plan.echoed_texts[drawn.index // plan.num_choices] if plan.echoed_texts else ""
     prompt = plan.generations[drawn.index].prompt_token_ids
     scores = None
@@ -95,11 +101,11 @@ def _completion_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict
             piece.scores, tokenizer, echo_length=len(echoed), as_ids=plan.tokens_as_ids
         )
     choice: dict[str, Any] = {
-        "index": finale.index,
+        "index": final_choice.index,
         "text": echoed + piece.text,
         "logprobs": scores,
-        "finish_reason": finale.finish_reason,
-        **stop_fields(plan, finale.choice),
+        "finish_reason": final_choice.finish_reason,
+        **stop_fields(plan, final_choice.choice),
     }
     if plan.return_token_ids:
         choice["prompt_token_ids"] = prompt
@@ -111,12 +117,12 @@ def _completion_choice(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict
     return choice
 
 
-def _echoed(plan: Plan, finale: Finale, tokenizer: Tokenizer) -> dict[str, Any]:
-    index = finale.choice.index
+def _echoed(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
+    index = final_choice.choice.index
     return echoed_logprobs(
         plan.generations[index].prompt_token_ids,
-        finale.choice,
-        finale.piece.scores,
+        final_choice.choice,
+        final_choice.piece.scores,
         tokenizer,
         echo_length=len(plan.echoed_texts[index // plan.num_choices]),
         as_ids=plan.tokens_as_ids,

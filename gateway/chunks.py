@@ -13,7 +13,7 @@ import orjson
 from gateway.chat_parts import delta_fields
 from gateway.choice import Choice, Piece
 from gateway.failures import error_body
-from gateway.finale import stop_fields
+from gateway.final_choice import stop_fields
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs

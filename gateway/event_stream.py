@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.answer import Answer
 from gateway.choice import Choice, Piece
 from gateway.chunks import Chunks
-from gateway.finale import Finale
+from gateway.final_choice import FinalChoice
 from gateway.inbox import ClientGone
 from gateway.usage import usage
 from shared.errors import OutriderError
@@ -78,7 +78,7 @@ class EventStream(Response):
         return b"".join([self._chunks.news(choice, usage_so_far) for choice in choices])
 
 
-async def whole_answer(answer: Answer, receive: Receive) -> list[Finale]:
+async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
     """Waits for the end and returns every choice with all of its output.
 
     Raises:
@@ -90,7 +90,9 @@ async def whole_answer(answer: Answer, receive: Receive) -> list[Finale]:
             await answer.begin()
             while not answer.is_complete:
                 await answer.step()
-    return [Finale(choice, choice.take() or Piece(""), choice.index) for choice in answer.choices]
+    return [
+        FinalChoice(choice, choice.take() or Piece(""), choice.index) for choice in answer.choices
+    ]
 
 
 @asynccontextmanager

@@ -25,8 +25,8 @@ def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
         answer = gateway.answer(plan, "messages")
         if plan.is_stream:
             return EventStream(answer, MessageChunks(plan))
-        (finale,) = await whole_answer(answer, request.receive)
-        content = orjson.dumps(message(plan, finale.choice, finale.piece))
+        (final_choice,) = await whole_answer(answer, request.receive)
+        content = orjson.dumps(message(plan, final_choice.choice, final_choice.piece))
         return Response(content, media_type="application/json")
 
     @app.post("/v1/messages/count_tokens", tags=["anthropic"])

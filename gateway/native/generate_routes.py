@@ -43,11 +43,11 @@ async def _bodies(
 ) -> list[dict[str, Any]]:
     """Returns the objects of the whole answer. What was aborted ends with what it had."""
     try:
-        finales = await whole_answer(answer, request.receive)
+        final_choices = await whole_answer(answer, request.receive)
     except Aborted as error:
         for text in texts:
             text.add(text.choice.cut())
         return [text.body(None if text.choice.is_finished else error) for text in texts]
-    for text, finale in zip(texts, finales, strict=True):
-        text.add(finale.piece)
+    for text, final_choice in zip(texts, final_choices, strict=True):
+        text.add(final_choice.piece)
     return [text.body() for text in texts]

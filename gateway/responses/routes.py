@@ -81,11 +81,11 @@ def _add_generation(
             return _events(started.follow()) if body.stream else _json(started.body)
         if asked.plan.is_stream:
             return EventStream(answer, ResponseChunks(asked, tokenizer, ended))
-        (finale,) = await whole_answer(answer, request.receive)
+        (final_choice,) = await whole_answer(answer, request.receive)
         text = ResponseText(asked, tokenizer)
-        text.add(finale.piece)
-        text.close(finale.choice)
-        response = text.response(finale.choice)
+        text.add(final_choice.piece)
+        text.close(final_choice.choice)
+        response = text.response(final_choice.choice)
         ended(response)
         return _json(response)
 
@@ -103,16 +103,18 @@ def _add_counting(app: FastAPI, gateway: Gateway) -> None:
         whole = History([*history.items, ("input", request_item)], (), False)
         plain = body.model_copy(update={"tools": None, "tool_choice": None, "text": None})
         asked = await _planned(gateway, plain, whole)
-        (finale,) = await whole_answer(gateway.answer(asked.plan, "responses"), request.receive)
+        (final_choice,) = await whole_answer(
+            gateway.answer(asked.plan, "responses"), request.receive
+        )
         text = ResponseText(asked, gateway.text.tokenizer)
-        text.add(finale.piece)
-        text.close(finale.choice)
+        text.add(final_choice.piece)
+        text.close(final_choice.choice)
         answered = {
             "id": asked.plan.request_id,
             "object": "response.compaction",
             "created_at": int(time.time()),
             "output": compacted([item for _, item in history.items], text.said),
-            "usage": text.response(finale.choice)["usage"],
+            "usage": text.response(final_choice.choice)["usage"],
         }
         return _json(answered)
 

@@ -10,7 +10,7 @@ from gateway.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Finale:
+class FinalChoice:
     """A choice with all of its output.
 
     Attributes:
@@ -28,19 +28,19 @@ class Finale:
         return name
 
 
-def best_finales(plan: Plan, finales: Sequence[Finale]) -> Sequence[Finale]:
+def best_choices(plan: Plan, final_choices: Sequence[FinalChoice]) -> Sequence[FinalChoice]:
     """Returns the `n` best of the `best_of` choices of each prompt, best first, numbered anew.
 
     The best are those whose tokens the model finds likeliest on average.
     """
     num_drawn, num_shown = plan.num_choices, plan.num_shown
     if num_drawn == num_shown:
-        return finales
-    best: list[Finale] = []
-    for start in range(0, len(finales), num_drawn):
-        own = sorted(finales[start : start + num_drawn], key=_mean_log_prob, reverse=True)
+        return final_choices
+    best: list[FinalChoice] = []
+    for start in range(0, len(final_choices), num_drawn):
+        own = sorted(final_choices[start : start + num_drawn], key=_mean_log_prob, reverse=True)
         best += own[:num_shown]
-    return [replace(finale, index=index) for index, finale in enumerate(best)]
+    return [replace(final_choice, index=index) for index, final_choice in enumerate(best)]
 
 
 def stop_fields(plan: Plan, choice: Choice) -> dict[str, str | int | None]:
@@ -55,6 +55,6 @@ def stop_fields(plan: Plan, choice: Choice) -> dict[str, str | int | None]:
     return {"stop_reason": reason, "matched_stop": token_id}
 
 
-def _mean_log_prob(finale: Finale) -> float:
-    scores = finale.piece.scores
+def _mean_log_prob(final_choice: FinalChoice) -> float:
+    scores = final_choice.piece.scores
     return sum(score.logprobs.log_prob for score in scores) / max(len(scores), 1)
