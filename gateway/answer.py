@@ -10,7 +10,6 @@ from typing import Self
 
 from gateway.choice import Choice
 from gateway.field_names import client_names
-from gateway.flight import Flight
 from gateway.generation import Delta, Event, Failed, Finished, PromptScored, Started
 from gateway.inbox import Aborted, ClientGone, Inbox
 from gateway.limits import RequestLimits
@@ -19,6 +18,7 @@ from gateway.plan import Plan
 from gateway.pool import TargetPool
 from gateway.quota import current_quota, owner_of_request
 from gateway.request_record import RequestRecord
+from gateway.routed_generation import RoutedGeneration
 from shared.text.tokenizer import Tokenizer
 
 
@@ -47,7 +47,7 @@ class Answer:
         self._context = context
         self._record = record
         self._inbox = Inbox(context.limits.max_unread_tokens, self.cancel)
-        self._flights: list[Flight] = []
+        self._routed: list[RoutedGeneration] = []
         self._num_open = len(self.choices)
         self.owner = owner_of_request()
 
@@ -97,7 +97,7 @@ class Answer:
                 timeout_s=self._context.limits.request_timeout_s,
                 never_learnt=quota is not None and quota.never_learnt,
             )
-            self._flights.append(self._context.pool.submit(generation, self.plan.model, deliver))
+            self._routed.append(self._context.pool.submit(generation, self.plan.model, deliver))
         await self.step()
 
     async def step(self) -> Collection[Choice]:
@@ -132,15 +132,15 @@ class Answer:
 
     def cancel(self) -> None:
         """Cancels every generation that still runs, each once."""
-        for flight in self._flights:
-            flight.cancel()
+        for routed in self._routed:
+            routed.cancel()
 
     def _apply(self, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):
             self._record.tokens(choice, event)
             choice.push(event)
             if choice.finish_reason is not None:  # a stop string, of which the target knows nothing
-                self._flights[choice.index].cancel()
+                self._routed[choice.index].cancel()
                 self._num_open -= 1
         elif isinstance(event, Started):
             choice.start(event)

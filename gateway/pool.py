@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.flight import Deliver, Flight
 from gateway.generation import Failed, Generation, TargetModel, TargetState
+from gateway.retry_queue import RetryQueue
+from gateway.routed_generation import Deliver, RoutedGeneration
 from gateway.target_codec import is_retryable
 from gateway.target_link import LinkTiming, TargetLink
-from gateway.waiting_room import WaitingRoom
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 from shared.tls import ClientTls
 
@@ -40,7 +40,7 @@ class TargetPool:
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._waiting = WaitingRoom(settings.retry_window_s, self._give_up)
+        self._retry_queue = RetryQueue(settings.retry_window_s, self._give_up)
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(
@@ -71,12 +71,12 @@ class TargetPool:
     @property
     def num_live(self) -> int:
         """Generations submitted and not over."""
-        return sum(link.num_live for link in self.links) + len(self._waiting)
+        return sum(link.num_live for link in self.links) + len(self._retry_queue)
 
     @property
     def num_waiting(self) -> int:
         """Generations that lost their target and wait for another."""
-        return len(self._waiting)
+        return len(self._retry_queue)
 
     def models(self) -> dict[str, TargetModel]:
         """Returns the models of all targets seen so far by the name clients use.
@@ -112,49 +112,49 @@ class TargetPool:
             raise NotFound(message, reason="MODEL_NOT_FOUND")
         return name, models[name]
 
-    def submit(self, generation: Generation, name: str, deliver: Deliver) -> Flight:
+    def submit(self, generation: Generation, name: str, deliver: Deliver) -> RoutedGeneration:
         """Starts a generation of model `name`. Its last event is Finished or Failed.
 
         Raises:
             Unavailable: no target takes requests.
             QueueFull: the one that would does not read.
         """
-        flight = Flight(self, generation, name, deliver)
-        link = self._pick(flight)
+        routed = RoutedGeneration(self, generation, name, deliver)
+        link = self._pick(routed)
         if link is None:
             raise self._no_target()
-        flight.place(link)
-        return flight
+        routed.place(link)
+        return routed
 
-    def place_again(self, flight: Flight, error: OutriderError) -> None:
-        """Moves a flight whose target refused or lost it; tells it when there is nowhere to go."""
-        link = self._pick(flight)
+    def place_again(self, routed: RoutedGeneration, error: OutriderError) -> None:
+        """Moves a generation whose target refused or lost it; fails it when there is no other."""
+        link = self._pick(routed)
         if link is not None:
             try:
-                flight.place(link)
+                routed.place(link)
             except OutriderError as next_error:
-                flight.receive(Failed(next_error, may_retry=is_retryable(next_error)))
+                routed.receive(Failed(next_error, may_retry=is_retryable(next_error)))
             return
         # A full target will be full for a while, and the client can decide better whether to wait.
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
-            flight.receive(Failed(error))
+            routed.receive(Failed(error))
             return
-        self._waiting.enter(flight, error)
+        self._retry_queue.add(routed, error)
 
-    def forget(self, flight: Flight) -> None:
-        """Drops a flight that was cancelled."""
-        self._waiting.leave(flight)
+    def forget(self, routed: RoutedGeneration) -> None:
+        """Drops a generation that was cancelled."""
+        self._retry_queue.remove(routed)
 
-    def _pick(self, flight: Flight) -> TargetLink | None:
-        usable = (link for link in self.links if self._takes(link, flight))
+    def _pick(self, routed: RoutedGeneration) -> TargetLink | None:
+        usable = (link for link in self.links if self._takes(link, routed))
         return min(usable, key=lambda link: link.num_reserved_tokens, default=None)
 
-    def _takes(self, link: TargetLink, flight: Flight) -> bool:
+    def _takes(self, link: TargetLink, routed: RoutedGeneration) -> bool:
         return (
             link.state is TargetState.SERVING
             and link.model is not None
-            and self.served_name(link.model) == flight.name
-            and (link.address, link.epoch) not in flight.tried
+            and self.served_name(link.model) == routed.name
+            and (link.address, link.epoch) not in routed.tried
         )
 
     def served_name(self, model: TargetModel) -> str:
@@ -164,11 +164,11 @@ class TargetPool:
     def _on_change(self) -> None:
         if not any(link.state is TargetState.SERVING for link in self.links):
             return
-        for flight, error in self._waiting.empty():
-            self.place_again(flight, error)
+        for routed, error in self._retry_queue.take_all():
+            self.place_again(routed, error)
 
-    def _give_up(self, flight: Flight, error: OutriderError) -> None:
-        flight.receive(Failed(error))
+    def _give_up(self, routed: RoutedGeneration, error: OutriderError) -> None:
+        routed.receive(Failed(error))
 
     def _no_target(self) -> Unavailable:
         reasons = "; ".join(f"{link.address} is {link.state.value}" for link in self.links)

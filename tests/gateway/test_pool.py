@@ -125,9 +125,9 @@ async def test_a_waiting_request_is_forgotten_when_its_client_leaves(
     name, model = gateway.pool.model("fake")
     body = ChatCompletionRequest.model_validate(BODY)
     plan = await gateway.planner.chat(body, name, model, "trace")
-    flight = gateway.pool.submit(plan.generations[0], name, lambda event: None)
+    routed = gateway.pool.submit(plan.generations[0], name, lambda event: None)
     await eventually(lambda: gateway.pool.num_waiting == 1)
-    flight.cancel()
+    routed.cancel()
     assert gateway.pool.num_live == 0
 
 

@@ -1,4 +1,4 @@
-"""One generation on its way through the targets."""
+"""One generation that the pool routes to a target, and perhaps to another."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Deliver = Callable[[Event], None]
 
 
 class Placer(Protocol):
-    """Who finds a target for a flight."""
+    """Chooses the target of a generation."""
 
-    def place_again(self, flight: Flight, error: OutriderError) -> None:
-        """Its target refused or lost it."""
+    def place_again(self, routed: RoutedGeneration, error: OutriderError) -> None:
+        """Called when its target refused or lost it."""
 
-    def forget(self, flight: Flight) -> None:
-        """It was cancelled."""
+    def forget(self, routed: RoutedGeneration) -> None:
+        """Called when it was cancelled."""
 
 
-class Flight:
-    """One generation on its way: on a target, waiting for one, or over.
+class RoutedGeneration:
+    """One generation: on a target, waiting for one, or over.
 
     Until the first event arrives it may move to another target; after that its tokens may have
     been sent on, and a failure is final.
