@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shared.kernels.activation import Activation, gate_mul
 from shared.kernels.kernel_settings import has_triton, runs_triton
 from shared.kernels.linear import LinearWeight, linear
-from shared.kernels.quantised import QuantisedWeight, from_words, quantised_linear
+from shared.kernels.partials import Partials
+from shared.kernels.quantised import QuantisedWeight, quantised_linear
 
-# Rows of a tile: of few pairs, where every tile reads a whole weight, and of many.
-FEW_TILE, MANY_TILE = 16, 64
-# Pairs an expert from which the larger tiles are mostly full.
-_MANY_PAIRS = 24
+# Rows of a tile, and the pairs an expert up to which they are taken: of few pairs every tile reads
+# a whole weight, and of many most tiles are full.
+FEWEST_ROWS = 16
+_TILE_ROWS = {FEWEST_ROWS: 8, 32: 24, 64: 96}
+_MOST_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class ExpertWeight:
         values: `[E, N, K]` on devices with kernels; else None.
         scales: `[E, N]` float32 of values in 8 bits; None of others.
         bias: `[E, N]`; None in most families.
+        is_packed: whether 8-bit `values` are in the order of `quantised.in_words`.
         num_saved_bytes: memory this takes less than the weights it was made from.
         is_steady: tiles of one size are taken for any number of pairs.
     """
@@ -42,6 +46,7 @@ class ExpertWeight:
     bias: Tensor | None
     num_saved_bytes: int = 0
     is_steady: bool = False
+    is_packed: bool = False
 
     @classmethod
     def of(
@@ -56,15 +61,18 @@ class ExpertWeight:
             return cls((), weight, None, bias)
         if stored is None:
             return cls(tuple(map(LinearWeight.prepare, weight)), None, None, bias)
-        experts = tuple(QuantisedWeight.of(each, stored) for each in weight)
-        num_saved = sum(each.num_saved_bytes for each in experts)
         if not has_triton(weight.device):
+            experts = tuple(QuantisedWeight.of(each, stored) for each in weight)
+            num_saved = sum(each.num_saved_bytes for each in experts)
             return cls(experts, None, None, bias, num_saved)
-        values = torch.stack(
-            [from_words(each.values) if each.is_packed else each.values for each in experts]
-        )
-        scales = torch.stack([each.scales.squeeze(1) for each in experts])
-        return cls((), values, scales, bias, num_saved)
+        values = weight.new_empty(weight.shape, dtype=stored)
+        scales = weight.new_empty(weight.shape[:2], dtype=torch.float32)
+        num_saved, is_packed = 0, False
+        for index, each in enumerate(weight):
+            own = QuantisedWeight.of(each, stored)
+            values[index], scales[index] = own.values, own.scales.squeeze(1)
+            num_saved, is_packed = num_saved + own.num_saved_bytes, own.is_packed
+        return cls((), values, scales, bias, num_saved, is_packed=is_packed)
 
     @property
     def num_experts(self) -> int:
@@ -97,9 +105,19 @@ def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
         experts: `[P]` int64, the expert of each pair.
         num_rows: of a tile.
     """
-    num_pairs, device = len(experts), experts.device
     # An expert leaves at most one tile that is not full.
-    num_tiles = min(num_pairs, num_experts) + num_pairs // num_rows
+    num_tiles = min(len(experts), num_experts) + len(experts) // num_rows
+    if runs_triton(experts):
+        from shared.kernels.experts_triton import MOST_PAIRS, fused_tiles
+
+        if len(experts) <= MOST_PAIRS:
+            return fused_tiles(experts, num_experts, num_rows, num_tiles)
+    return plain_tiles(experts, num_experts, num_rows, num_tiles)
+
+
+def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
+    """`tiles_of` in plain torch, on any device: the kernel's oracle."""
+    num_pairs, device = len(experts), experts.device
     order = torch.sort(experts, stable=True).indices
     ones = torch.ones_like(experts)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
@@ -119,8 +137,10 @@ def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
 
 def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
     """Returns how many rows a tile takes."""
-    is_many = num_pairs >= _MANY_PAIRS * weight.num_experts and not weight.is_steady
-    return MANY_TILE if is_many else FEW_TILE
+    if weight.is_steady:
+        return FEWEST_ROWS
+    pairs_each = num_pairs / weight.num_experts
+    return next((rows for rows, most in _TILE_ROWS.items() if pairs_each < most), _MOST_ROWS)
 
 
 def expert_product(
@@ -140,6 +160,23 @@ def expert_product(
         assert tiles is not None
         return tiled_product(inputs, num_shared, weight, tiles, experts.numel())
     return plain_expert_product(inputs, num_shared, experts.flatten(), weight)
+
+
+def gated_product(
+    inputs: Tensor,
+    experts: Tensor,
+    weight: ExpertWeight,
+    tiles: ExpertTiles | None,
+    activation: Activation,
+) -> Tensor:
+    """Returns `gate_mul` `[P, N]` of `expert_product`, whose arguments it takes, by one kernel."""
+    if runs_triton(inputs):
+        from shared.kernels.experts_triton import tiled_product
+
+        assert tiles is not None
+        num_shared = experts.numel() // len(inputs)
+        return tiled_product(inputs, num_shared, weight, tiles, experts.numel(), activation)
+    return gate_mul(expert_product(inputs, experts, weight, None), activation)
 
 
 def plain_expert_product(
@@ -168,14 +205,25 @@ def plain_expert_product(
     return results
 
 
-def weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
     """Returns `[T, N]`: the pairs `[T * k, N]` of each row times its weights `[T, k]`, added in
-    float32 in the order of its choices."""
+    float32 in the order of its choices, rounded, and `more` `[T, N]` after that."""
     if runs_triton(pairs):
         from shared.kernels.experts_triton import fused_weighted_sum
 
-        return fused_weighted_sum(pairs, weights)
-    return plain_weighted_sum(pairs, weights)
+        return fused_weighted_sum(pairs, weights, more)
+    total = plain_weighted_sum(pairs, weights)
+    return total if more is None else total + more
+
+
+def weighted_parts(
+    inputs: Tensor, weights: Tensor, weight: ExpertWeight, tiles: ExpertTiles
+) -> Partials:
+    """Returns `weighted_sum` of the product of pairs, `inputs` `[P, K]`, in parts to be added by
+    the kernel after it, on devices with kernels."""
+    from shared.kernels.experts_triton import tiled_parts
+
+    return tiled_parts(inputs, weight, tiles, weights)
 
 
 def plain_weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:

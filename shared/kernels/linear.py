@@ -92,6 +92,19 @@ def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
     return silu_mul(linear(inputs, weight, None))
 
 
+def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
+    """Returns `linear` without a bias in float32, whatever the dtypes, in parts where it is made
+    of some."""
+    operand = weight.steady_operand(inputs)
+    if operand is not None:
+        product = steady_partials(inputs, operand)
+        if isinstance(product, Partials):
+            return replace(product, dtype=torch.float32)
+    if weight.is_packed:
+        return linear(inputs.float(), weight, None)
+    return F.linear(inputs.float(), weight.values.float())
+
+
 def has_steady_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `steady_product` takes such tensors."""
     return device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.partials import Partials, total_of
 
 
 class RouterScores(enum.Enum):
@@ -45,7 +46,9 @@ class Routing:
     num_chosen_groups: int = 1
 
 
-def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor | Partials, correction: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each row.
 
     Args:
@@ -56,11 +59,11 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[
     Returns:
         Weights `[T, k]` float32 and experts `[T, k]` int64, best first.
     """
-    if runs_triton(logits):
+    if runs_triton(logits.parts if isinstance(logits, Partials) else logits):
         from shared.kernels.routing_triton import fused_route
 
         return fused_route(logits, correction, routing)
-    return plain_route(logits, correction, routing)
+    return plain_route(total_of(logits), correction, routing)
 
 
 def plain_route(

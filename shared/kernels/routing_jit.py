@@ -5,22 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.dependent_jit import begin
+from shared.kernels.fused_jit import summed
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def choose_experts(  # type: ignore[no-untyped-def]
-    logits, correction, weights, experts, logits_stride, scale,
+    logits, correction, weights, experts, logits_stride, part_size, scale,
+    NUM_PARTS: tl.constexpr, DTYPE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_GROUPS: tl.constexpr,
     NUM_CHOSEN_GROUPS: tl.constexpr, SCORES: tl.constexpr, NORMALISES: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a row. SCORES: 0 softmax, 1 sigmoid, 2 softmax of the chosen."""
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_expert = columns < NUM_EXPERTS
     low = float("-inf")
-    scores = tl.load(logits + row * logits_stride + columns, mask=is_expert, other=low)
-    scores = scores.to(tl.float32)
+    places = row * logits_stride + columns
+    scores = summed(logits, places, is_expert, part_size, DTYPE, NUM_PARTS).to(tl.float32)
+    scores = tl.where(is_expert, scores, low)
     if SCORES == 0:
         powers = tl.exp(scores - tl.max(scores, 0))
         scores = powers / tl.sum(powers, 0)
@@ -47,21 +53,21 @@ def choose_experts(  # type: ignore[no-untyped-def]
             is_kept = is_kept | (group_of == group)
             group_scores = tl.where(groups == group, low, group_scores)
         choice = tl.where(is_kept, choice, low)
-    places = tl.arange(0, BLOCK_CHOSEN)
+    ranks = tl.arange(0, BLOCK_CHOSEN)
     chosen = tl.full((BLOCK_CHOSEN,), 0, tl.int64)
     chosen_scores = tl.full((BLOCK_CHOSEN,), low if SCORES == 2 else 0.0, tl.float32)
-    for place in tl.static_range(NUM_CHOSEN):
+    for rank in tl.static_range(NUM_CHOSEN):
         # Rows that pad a batch may be no numbers, and must name an expert all the same.
         expert = tl.minimum(tl.argmax(choice, 0), NUM_EXPERTS - 1)
         score = tl.sum(tl.where(columns == expert, scores, 0.0), 0)
-        chosen = tl.where(places == place, expert.to(tl.int64), chosen)
-        chosen_scores = tl.where(places == place, score, chosen_scores)
+        chosen = tl.where(ranks == rank, expert.to(tl.int64), chosen)
+        chosen_scores = tl.where(ranks == rank, score, chosen_scores)
         choice = tl.where(columns == expert, low, choice)
     if SCORES == 2:
         powers = tl.exp(chosen_scores - tl.max(chosen_scores, 0))
         chosen_scores = powers / tl.sum(powers, 0)
     if NORMALISES:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, 0) + 1e-20)
-    is_chosen = places < NUM_CHOSEN
-    tl.store(weights + row * NUM_CHOSEN + places, chosen_scores * scale, mask=is_chosen)
-    tl.store(experts + row * NUM_CHOSEN + places, chosen, mask=is_chosen)
+    is_chosen = ranks < NUM_CHOSEN
+    tl.store(weights + row * NUM_CHOSEN + ranks, chosen_scores * scale, mask=is_chosen)
+    tl.store(experts + row * NUM_CHOSEN + ranks, chosen, mask=is_chosen)

@@ -7,16 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import Activation, gate_mul
+from shared.kernels.activation import Activation
 from shared.kernels.experts import (
+    ExpertTiles,
     ExpertWeight,
     expert_product,
+    gated_product,
     tile_rows,
     tiles_of,
+    weighted_parts,
     weighted_sum,
 )
 from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.linear import LinearWeight, wide_linear
+from shared.kernels.partials import Partials
 from shared.kernels.routing import Routing, route
+from shared.kernels.steady import MOST_FEW_ROWS
 from shared.layers.linear import Linear
 from shared.layers.mlp import Mlp
 from shared.layers.tensor_group import Part, TensorGroup
@@ -29,7 +35,7 @@ class Router:
     Attributes:
         weight: `H` to E.
         correction: `[E]` float32, see `route`; None in most families.
-        is_wide: logits are computed in float32, as the weight is.
+        is_wide: logits are float32, whatever the dtype of the weight.
     """
 
     weight: Linear
@@ -39,8 +45,14 @@ class Router:
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns weights and experts `[T, k]` of `[T, H]`."""
-        logits = self.weight(hidden.float() if self.is_wide else hidden)
-        return route(logits, self.correction, self.routing)
+        return route(self._logits(hidden), self.correction, self.routing)
+
+    def _logits(self, hidden: Tensor) -> Tensor | Partials:
+        if not self.is_wide:
+            return self.weight.partials(hidden)
+        assert isinstance(self.weight.weight, LinearWeight)
+        assert self.weight.bias is None
+        return wide_linear(hidden, self.weight.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +80,15 @@ class Experts:
         own = self._own(hidden)
         return own if self.group is None else self.group.sum(own)
 
-    def part(self, hidden: Tensor) -> Tensor | Part:
+    def part(self, hidden: Tensor) -> Tensor | Partials | Part:
         """Returns the result, or what adds up to it; see `Linear.part`."""
-        own = self._own(hidden)
-        return own if self.group is None else Part(own, self.group)
+        if self.group is not None:
+            return Part(self._own(hidden), self.group)
+        if self.shared is not None or len(hidden) > MOST_FEW_ROWS or not runs_triton(hidden):
+            return self._own(hidden)
+        routed = self._routed(hidden)
+        assert routed.tiles is not None
+        return weighted_parts(routed.gated, routed.weights, self.down, routed.tiles)
 
     def steadied(self) -> Experts:
         """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
@@ -85,6 +102,12 @@ class Experts:
 
     def _own(self, hidden: Tensor) -> Tensor:
         """Returns what this process's channels make of `[T, H]`."""
+        shared = None if self.shared is None else self.shared(hidden)
+        routed = self._routed(hidden)
+        pairs = expert_product(routed.gated, routed.experts, self.down, routed.tiles)
+        return weighted_sum(pairs, routed.weights, shared)
+
+    def _routed(self, hidden: Tensor) -> _Routed:
         weights, experts = self.router(hidden)
         tiles = None
         if runs_triton(hidden):
@@ -94,6 +117,22 @@ class Experts:
         if self.scales_inputs:
             inputs = (hidden.unsqueeze(1) * weights.to(hidden.dtype).unsqueeze(2)).flatten(0, 1)
             weights = torch.ones_like(weights)
-        gated = gate_mul(expert_product(inputs, experts, self.gate_up, tiles), self.activation)
-        routed = weighted_sum(expert_product(gated, experts, self.down, tiles), weights)
-        return routed if self.shared is None else routed + self.shared(hidden)
+        gated = gated_product(inputs, experts, self.gate_up, tiles, self.activation)
+        return _Routed(weights, experts, tiles, gated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """Where rows go, and what the first products of their experts make of them.
+
+    Attributes:
+        weights: `[T, k]`.
+        experts: `[T, k]`.
+        tiles: of the pairs, on devices with kernels; else None.
+        gated: `[T * k, N]`.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    tiles: ExpertTiles | None
+    gated: Tensor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.kernels.activation import Activation
 from shared.kernels.experts import ExpertWeight
+from shared.kernels.steady import can_be_steady
 from shared.layers.experts import Experts, Router
 from shared.layers.linear import STORED_DTYPES, Linear
 from shared.layers.mlp import Mlp
@@ -138,11 +139,11 @@ def build_experts(
         )
     router = tensors.pop(f"{prefix}router.weight")
     is_wide = config.family.is_wide
+    if is_wide and not can_be_steady(router):
+        router = router.float()
     return Experts(
         router=Router(
-            weight=Linear.of(
-                router.float() if is_wide else router, tensors.pop(f"{prefix}router.bias", None)
-            ),
+            weight=Linear.of(router, tensors.pop(f"{prefix}router.bias", None)),
             correction=tensors.pop(f"{prefix}router.correction", None),
             routing=config.routing,
             is_wide=is_wide,

@@ -3,20 +3,27 @@ not depend on their company."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from shared.kernels.activation import Activation, gate_mul
 from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
+    gated_product,
     plain_expert_product,
+    plain_tiles,
     plain_weighted_sum,
     tiles_of,
+    weighted_parts,
     weighted_sum,
 )
 from shared.kernels.linear import LinearWeight
-from shared.kernels.quantised import QuantisedWeight
+from shared.kernels.partials import Partials
+from shared.kernels.quantised import QuantisedWeight, in_words
 from shared.kernels.routing import RouterScores, Routing, plain_route, route
 from tests.helpers.kernel_device import kernel_device
 
@@ -105,11 +112,84 @@ def test_products_with_8_bit_weights_equal_plain_torch() -> None:
     torch.testing.assert_close(_product(inputs, experts, weight), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.interpreter
-def test_weighted_sums_equal_plain_torch() -> None:
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_products_with_packed_words_equal_plain_torch(stored: torch.dtype, tile: int) -> None:
+    values = _random(NUM_EXPERTS, 40, 256)
+    plain = ExpertWeight.of(values, None, stored)
+    assert plain.values is not None
+    packed = replace(plain, values=in_words(plain.values.flatten(0, 1)).view_as(plain.values),
+                     is_packed=True)  # fmt: skip
+    inputs, experts = _random(9, 256, seed=2).half(), _experts(9)
+    expected = _product(inputs, experts, plain, tile)
+    torch.testing.assert_close(
+        _product(inputs, experts, packed, tile), expected, rtol=1e-2, atol=1e-2
+    )
+    # Where activations are wider, words are put in their order first.
+    wide = _product(inputs.float(), experts, packed, tile)
+    torch.testing.assert_close(wide, expected.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("width", [24, 40])
+def test_gated_products_equal_plain_torch(activation: Activation, width: int) -> None:
+    weight = ExpertWeight.of(
+        _random(NUM_EXPERTS, 2 * width, 40), _random(NUM_EXPERTS, 2 * width, seed=1)
+    )
+    inputs, experts = _random(9, 40, seed=2), _experts(9)
+    tiles = tiles_of(experts.flatten(), NUM_EXPERTS, 16)
+    expected = gate_mul(expert_product(inputs, experts, weight, tiles), activation)
+    found = gated_product(inputs, experts, weight, tiles, activation)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("has_more", [False, True])
+def test_weighted_sums_equal_plain_torch(has_more: bool) -> None:
     pairs, weights = _random(5 * NUM_CHOSEN, 70), _random(5, NUM_CHOSEN, seed=1)
+    more = _random(5, 70, seed=2) if has_more else None
     expected = plain_weighted_sum(pairs, weights)
-    torch.testing.assert_close(weighted_sum(pairs, weights), expected, rtol=1e-6, atol=1e-6)
+    found = weighted_sum(pairs, weights, more)
+    expected = expected if more is None else expected + more
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpreter
+def test_sums_that_are_left_in_parts_have_the_same_bits() -> None:
+    weight = ExpertWeight.of(_random(NUM_EXPERTS, 48, 40))
+    experts, weights = _experts(9), _random(9, NUM_CHOSEN, seed=1)
+    inputs = _random(9 * NUM_CHOSEN, 40, seed=2)
+    tiles = tiles_of(experts.flatten(), NUM_EXPERTS, 16)
+    whole = weighted_sum(expert_product(inputs, experts, weight, tiles), weights)
+    assert torch.equal(weighted_parts(inputs, weights, weight, tiles).total(), whole)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_pairs", [1, 8, 100, 700])
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_tiles_equal_those_of_plain_torch(num_pairs: int, num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_pairs)
+    experts = torch.randint(0, 5, (num_pairs,), generator=generator).to(kernel_device_or_cpu())
+    num_tiles = min(num_pairs, 6) + num_pairs // num_rows
+    found = tiles_of(experts, 6, num_rows)
+    expected = plain_tiles(experts, 6, num_rows, num_tiles)
+    assert torch.equal(found.experts, expected.experts)
+    num_used = int((expected.experts < 6).sum()) * num_rows
+    assert torch.equal(found.pairs[:num_used], expected.pairs[:num_used])
+
+
+@pytest.mark.interpreter
+def test_logits_in_parts_are_added_before_the_choice() -> None:
+    routing = ROUTINGS["normalised"]
+    parts = torch.stack([_random(9, NUM_EXPERTS, seed=seed) for seed in range(3)])
+    weights, experts = route(Partials(parts, torch.float32), None, routing)
+    expected_weights, expected = plain_route(parts.sum(0), None, routing)
+    assert torch.equal(experts, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.interpreter

@@ -9,16 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.kernels.activation import Activation, gate_mul
 from shared.kernels.attention import paged_attention, plan_tiles
 from shared.kernels.attention_rows import plan_rows
 from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
+    gated_product,
     plain_weighted_sum,
     tile_rows,
     tiles_of,
     weighted_sum,
 )
+from shared.kernels.linear import LinearWeight, wide_linear
+from shared.kernels.partials import total_of
+from shared.kernels.quantised import from_words
 from shared.kernels.routing import RouterScores, Routing, plain_route, route
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import Heads, chunk, packed, random_layer, tree, with_pages
@@ -48,17 +53,24 @@ def _assert_near(found: Tensor, expected: Tensor, most: float) -> None:
     assert float(error) < most, f"relative error {float(error):.2e}"
 
 
+def _held(weight: ExpertWeight) -> Tensor:
+    """Returns the weights as they multiply, `[E, N, K]`."""
+    values = weight.values
+    assert values is not None
+    if weight.scales is None:
+        return values.float()
+    if weight.is_packed:
+        values = from_words(values.flatten(0, 1)).view_as(values)
+    return values.float() * weight.scales.unsqueeze(2)
+
+
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 1024])
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_experts", [8, 128])
 def test_products_of_experts(num_rows: int, stored: torch.dtype | None, num_experts: int) -> None:
     values = _random(num_experts, 768, 2048, seed=0) * 0.02
     weight = ExpertWeight.of(values, None, stored)
-    held = values.float()
-    if stored is not None:
-        assert weight.values is not None
-        assert weight.scales is not None
-        held = weight.values.float() * weight.scales.unsqueeze(2)
+    held = _held(weight)
     inputs = _random(num_rows, 2048, seed=1)
     experts = _random(num_rows, num_experts, seed=2).float().topk(2, dim=-1).indices
     tiles = tiles_of(experts.flatten(), num_experts, tile_rows(experts.numel(), weight))
@@ -67,6 +79,37 @@ def test_products_of_experts(num_rows: int, stored: torch.dtype | None, num_expe
         own = held.index_select(0, experts[:64, choice])
         expected = torch.bmm(own.double(), inputs[:64].double().unsqueeze(2)).squeeze(2)
         _assert_near(found[:64, choice], expected, 5e-3)
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+def test_bits_do_not_depend_on_the_size_of_tiles(stored: torch.dtype | None) -> None:
+    weight = ExpertWeight.of(_random(8, 1536, 2048, seed=0) * 0.02, None, stored)
+    inputs = _random(300, 2048, seed=1)
+    experts = _random(300, 8, seed=2).float().topk(2, dim=-1).indices
+    found = [
+        expert_product(inputs, experts, weight, tiles_of(experts.flatten(), 8, num_rows))
+        for num_rows in (16, 32, 64, 128)
+    ]
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("num_rows", [1, 64, 2000])
+def test_gated_products(activation: Activation, num_rows: int) -> None:
+    weight = ExpertWeight.of(_random(8, 1536, 2048, seed=0) * 0.02)
+    inputs = _random(num_rows, 2048, seed=1)
+    experts = _random(num_rows, 8, seed=2).float().topk(2, dim=-1).indices
+    tiles = tiles_of(experts.flatten(), 8, tile_rows(experts.numel(), weight))
+    found = gated_product(inputs, experts, weight, tiles, activation)
+    expected = gate_mul(expert_product(inputs, experts, weight, tiles).float(), activation)
+    _assert_near(found, expected, 1e-2)
+
+
+def test_logits_of_a_wide_router() -> None:
+    inputs, values = _random(9, 4096, seed=0), _random(128, 4096, seed=1) * 0.02
+    found = total_of(wide_linear(inputs, LinearWeight.prepare(values)))
+    assert found.dtype is torch.float32
+    _assert_near(found, inputs.double() @ values.double().T, 1e-5)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
