@@ -94,13 +94,9 @@ def build_embedded_draft(
 def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Host:
     """Returns what the target shares; its tensors if all of them are here, and the draft was made
     for them."""
-    is_lent = _is_whole(target) and chosen.target_model_path == settings.model_path
+    is_whole = target.decoder.group is None
+    is_lent = is_whole and chosen.target_model_path == settings.model_path
     return Host(target.decoder if is_lent else None, target.limits.max_kv_tokens, target.cache)
-
-
-def _is_whole(target: Engine) -> bool:
-    """Whether this process has all of the model."""
-    return target.decoder.group is None
 
 
 def _rounds(
@@ -109,7 +105,7 @@ def _rounds(
     """Returns what the drafter lends for rounds on the device, if it can and is asked to."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
-    if not (is_wanted and is_coupled and _is_whole(target)) or type(drafter) is not EagleDrafter:
+    if not (is_wanted and is_coupled) or type(drafter) is not EagleDrafter:
         return None
     if chosen.page_size != settings.page_size:
         log.warning(

@@ -109,8 +109,8 @@ def _build(
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
     layers = () if draft_settings is None else feature_layers(draft_settings)
-    followers = _followers(settings, layers, opened)
     has_lanes = draft_settings is not None and draft_settings.algorithm.lends_head
+    followers = _followers(settings, layers, opened, has_lanes=has_lanes)
     engine = build_engine(settings, metrics.observe_step, followers, layers, has_lanes=has_lanes)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
@@ -133,14 +133,14 @@ def _build(
 
 
 def _followers(
-    settings: TargetSettings, layers: tuple[int, ...], opened: ExitStack
+    settings: TargetSettings, layers: tuple[int, ...], opened: ExitStack, *, has_lanes: bool
 ) -> Followers | None:
     """Starts the other processes of the model, if there are any. They wait for this one, which
     waits for them before it ends, so something has to end them."""
     if settings.tp_size == 1:
         return None
     with start_phase("followers"):
-        followers = start_followers(settings, layers)
+        followers = start_followers(settings, layers, has_lanes=has_lanes)
     opened.callback(followers.stop)
     return followers
 

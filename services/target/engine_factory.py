@@ -52,12 +52,8 @@ def build_engine(
         CheckpointError: the model folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
-    if followers is None:
-        built = build_runner(settings, feature_layers=feature_layers, has_lanes=has_lanes)
-    else:
-        built = build_runner(
-            settings, followers.group, followers.leader, feature_layers=feature_layers
-        )
+    shared = () if followers is None else (followers.group, followers.leader)
+    built = build_runner(settings, *shared, feature_layers=feature_layers, has_lanes=has_lanes)
     leases = KvLeases(
         built.runner.pool.num_pages,
         settings.page_size,

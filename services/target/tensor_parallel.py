@@ -11,13 +11,16 @@ from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from shared.models.config import ModelConfig
 from shared.runtime.lockstep import follow
+from shared.runtime.round_follower import RoundFollower
 
 
-def start_followers(settings: TargetSettings, feature_layers: tuple[int, ...] = ()) -> Followers:
+def start_followers(
+    settings: TargetSettings, feature_layers: tuple[int, ...] = (), *, has_lanes: bool = False
+) -> Followers:
     """Starts them and returns once all have joined; they load their weights meanwhile.
 
     Args:
-        feature_layers: what `build_runner` is told in this process.
+        feature_layers, has_lanes: what `build_runner` is told in this process.
 
     Raises:
         CheckpointError: the model folder has no usable config.
@@ -25,12 +28,18 @@ def start_followers(settings: TargetSettings, feature_layers: tuple[int, ...] = 
     """
     check_tp_size(settings.tp_size, ModelConfig.from_folder(settings.model_path))
     devices = rank_devices(settings.device, settings.tp_size)
-    return Followers(partial(_follow, settings, feature_layers), devices, service="target")
+    work = partial(_follow, settings, feature_layers, has_lanes)
+    return Followers(work, devices, service="target")
 
 
 def _follow(
-    settings: TargetSettings, feature_layers: tuple[int, ...], seat: Seat, pipe: Connection
+    settings: TargetSettings,
+    feature_layers: tuple[int, ...],
+    has_lanes: bool,
+    seat: Seat,
+    pipe: Connection,
 ) -> None:
     group = seat.join(settings)
     own = replace(settings, device=str(seat.device))
-    follow(build_runner(own, group, feature_layers=feature_layers).runner, group, pipe)
+    built = build_runner(own, group, feature_layers=feature_layers, has_lanes=has_lanes)
+    follow(built.runner, group, pipe, RoundFollower(built.runner).take)

@@ -84,9 +84,9 @@ class Leader:
         """Announces `ModelRunner.run`."""
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        specs = tuple(_spec(value) if isinstance(value, Tensor) else value for value in values)
+        specs = tuple(spec_of(value) if isinstance(value, Tensor) else value for value in values)
         self.tell(Forward(specs, capture_layers))
-        self._group.broadcast(_packed(tensors))
+        self._group.broadcast(packed(tensors))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Announces `ModelRunner.move`."""
@@ -116,7 +116,7 @@ def follow(
             return
         if isinstance(message, Forward):
             specs = [field for field in message.fields if isinstance(field, TensorSpec)]
-            tensors = iter(_received(specs, group, runner.device))
+            tensors = iter(received(specs, group, runner.device))
             values = [
                 next(tensors) if isinstance(field, TensorSpec) else field
                 for field in message.fields
@@ -130,11 +130,12 @@ def follow(
             take_other(message)
 
 
-def _spec(tensor: Tensor) -> TensorSpec:
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Returns what the other end of a broadcast has to know of a tensor."""
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
+def packed(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the bytes of all tensors end to end, each padded to the alignment."""
     device = tensors[0].device
     padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=device)
@@ -147,9 +148,8 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _received(
-    specs: Sequence[TensorSpec], group: TensorGroup, device: torch.device
-) -> list[Tensor]:
+def received(specs: Sequence[TensorSpec], group: TensorGroup, device: torch.device) -> list[Tensor]:
+    """Takes in what rank 0 packed and broadcasts."""
     sizes = [spec.size_bytes + -spec.size_bytes % _ALIGNMENT for spec in specs]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     group.broadcast(packed)

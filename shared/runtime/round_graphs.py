@@ -100,6 +100,7 @@ class RoundGraphs:
         self._memory = memory
         if memory is None and state.numbers.is_cuda:
             self._memory = torch.cuda.graph_pool_handle()
+        self._group = verification.decoder.group
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
         self._grown: _GrownRound | CapturedRound | None = None
 
@@ -184,6 +185,8 @@ class RoundGraphs:
         lanes: LaneSampling | None,
         drawn: Tensor,
     ) -> None:
+        if self._group is not None and self._group.rank:
+            return  # `_finish` brings what rank 0 draws
         drawn.copy_(self._verification.draw(logits, state, tree.rows, sampling))
         if lanes is not None:
             lanes.redraw(drawn, logits, state, tree.rows)
@@ -191,6 +194,8 @@ class RoundGraphs:
     def _finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
     ) -> CommittedRound:
+        if self._group is not None:
+            self._group.broadcast(drawn)
         return self._verification.finish(state, tree, output, drawn)
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
@@ -204,6 +209,8 @@ class RoundGraphs:
         drawn = torch.zeros_like(idle.rows.depths)
         del idle, verified, idle_drawn
         draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
+        if self._group is not None:
+            self._group.graphs.extend((draft, forward, commit))
         with capturing(draft, self._memory):
             tree = self._draft.grow(state, sampling)
         with capturing(forward, self._memory):

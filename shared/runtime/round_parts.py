@@ -34,10 +34,9 @@ class RoundParts:
             return PLAIN
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_draft_fused import FusedRoundDraft
-        from shared.runtime.round_verification_fused import FusedRoundVerification
 
         is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
-        return cls(FusedRoundDraft if is_split else RoundDraft, FusedRoundVerification)
+        return cls(FusedRoundDraft if is_split else RoundDraft, verification_for(shape, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,16 @@ class SelectionParts:
         from shared.runtime.round_verification_fused import FusedRoundVerification
 
         return cls(FusedRoundSelection, FusedRoundVerification)
+
+
+def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerification]:
+    """Returns the fastest verification of trees of a shape."""
+    if not (has_triton(device) and fits_kernels(shape)):
+        return RoundVerification
+    # Triton is not installed where there is no CUDA.
+    from shared.runtime.round_verification_fused import FusedRoundVerification
+
+    return FusedRoundVerification
 
 
 PLAIN = RoundParts(RoundDraft, RoundVerification)

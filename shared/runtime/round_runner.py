@@ -8,6 +8,7 @@ decides only who takes part and which pages they have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
-from shared.runtime.round_graphs import CapturedRound, RoundGraphs
+from shared.runtime.round_graphs import CapturedRound, RoundGraphs, TreeSource
+from shared.runtime.round_lockstep import CaptureRound, QueueRound, RoundLeader, SentTrees
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
@@ -50,6 +52,7 @@ class RoundRunner:
         feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`.
         parts: what drafts and verifies; None takes what suits head and device.
         graph_memory: see `RoundGraphs`.
+        leader: of a decoder that several processes hold, of which this one has the head.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class RoundRunner:
         limits: RoundLimits,
         parts: RoundParts | None = None,
         graph_memory: Any | None = None,
+        leader: RoundLeader | None = None,
     ) -> None:
         assert pool.page_size == head_pool.page_size, "pages differ in size"
         assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
@@ -82,8 +86,14 @@ class RoundRunner:
         self._slots = RoundSlots(state)
         batches = RoundBatches(self.shape, pool.page_size)
         parts = parts or RoundParts.of(head, self.shape, pool.device)
+        draft: TreeSource = parts.draft(head, head_pool, batches, feature_rows)
+        self._leader = leader
+        if leader is not None:
+            assert decoder.group is not None, "nobody follows"
+            leader.open(self.shape, limits.max_sequences)
+            draft = SentTrees(draft, decoder.group)
         self._graphs = RoundGraphs(
-            parts.draft(head, head_pool, batches, feature_rows),
+            draft,
             parts.verification(decoder, pool, self.shape, head.feature_spec, feature_rows),
             state,
             graph_memory,
@@ -115,6 +125,11 @@ class RoundRunner:
         return self._slots.num_pending
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether other processes wait for a round that broke off here."""
+        return self._leader is not None and self._leader.is_waited_for
+
+    @property
     def num_awaited(self) -> int:
         """Sequences of the oldest unread round."""
         return len(self._slots.oldest.sequences)
@@ -125,7 +140,8 @@ class RoundRunner:
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Captures the graphs for a number of sequences before anyone waits for them."""
-        self._graphs.make(num_sequences, sampling)
+        with self._announced(CaptureRound, num_sequences, sampling):
+            self._graphs.make(num_sequences, sampling)
 
     def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs of a round, to be measured part by part."""
@@ -134,8 +150,9 @@ class RoundRunner:
     def run_empty(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Queues a round as for so many sequences, while nobody takes part."""
         assert not self._slots.placed, "a round would be lost"
-        self._graphs.grow(num_sequences, sampling)
-        self._graphs.verify(sampling)
+        with self._announced(QueueRound, num_sequences, sampling):
+            self._graphs.grow(num_sequences, sampling)
+            self._graphs.verify(sampling)
 
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
         """Returns how many tokens the target's and the head's pages of a sequence must cover for
@@ -183,10 +200,18 @@ class RoundRunner:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         sampling = self._slots.sampling
         self._slots.write_pages()
-        self._graphs.grow(self.num_slots, sampling)
-        output = self._graphs.verify(sampling, self._slots.lanes)
+        with self._announced(QueueRound, self.num_slots, sampling):
+            self._graphs.grow(self.num_slots, sampling)
+            output = self._graphs.verify(sampling, self._slots.lanes)
         self._slots.launched(output, sampling, self.shape.max_committed)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
         return self._slots.result()
+
+    def _announced(
+        self, kind: type[CaptureRound | QueueRound], num_slots: int, sampling: RoundSampling
+    ) -> AbstractContextManager[None]:
+        """Tells the other processes of the decoder, if there are any, what the body does."""
+        leader = self._leader
+        return nullcontext() if leader is None else leader.announced(kind, num_slots, sampling)

@@ -77,7 +77,7 @@ class FusedRoundVerification(RoundVerification):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         # Kernels widen the logits as they read them.
-        return self.decoder.lm_head(hidden)
+        return self.decoder.logits(hidden, self.decoder.dtype)
 
     def _move(self, num_slots: int, width: int, sources: Tensor, targets: Tensor) -> None:
         storage = self.pool.storage.flatten(0, 1)

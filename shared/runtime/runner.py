@@ -59,7 +59,7 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self._graphs = graphs
-        self._leader = leader
+        self.leader = leader
         self.cache = cache or CacheSize(pool.storage.nbytes)
         self._forward = compile_small(decoder.forward, max_compiled_sequences)
 
@@ -82,8 +82,8 @@ class ModelRunner:
 
         The tensors of the result may be written again by the next run.
         """
-        if self._leader is not None:
-            self._leader.forward(batch, capture_layers)
+        if self.leader is not None:
+            self.leader.forward(batch, capture_layers)
         if self._graphs is not None and self._graphs.fits(batch, capture_layers):
             captured = self._graphs.run(batch, capture_layers)
             if captured is not None:
@@ -102,8 +102,8 @@ class ModelRunner:
         Returns:
             The source slots and the target slots on the device, `[N]` int64 each.
         """
-        if self._leader is not None:
-            self._leader.move(moves)
+        if self.leader is not None:
+            self.leader.move(moves)
         source_slots, target_slots = uploaded_pairs(moves, self.device)
         self.pool.move(source_slots, target_slots)
         return source_slots, target_slots

@@ -111,6 +111,16 @@ _SAME = (
 _OTHERS = (
     Aim("start to the first token", "start", "s"),
     Aim("TP 2 over one GPU, batch 1", "tensor_parallel", "×", more_is_better=True, bound=1.6),
+    *(
+        Aim(
+            f"EAGLE-3 over plain, TP 2, batch {batch}",
+            "tensor_parallel",
+            "×",
+            more_is_better=True,
+            bound=bound,
+        )
+        for batch, bound in ((1, 3.0), (8, 2.2))
+    ),
 )
 
 AIMS = {aim.name: aim for aim in (*_PLAIN, *_DRAFTED, *_SAME, *_OTHERS)}

@@ -1,8 +1,9 @@
 """`make bench-tp`: one model on one GPU and on several, with the demo's acceptance.
 
-Writes the widened target (16 GB), because every process reads its own part. Then plain decoding and
-EAGLE-3 chains, drafted on the first GPU. Floors are the matrix bytes of one GPU's
-part over the copy bandwidth; what a step takes beyond that of one GPU's half is communication.
+Writes the widened target (16 GB), because every process reads its own part. Then plain decoding,
+held against that of the first size, and rounds of EAGLE-3 chains, held against plain decoding of
+their own size; the first GPU has the head. Floors are the matrix bytes of one GPU's part over the
+copy bandwidth; what a step takes beyond that of one GPU's half is communication.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from shared.layers.memory import linears
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner
-from tests.bench.aims import figure
+from tests.bench.aims import AIMS, figure
 from tests.bench.figure import Figure, add_figures_flag
 from tests.bench.mode_row import HEADER, ModeRow
 from tests.bench.wide import CHAIN, Plan, WideBench
-from tests.bench.wide_engine import Drafting, Run, serve, warm_up
+from tests.bench.wide_engine import Drafting, Run, serve
 from tests.bench.wide_folders import is_written, target_folder
 from tests.load.figures import table
 
@@ -75,22 +76,22 @@ class ParallelBench:
         drafting = self._drafting() if self._has_drafts else None
         for size in sizes:
             settings = target_settings(self._folder, self.plan, size)
-            followers = start_followers(settings) if size > 1 else None
+            # Rounds have graphs of their own, so that planned steps verify no tree.
+            followers = start_followers(settings, has_lanes=True) if size > 1 else None
             try:
-                if followers is None:
-                    runner = build_runner(settings).runner
-                else:
-                    runner = build_runner(settings, followers.group, followers.leader).runner
+                shared = () if followers is None else (followers.group, followers.leader)
+                runner = build_runner(settings, *shared, has_lanes=True).runner
+                if followers is not None:
                     print(announcement(followers.group, runner), flush=True)
                 for batch in self.plan.batches:
                     prompts = self._wide.prompts[:batch]
                     plain = serve(runner, prompts, self.plan.output_tokens)
-                    yield self._row(plain_mode(size), plain, plain, runner.decoder)
+                    first = self._plain.setdefault(batch, plain)
+                    yield self._row(plain_mode(size), plain, first, plain, runner.decoder)
                     if drafting is None:
                         continue
-                    warm_up(runner, prompts, drafting)
                     drafted = serve(runner, prompts, self.plan.output_tokens, drafting)
-                    yield self._row(f"{size} × EAGLE3", drafted, plain, runner.decoder)
+                    yield self._row(drafted_mode(size), drafted, plain, plain, runner.decoder)
                 del runner
             finally:
                 if followers is not None:
@@ -98,14 +99,14 @@ class ParallelBench:
 
     def _drafting(self) -> Drafting:
         head = self._wide.pair.eagle3(self._scratch, self.plan.dtype)
-        return self._wide.eagle3(head, CHAIN)
+        return replace(self._wide.eagle3(head, CHAIN), is_on_device=True)
 
-    def _row(self, mode: str, run: Run, plain: Run, decoder: Decoder) -> ModeRow:
-        first = self._plain.setdefault(len(run.answers), plain)
+    def _row(self, mode: str, run: Run, base: Run, plain: Run, decoder: Decoder) -> ModeRow:
+        """See `ModeRow.of`."""
         weight_bytes = sum(layer.dense().nbytes for layer in linears(decoder))
         bandwidth = self._wide.floors.bandwidth
         floor_ms = weight_bytes / bandwidth if bandwidth else 0.0
-        return ModeRow.of(mode, None, run, floor_ms, base=first, plain=plain)
+        return ModeRow.of(mode, None, run, floor_ms, base=base, plain=plain)
 
 
 def plain_mode(size: int) -> str:
@@ -113,8 +114,17 @@ def plain_mode(size: int) -> str:
     return f"{size} × plain"
 
 
+def drafted_mode(size: int) -> str:
+    """Returns what rows call rounds of so many processes."""
+    return f"{size} × EAGLE3"
+
+
 def speed_up(row: ModeRow, sizes: tuple[int, ...]) -> Iterator[Figure]:
-    """Yields how much faster two GPUs decode than one, from the row that says so."""
+    """Yields how much faster two GPUs decode than one, and speculate than decode, from the rows
+    that say so."""
+    name = f"EAGLE-3 over plain, TP 2, batch {row.batch}"
+    if row.mode == drafted_mode(2) and name in AIMS:
+        yield figure(name, row.over_plain, None, f"{row.tokens_a_round:.2f} tokens a round")
     if sizes[0] == 1 and row.mode == plain_mode(2) and row.batch == 1:
         note = f"{row.round_ms:.2f} ms"
         yield figure("TP 2 over one GPU, batch 1", row.over_plain, row.over_plain_at_floor, note)

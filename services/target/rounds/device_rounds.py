@@ -159,6 +159,8 @@ class DeviceRounds:
             self._place([each for each in placed if self.holds(each)], new)
             self._runner.launch()
         except RuntimeError as error:
+            if self._runner.is_waited_for:
+                raise
             # What the head has to catch up with, or graphs of this size, do not fit beside weights
             # and cache; fewer sequences may.
             if not new and self.num_pending:

@@ -25,21 +25,21 @@ class RoundFactory:
 
     def rounds_of(self, attachment: Attachment) -> DeviceRounds | None:
         """Returns rounds with the head of a draft; None where it lends none, or where they cannot
-        be: they draw by the coupled rule, and the model is whole on one device."""
+        be: they draw by the coupled rule."""
         source, spec = attachment.rounds, attachment.feature_spec
-        if source is None or spec is None or not self._can_be:
+        if source is None or spec is None or not self._is_coupled:
             return None
         store = self.features.kept(spec)
         assert store is not None, "the draft attached without its features"
         return DeviceRounds(source, self.runner, self.leases, store, attachment.identity.algorithm)
 
     def selected_rounds(self, limits: RoundLimits) -> SelectedRounds | None:
-        """Returns rounds whose trees remote drafts push; None where they cannot be, as above."""
-        if not self._can_be:
+        """Returns rounds whose trees remote drafts push; None where they cannot be: as above, and
+        the model has to be whole on one device."""
+        if not self._is_coupled or self.runner.decoder.group is not None:
             return None
         return SelectedRounds(self.runner, self.leases, limits)
 
     @property
-    def _can_be(self) -> bool:
-        is_coupled = self.verifier.mode is VerificationMode.COUPLED
-        return is_coupled and self.runner.decoder.group is None
+    def _is_coupled(self) -> bool:
+        return self.verifier.mode is VerificationMode.COUPLED

@@ -21,8 +21,6 @@ def round_problems(settings: TargetSettings) -> list[str]:
     problems = []
     if settings.draft is not DraftPlacement.EMBEDDED:
         problems += _remote_problems(settings)
-    if settings.tp_size > 1:
-        problems.append(f"{_FLAG} needs the model on one device; --tp-size is {settings.tp_size}")
     if settings.disable_cuda_graph:
         problems.append(f"{_FLAG}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out")
     if settings.verification is VerificationMode.POINT_MASS:
@@ -31,10 +29,16 @@ def round_problems(settings: TargetSettings) -> list[str]:
 
 
 def _remote_problems(settings: TargetSettings) -> list[str]:
-    """The device selects among whole trees that drafts have pushed."""
-    if settings.speculative_fallback is Fallback.NONE:
-        return []
-    return [
-        f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
-        f"{settings.speculative_fallback.value}, whose trees are made on the host"
-    ]
+    """The device selects among whole trees that drafts have pushed, where the model is whole."""
+    problems = []
+    if settings.speculative_fallback is not Fallback.NONE:
+        problems.append(
+            f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
+            f"{settings.speculative_fallback.value}, whose trees are made on the host"
+        )
+    if settings.tp_size > 1:
+        problems.append(
+            f"{_FLAG} with --draft remote needs the model on one device; --tp-size is "
+            f"{settings.tp_size}"
+        )
+    return problems

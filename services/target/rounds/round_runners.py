@@ -13,6 +13,7 @@ from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
 from shared.kv.decode_batch import empty_decode_batch
 from shared.runtime.round_graphs import ROUND_SIZES
+from shared.runtime.round_lockstep import RoundLeader
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
@@ -54,8 +55,9 @@ class RoundRunners:
                 tree=shape,
                 limits=RoundLimits(max_sequences, source.max_context_tokens),
                 graph_memory=memory,
+                leader=None if runner.leader is None else RoundLeader(runner.leader, number),
             )
-            for shape, max_sequences in self._capacities.items()
+            for number, (shape, max_sequences) in enumerate(self._capacities.items())
         }
         self.shape = source.tree
         self.current = self._runners[source.tree]
@@ -165,7 +167,11 @@ class RoundRunners:
             for kind in _CAPTURED_KINDS:
                 self._runners[shape].capture(num_sequences, kind)
         except RuntimeError as error:
-            self._without_memory(shape, num_sequences, self._cache.advice(Shortage.of(error)))
+            advice = self._cache.advice(Shortage.of(error))
+            if self._runners[shape].is_waited_for:
+                logger.critical("no memory for rounds of the group: %s", advice)
+                raise
+            self._without_memory(shape, num_sequences, advice)
             return False
         taken = (self._num_reserved_bytes() - before) / 2**30
         logger.debug("rounds, %s, %d sequences: %.2f GiB", _name(shape), num_sequences, taken)

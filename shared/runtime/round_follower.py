@@ -1,0 +1,62 @@
+"""A follower's side of rounds on the device, see `round_lockstep`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shared.runtime.round_batches import RoundBatches
+from shared.runtime.round_graphs import RoundGraphs
+from shared.runtime.round_lockstep import CaptureRound, OpenRounds, QueueRound, ReceivedTrees
+from shared.runtime.round_parts import verification_for
+from shared.runtime.round_state import RoundState
+from shared.runtime.runner import ModelRunner
+
+
+class RoundFollower:
+    """Computes the target's part of rounds along with rank 0, by the same code. Nothing is read.
+
+    Args:
+        runner: of this process's part of the model.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._rounds: dict[int, RoundGraphs] = {}
+        self._memory: Any | None = None
+        if runner.device.type == "cuda":
+            # As on rank 0: rounds of two shapes are never under way at once.
+            self._memory = torch.cuda.graph_pool_handle()
+
+    def take(self, message: object) -> None:
+        """Does what rank 0 announces that it does."""
+        match message:
+            case OpenRounds():
+                self._rounds[message.number] = self._opened(message)
+            case CaptureRound():
+                self._rounds[message.number].make(message.num_slots, message.sampling)
+            case QueueRound():
+                rounds = self._rounds[message.number]
+                rounds.grow(message.num_slots, message.sampling)
+                rounds.verify(message.sampling)
+            case _:
+                raise AssertionError(message)
+
+    def _opened(self, message: OpenRounds) -> RoundGraphs:
+        decoder, pool, shape = self._runner.decoder, self._runner.pool, message.shape
+        group = decoder.group
+        assert group is not None, "a follower is one of a group"
+        verification = verification_for(shape, pool.device)
+        state = RoundState.empty(
+            message.max_sequences,
+            max_open_rows=shape.max_committed,
+            num_pages=-(-shape.max_kv_length // pool.page_size),
+            device=pool.device,
+        )
+        return RoundGraphs(
+            ReceivedTrees(RoundBatches(shape, pool.page_size), group),
+            verification(decoder, pool, shape, None, None),
+            state,
+            self._memory,
+        )

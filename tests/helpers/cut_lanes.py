@@ -1,0 +1,90 @@
+"""A target that two processes hold, whose lanes have a head in the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.target.control.speculation_controller import SpeculationController
+from services.target.engine import Engine
+from services.target.runner_factory import build_runner
+from services.target.settings import TargetSettings
+from services.target.step_report import StepReport
+from services.target.tensor_parallel import start_followers
+from shared.kv.leases import KvLeases
+from shared.kv.pages import PagePool
+from shared.model_options import Dtype
+from shared.runtime.runner import ModelRunner
+from shared.tokens import TreeShape
+from tests.helpers.device_rounds import Pair
+from tests.helpers.engines import PAGE_SIZE, engine_over
+from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
+
+TREE = TreeShape(3, 3, 9)
+OTHER_TREES = {TreeShape(4, 1, 5): 8, TreeShape(1, 5, 6): 3}
+NUM_PAGES = 200
+
+
+@dataclass(frozen=True)
+class CutTarget:
+    """A target and its head in one process, and a runner of the target in two."""
+
+    whole: Pair
+    runner: ModelRunner
+
+    def plain(self) -> Engine:
+        """Returns an engine of both processes without drafts."""
+        return engine_over(self.runner, self._leases(NUM_PAGES))
+
+    def drafted(
+        self,
+        on_step: Callable[[StepReport], None],
+        other_trees: Mapping[TreeShape, int] | None = None,
+        num_pages: int = NUM_PAGES,
+    ) -> Engine:
+        """Returns an engine of both processes whose lanes have the head.
+
+        Args:
+            other_trees: has the policy choose.
+            num_pages: of the pool, that the engine may use.
+        """
+        engine = engine_over(
+            self.runner,
+            self._leases(num_pages),
+            on_step=on_step,
+            speculation=None if other_trees is None else SpeculationController(),
+        )
+        is_pinned, trees = other_trees is None, other_trees or {}
+        engine.attach(lending(self.whole, SilentDraft(), TREE, trees, is_pinned=is_pinned))
+        return engine
+
+    def _leases(self, num_pages: int) -> KvLeases:
+        leases = KvLeases(self.runner.pool.num_pages, PAGE_SIZE, prefix_cache=True)
+        leases._pool = PagePool(num_pages)
+        return leases
+
+
+@contextmanager
+def cut_target(folder: Path, device: str) -> Iterator[CutTarget]:
+    """Writes a tiny target and a head to `folder` and loads them."""
+    whole = write_pair(folder / "target", folder / "head", torch.device(device))
+    settings = TargetSettings(
+        model_path=folder / "target",
+        device=device,
+        dtype=Dtype.FLOAT32,
+        tp_size=2,
+        page_size=PAGE_SIZE,
+        max_total_tokens=(NUM_PAGES - 1) * PAGE_SIZE,
+        context_length=200,
+        cuda_graph_max_bs=8,
+        max_tree_nodes=16,
+    )
+    followers = start_followers(settings)
+    try:
+        yield CutTarget(whole, build_runner(settings, followers.group, followers.leader).runner)
+    finally:
+        followers.stop()
