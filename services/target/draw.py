@@ -20,7 +20,7 @@ from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import RowMasks
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
-from shared.speculation.distributions import target_log_probs
+from shared.speculation.distributions import shaped_logits, target_log_probs
 from shared.speculation.logprobs import (
     packed_logprobs,
     token_logprobs,
@@ -29,6 +29,7 @@ from shared.speculation.logprobs import (
 from shared.speculation.penalties import TokenCounts
 from shared.speculation.row_sampling import RowSampling
 from shared.speculation.token_masks import masked_logits
+from shared.speculation.upload import uploaded
 from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens
 from shared.tokens import TokenLogprobs, TokenTree
 
@@ -73,6 +74,23 @@ class RowLaws:
     def allowed_logits(self) -> Tensor:
         """The logits, -inf where a grammar forbids the token."""
         return self.logits if self.masks is None else masked_logits(self.logits, self.masks.bits)
+
+    @property
+    def scored_logits(self) -> Tensor:
+        """What log probabilities are taken of: the logits as the model gives them, or as they are
+        at the temperature of the requests that ask for that."""
+        wanted = [
+            entry.sequence.request.logprobs_after_temperature
+            for entry in self.drawn
+            for _ in range(1 + len(entry.tree))
+        ]
+        if not any(wanted):
+            return self.logits
+        sampling = self.sampling
+        shaped = shaped_logits(self.allowed_logits, sampling, self.counts)
+        cooled = torch.where(sampling.greedy, shaped, shaped / sampling.temperatures)
+        is_wanted = uploaded(torch.tensor(wanted), cooled.device).unsqueeze(1)
+        return torch.where(is_wanted, cooled, self.logits.to(cooled.dtype))
 
     def row_slices(self) -> list[slice]:
         """Returns the rows of each sequence."""
@@ -178,7 +196,8 @@ class FreshDraw:
                 num_top += [count] * len(each.token_ids)
         if not rows:
             return decided
-        logits = laws.logits.index_select(0, uploaded_numbers(rows, laws.logits.device))
+        index = uploaded_numbers(rows, laws.logits.device)
+        logits = laws.scored_logits.index_select(0, index)
         found = iter(token_logprobs(logits, token_ids, num_top))
         return [
             each
@@ -228,7 +247,9 @@ class _QueuedLogprobs:
             return None
         index = uploaded_numbers(rows, token_ids.device)
         packed = packed_logprobs(
-            laws.logits.index_select(0, index), token_ids.index_select(0, index), max(num_top)
+            laws.scored_logits.index_select(0, index),
+            token_ids.index_select(0, index),
+            max(num_top),
         )
         return cls(HostCopy(packed), rows, num_top)
 

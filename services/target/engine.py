@@ -28,6 +28,7 @@ from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import WeightControl
+from services.target.weight_stager import RankStages
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
@@ -225,6 +226,15 @@ class Engine:
             QueueFull, EngineFailed, Unavailable: as by `submit`.
         """
         return self._inbox.call(lambda: function(self._loop.weights))
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights in force."""
+        return self._loop.weights.status.version
+
+    def share_weights(self, ranks: RankStages) -> None:
+        """Has the other processes of the model take part in updates; before `start`."""
+        self._loop.weights.share(ranks)
 
     def follow_weights(self, follow: Callable[[], None]) -> None:
         """Has `follow` called after each update of the weights; before `start`."""

@@ -24,6 +24,7 @@ from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
+from services.target.weight_stager import RankStages
 from shared.kv.leases import KvLeases
 from shared.runtime.round_runner import RoundLimits
 from shared.speculation.verify import Thresholds
@@ -66,7 +67,7 @@ def build_engine(
         max_kv_tokens=leases.num_pages * settings.page_size,
         eos_token_ids=built.config.eos_token_ids,
     )
-    return Engine(
+    engine = Engine(
         runner=built.runner,
         leases=leases,
         scheduler=Scheduler(leases, _scheduler_limits(settings)),
@@ -82,6 +83,10 @@ def build_engine(
         lanes=adaptive_config(settings) or DEFAULT_CONFIG,
         selection=_selection(settings, built.runner.device, limits),
     )
+    if followers is not None:
+        ranks = RankStages(followers.group, followers.leader, built.runner.device)
+        engine.share_weights(ranks)
+    return engine
 
 
 def _selection(

@@ -25,10 +25,13 @@ from services.target.requests.admission import Admission
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.requests.request_record import RequestRecorder
 from services.target.requests.request_service import RequestService
+from services.target.rollout_service import TargetAdminServicer
 from services.target.settings import TargetSettings
 from services.target.vllm.model_facts import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up, warm_up_tokens
+from services.target.weight_stager import WeightStager
+from services.target.weight_updates import WeightUpdates
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import (
@@ -37,7 +40,7 @@ from shared.pb.outrider.speculation.v1 import (
 )
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
-from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
+from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
 from shared.rpc.shutdown import stop_servers
@@ -221,8 +224,20 @@ class TargetProcess:
             update_draft=None if self._embedded is None else self._update_draft,
         )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(info, self._lifecycle, hooks), server
+            TargetAdminServicer(
+                info,
+                self._lifecycle,
+                hooks,
+                self._engine,
+                WeightUpdates(self._engine, self._stager),
+                self._settings.tp_size,
+            ),
+            server,
         )
+
+    def _stager(self) -> WeightStager:
+        settings = self._settings
+        return WeightStager(self._engine.decoder, settings.model_path, settings.model_options)
 
     async def _gauges(self) -> Mapping[str, float]:
         gauges = await asyncio.wrap_future(self._engine.gauges())

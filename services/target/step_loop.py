@@ -41,10 +41,11 @@ from services.target.step_account import StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
-from services.target.weight_control import WeightControl
+from services.target.weight_control import MemoryTag, MovableMemory, WeightControl
 from services.target.weight_version import WeightVersion
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
+from shared.models.weight_update import named_tensors
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
@@ -145,6 +146,13 @@ class StepLoop:
             quiesce=self._quiesce,
             drop=self._forget,
             unplace=self._unplace,
+            memory=MovableMemory(
+                {
+                    MemoryTag.KV_CACHE: [runner.pool.storage],
+                    MemoryTag.WEIGHTS: [each for _, each in named_tensors(runner.decoder)],
+                },
+                is_movable=not runner.has_graphs and runner.decoder.group is None,
+            ),
         )
 
     def step(self) -> bool:

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from services.followers import Followers, Seat, check_tp_size, rank_devices
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
+from services.target.weight_stager import ApplyCall, FollowingStager, StageCall, WeightStager
 from shared.models.config import ModelConfig
 from shared.runtime.lockstep import follow
 from shared.runtime.round_follower import RoundFollower
@@ -41,5 +42,15 @@ def _follow(
 ) -> None:
     group = seat.join(settings)
     own = replace(settings, device=str(seat.device))
-    built = build_runner(own, group, feature_layers=feature_layers, has_lanes=has_lanes)
-    follow(built.runner, group, pipe, RoundFollower(built.runner).take)
+    runner = build_runner(own, group, feature_layers=feature_layers, has_lanes=has_lanes).runner
+    stager = WeightStager(runner.decoder, own.model_path, own.model_options)
+    weights = FollowingStager(stager, group, runner.device)
+    rounds = RoundFollower(runner)
+
+    def take(message: object) -> None:
+        if isinstance(message, StageCall | ApplyCall):
+            weights.take(message)
+        else:
+            rounds.take(message)
+
+    follow(runner, group, pipe, take)

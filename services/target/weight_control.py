@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.target.requests.request import Finished
 from services.target.requests.subscriptions import Subscriptions
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
+from services.target.weight_stager import RankStages, StageCall
 from services.target.weight_version import WeightVersion
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLeases
@@ -45,12 +48,22 @@ class WeightStatus:
     Attributes:
         pause: None while it does.
         is_torn: an update broke off in the middle, so that only a whole one can follow.
+        released: tags of memory that is given back.
+        num_max_tokens: that the KV cache holds.
+        num_used_tokens: of pages that sequences hold.
+        can_release: whether memory can be given back.
     """
 
     version: str
     num_updates: int
     pause: PauseMode | None
     is_torn: bool
+    released: tuple[str, ...]
+    num_waiting: int
+    num_running: int
+    num_max_tokens: int
+    num_used_tokens: int
+    can_release: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +73,69 @@ class Updated:
     Attributes:
         num_retracted: sequences whose keys and values are computed anew.
         num_freed_pages: of the prefix cache.
+        pause_s: how long no step was taken.
     """
 
     version: str
     num_retracted: int
     num_freed_pages: int
+    pause_s: float
+
+
+class MemoryTag(enum.Enum):
+    """What can be released."""
+
+    KV_CACHE = "kv_cache"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What a release did.
+
+    Attributes:
+        kept: what was not released, and why.
+    """
+
+    num_bytes: int
+    kept: tuple[str, ...]
+
+
+class MovableMemory:
+    """Tensors whose memory can be given back and taken again, at other addresses.
+
+    Args:
+        is_movable: nothing holds the addresses.
+    """
+
+    def __init__(self, tensors: Mapping[MemoryTag, Iterable[Tensor]], *, is_movable: bool) -> None:
+        self.is_movable = is_movable
+        self._storages = {tag: _storages(each) for tag, each in tensors.items()}
+
+    def release(self, tag: MemoryTag) -> int:
+        """Returns the bytes that came free."""
+        storages = self._storages[tag]
+        for storage, _ in storages:
+            storage.resize_(0)
+        if storages and storages[0][0].device.type == "cuda":
+            torch.cuda.empty_cache()
+        return sum(size for _, size in storages)
+
+    def take(self, tag: MemoryTag) -> None:
+        """Takes it again, filled with zeros."""
+        for storage, size in self._storages[tag]:
+            storage.resize_(size)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Returns the memory of tensors, each once; that of packed ones cannot be given back."""
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in tensors
+        if tensor.layout == torch.strided
+    }
+    return [(storage, storage.nbytes()) for storage in found.values()]
 
 
 class WeightControl:
@@ -74,6 +145,7 @@ class WeightControl:
         quiesce: reads and commits every launched step and round.
         drop: lets go of a sequence that has ended.
         unplace: takes a running sequence from drafts and lanes, which forget what they know of it.
+        memory: what can be released.
 
     Attributes:
         followers: who borrows tensors of the decoder, and copies them after an update.
@@ -90,6 +162,7 @@ class WeightControl:
         quiesce: Callable[[], None],
         drop: Callable[[Sequence], None],
         unplace: Callable[[Sequence], None],
+        memory: MovableMemory,
     ) -> None:
         self._decoder = decoder
         self._leases = leases
@@ -101,8 +174,15 @@ class WeightControl:
         self._unplace = unplace
         self._pause: PauseMode | None = None
         self._is_torn = False
+        self._memory = memory
+        self._released: set[MemoryTag] = set()
+        self._ranks: RankStages | None = None
         self._snapshot: dict[str, str] = {}
         self.followers: list[Callable[[], None]] = []
+
+    def share(self, ranks: RankStages) -> None:
+        """Has other processes take part in updates; before the engine starts."""
+        self._ranks = ranks
 
     @property
     def is_paused(self) -> bool:
@@ -113,7 +193,19 @@ class WeightControl:
     def status(self) -> WeightStatus:
         """What is in force."""
         version = self._version
-        return WeightStatus(version.name, version.num_updates, self._pause, self._is_torn)
+        scheduler, leases = self._scheduler, self._leases
+        return WeightStatus(
+            version.name,
+            version.num_updates,
+            self._pause,
+            self._is_torn,
+            tuple(sorted(tag.value for tag in self._released)),
+            scheduler.num_waiting,
+            scheduler.num_running,
+            leases.num_pages * leases.page_size,
+            leases.num_held_pages * leases.page_size,
+            self._memory.is_movable,
+        )
 
     def pause(self, mode: PauseMode) -> int:
         """Holds generation; returns how many sequences were ended or sent back. Requests that come
@@ -130,6 +222,11 @@ class WeightControl:
         Raises:
             FailedPrecondition: there are no whole weights to go on with.
         """
+        if self._released:
+            names = ", ".join(sorted(tag.value for tag in self._released))
+            raise FailedPrecondition(
+                f"memory of {names} is released; resume it first", reason="MEMORY_RELEASED"
+            )
         if self._is_torn:
             raise torn_weights()
         self._pause = None
@@ -165,36 +262,92 @@ class WeightControl:
             CheckpointError: the update is incomplete.
             FailedPrecondition: there is no room for a layer on the device.
         """
-        stage.check_complete()
+        begin_s = time.perf_counter()
+        self._check(stage)
         if self._is_torn and not stage.is_whole:
             raise torn_weights()
         self._quiesce()
         num_retracted = 0 if self._pause is PauseMode.IN_PLACE else self._retract()
         for sequence in self._scheduler.running:
             self._unplace(sequence)
-        self._put(stage)
+        if self._ranks is not None:
+            self._ranks.agree()
+        # Of one that breaks off, the engine must compute nothing.
+        self._is_torn = True
+        stage.apply()
         self._is_torn = False
         self._version.num_updates += 1
         self._version.name = version or str(self._version.num_updates)
         for follow in self.followers:
             follow()
         num_freed = self._leases.retire()
-        logger.info("weights %s are in force", self._version.name)
-        return Updated(self._version.name, num_retracted, num_freed)
+        pause_s = time.perf_counter() - begin_s
+        logger.info("weights %s are in force after %.3f s", self._version.name, pause_s)
+        return Updated(self._version.name, num_retracted, num_freed, pause_s)
 
-    def _put(self, stage: WeightStage) -> None:
-        was_torn, self._is_torn = self._is_torn, True
+    def _check(self, stage: WeightStage) -> None:
         try:
-            stage.apply()
+            stage.check_ready()
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
-            self._is_torn = was_torn or not stage.is_untouched
             message = f"no room on {self._decoder.device} for one layer beside the model: "
             raise FailedPrecondition(
                 f"{message}{Shortage.of(error)}; lower --mem-fraction-static",
                 reason="WEIGHT_UPDATE_NO_ROOM",
             ) from error
+
+    def gather(self, call: StageCall) -> None:
+        """Has the other processes of the model gather what this one does."""
+        if self._ranks is not None:
+            self._ranks.tell(call)
+
+    def release(self, tags: Collection[MemoryTag]) -> Released:
+        """Frees memory; its addresses change, so that what CUDA graphs read is kept.
+
+        Raises:
+            FailedPrecondition: generation goes on, or sequences hold pages.
+        """
+        if self._pause is None:
+            raise _not_paused("memory is released")
+        self._quiesce()
+        if self._scheduler.num_running:
+            raise FailedPrecondition(
+                f"{self._scheduler.num_running} requests hold pages; pause with abort or retract "
+                f"before memory is released",
+                reason="MEMORY_IN_USE",
+            )
+        kept: list[str] = []
+        num_bytes = 0
+        for tag in tags:
+            if tag in self._released:
+                continue
+            if not self._memory.is_movable:
+                kept.append(f"{tag.value}: CUDA graphs hold its addresses")
+                continue
+            num_bytes += self._memory.release(tag)
+            self._released.add(tag)
+            if tag is MemoryTag.WEIGHTS:
+                self._is_torn = True
+        if MemoryTag.KV_CACHE in tags:
+            self._leases.retire()
+        return Released(num_bytes, tuple(kept))
+
+    def reoccupy(self, tags: Collection[MemoryTag]) -> None:
+        """Takes memory again. Weights are to be sent anew.
+
+        Raises:
+            FailedPrecondition: there is not enough any more.
+        """
+        for tag in tags:
+            if tag in self._released:
+                try:
+                    self._memory.take(tag)
+                except RuntimeError as error:
+                    raise FailedPrecondition(
+                        f"no memory for {tag.value}: {error}", reason="MEMORY_MISSING"
+                    ) from error
+                self._released.remove(tag)
 
     def checksums(self) -> Mapping[str, str]:
         """Returns the SHA-256 of each tensor."""
@@ -225,10 +378,7 @@ class WeightControl:
             FailedPrecondition: generation goes on.
         """
         if self._pause is None:
-            raise FailedPrecondition(
-                "generation goes on; pause it before the weights are reset",
-                reason="GENERATION_NOT_PAUSED",
-            )
+            raise _not_paused("the weights are reset")
         self._quiesce()
         self._is_torn = True
         tensors = [tensor for _, tensor in named_tensors(self._decoder)]
@@ -261,6 +411,12 @@ class WeightControl:
             self._unplace(sequence)
         self._scheduler.retract_all()
         return len(running)
+
+
+def _not_paused(what: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"generation goes on; pause it before {what}", reason="GENERATION_NOT_PAUSED"
+    )
 
 
 def torn_weights() -> FailedPrecondition:

@@ -41,9 +41,6 @@ class WeightStage:
     Args:
         keys: the names that the served checkpoint's tensors have, which an update has too.
         options: those that the decoder was loaded with.
-
-    Attributes:
-        is_untouched: whether `apply` has changed nothing yet.
     """
 
     def __init__(self, decoder: Decoder, keys: DecoderKeys, options: ModelOptions) -> None:
@@ -59,7 +56,6 @@ class WeightStage:
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[int, Tensor] = {}
         self._arrived: set[str] = set()
-        self.is_untouched = True
 
     @property
     def is_empty(self) -> bool:
@@ -127,10 +123,15 @@ class WeightStage:
             self._place(index).copy_(part.taken(partial(cut_tensor, tensor)))
         self._arrived.add(name)
 
-    def check_complete(self) -> None:
+    def check_ready(self) -> None:
         """Raises:
         CheckpointError: parts of a tensor that is made of several are missing.
+        RuntimeError: the device has no room for one layer beside the decoder.
         """
+        self._check_complete()
+        _check_room(self._layer_bytes(), self._decoder.device)
+
+    def _check_complete(self) -> None:
         missing = {
             part.key
             for part in self._parts
@@ -146,14 +147,7 @@ class WeightStage:
 
     @torch.inference_mode()
     def apply(self) -> None:
-        """Puts everything in place. `check_complete` has passed, and nothing computes.
-
-        Raises:
-            RuntimeError: the device has no room for one layer beside the decoder; nothing has
-                changed then.
-        """
-        _check_room(self._layer_bytes(), self._decoder.device)
-        self.is_untouched = False
+        """Puts everything in place. `check_ready` has passed, and nothing computes."""
         decoder, config = self._decoder, self._decoder.config
         tensors, self._tensors, self._places = self._tensors, {}, {}
         head = tensors.get(_EMBEDDING if config.tie_word_embeddings else _LM_HEAD)

@@ -21,6 +21,7 @@ from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 from shared.speculation.penalties import TokenCounts, histogram
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.speculation.tree_rows import TreeRows
+from shared.speculation.upload import uploaded
 from shared.speculation.verify import draw_tokens
 from shared.tokens import TokenLogprobs
 
@@ -76,6 +77,7 @@ class LaneSampling:
         self._device = device
         self._shaped: dict[int, Newcomer] = {}
         self._num_top: dict[int, int] = {}
+        self._temperatures: dict[int, float] = {}
         # By rows of a tree; empty since somebody came or left.
         self._groups: dict[int, list[_Group]] = {}
         self._counts = _LaneCounts(device)
@@ -84,6 +86,7 @@ class LaneSampling:
         """A sequence has got a lane."""
         if newcomer.top_logprobs is not None:
             self._num_top[slot] = newcomer.top_logprobs
+            self._temperatures[slot] = newcomer.logprob_temperature
         if newcomer.is_shaped:
             self._shaped[slot] = newcomer
             self._groups.clear()
@@ -134,10 +137,17 @@ class LaneSampling:
         slots = uploaded_numbers(list(num_top), self._device)
         own_rows = rows.index_select(0, slots).flatten()
         own_tokens = tokens.index_select(0, slots).flatten()
-        packed = packed_logprobs(
-            logits.index_select(0, own_rows), own_tokens, max(num_top.values())
-        )
+        own = self._cooled(logits.index_select(0, own_rows), list(num_top), rows.shape[1])
+        packed = packed_logprobs(own, own_tokens, max(num_top.values()))
         return QueuedLogprobs(HostCopy(packed), num_top)
+
+    def _cooled(self, logits: Tensor, slots: Sequence[int], width: int) -> Tensor:
+        """Returns logits over the temperature that lanes of `width` rows want them at."""
+        temperatures = [self._temperatures[slot] for slot in slots]
+        if all(each == 1.0 for each in temperatures):
+            return logits
+        column = uploaded(torch.tensor(temperatures).repeat_interleave(width), self._device)
+        return logits.to(torch.float32) / column.unsqueeze(1)
 
     def _redraw(
         self, group: _Group, drawn: Tensor, logits: Tensor, state: RoundState, tree: TreeRows

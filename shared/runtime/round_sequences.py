@@ -22,6 +22,7 @@ class Newcomer:
         num_prompt_tokens: how many of the tokens are the prompt.
         min_length: tokens that there must be before one of `stop_token_ids` may be drawn.
         top_logprobs: alternatives to report for each token; None reports no log probability.
+        logprob_temperature: what logits are divided by for them.
     """
 
     sequence_id: int
@@ -34,6 +35,7 @@ class Newcomer:
     min_length: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
+    logprob_temperature: float = 1.0
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

@@ -68,6 +68,11 @@ class ModelRunner:
         return self.pool.device
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether addresses of weights and cache must stay: CUDA graphs hold them, or may."""
+        return self.device.type == "cuda" and self._graphs is not None
+
+    @property
     def computes_aside(self) -> bool:
         """Whether the host is free once a step is launched; on a CPU launching is computing."""
         return self.device.type != "cpu"

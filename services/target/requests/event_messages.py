@@ -55,6 +55,7 @@ def _delta(delta: Delta) -> pb.TokenDelta:
         logprobs=[_logprobs(each) for each in delta.logprobs],
         accepted_token_count=delta.num_accepted,
         drafted_token_count=delta.num_drafted,
+        weight_version=delta.weight_version,
     )
 
 

@@ -91,5 +91,6 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             vocab_size=limits.vocab_size,
             eos_token_ids=sorted(limits.eos_token_ids),
             draft_algorithms=self._engine.draft_algorithms,
+            weight_version=self._engine.weight_version,
             speculation_detail=self._engine.speculation_detail,
         )

@@ -44,6 +44,7 @@ def generation_request(
         never_learnt=wishes.never_learnt,
         priority=message.priority,
         prompt_scoring=_prompt_scoring(message),
+        logprobs_after_temperature=message.logprobs_after_temperature,
     )
 
 

@@ -33,6 +33,7 @@ class GenerationRequest:
         request_id: for logs and traces.
         prompt_token_ids: at least one.
         top_logprobs: None computes no log probabilities; 0 only those of the drawn tokens.
+        logprobs_after_temperature: they are those after bias, penalties and temperature.
         arrival_s: engine clock at submission, in seconds.
         grammar: what the output must match; None lets it be anything.
         priority: whose turn it is; the least value first.
@@ -63,6 +64,21 @@ class GenerationRequest:
     num_outcomes: int | None = None
     traceparent: str | None = None
     never_learnt: bool = False
+    logprobs_after_temperature: bool = False
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by before log probabilities are taken of them."""
+        is_scaled = self.logprobs_after_temperature and not self.sampling.is_greedy
+        return self.sampling.temperature if is_scaled else 1.0
+
+    @property
+    def scores_shaped(self) -> bool:
+        """Whether log probabilities want more of the draw than its temperature."""
+        if self.top_logprobs is None or not self.logprobs_after_temperature:
+            return False
+        is_shaped = self.sampling.has_penalties or self.sampling.logit_bias
+        return bool(is_shaped or self.stop.min_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class Guest:
             min_length=sequence.num_prompt_tokens + sequence.request.stop.min_output_tokens,
             stop_token_ids=sequence.stop_token_ids,
             top_logprobs=sequence.request.top_logprobs,
+            logprob_temperature=sequence.request.logprob_temperature,
         )
 
     def has_features(self, store: FeatureStore, page_size: int) -> bool:

@@ -66,7 +66,7 @@ def test_tensors_that_come_by_name_are_put_in_place_one_after_another(
         for name, tensor in weights.items():
             if any(each in name for each in fused) is is_fused:
                 stage.add(name, tensor)
-        stage.check_complete()
+        stage.check_ready()
         assert not stage.is_whole
         stage.apply()
     assert checksums(decoder) == checksums(_decoder(new))
@@ -81,7 +81,7 @@ def test_a_tied_head_follows_its_embedding(tmp_path: Path) -> None:
     embedding = load_file(new / "model.safetensors")["model.embed_tokens.weight"]
     stage.add("model.embed_tokens.weight", embedding)
     stage.add("lm_head.weight", embedding)  # a copy, which says nothing new
-    stage.check_complete()
+    stage.check_ready()
     stage.apply()
     assert torch.equal(decoder.embedding, embedding)
     assert torch.equal(decoder.lm_head.dense(), embedding)
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="came twice"):
         stage.add(name, torch.zeros(32, 32))
     with pytest.raises(CheckpointError, match=r"lacks .*k_proj.weight, .*v_proj.weight"):
-        stage.check_complete()
+        stage.check_ready()
     assert checksums(decoder) == before
 
 

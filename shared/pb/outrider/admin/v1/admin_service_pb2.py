@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%outrider/admin/v1/admin_service.proto\x12\x11outrider.admin.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xf2\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12=\n\x05state\x18\x04 \x01(\x0e\x32..outrider.admin.v1.GetServerInfoResponse.State\x12H\n\x08settings\x18\x05 \x03(\x0b\x32\x36.outrider.admin.v1.GetServerInfoResponse.SettingsEntry\x12\x44\n\x06gauges\x18\x06 \x03(\x0b\x32\x34.outrider.admin.v1.GetServerInfoResponse.GaugesEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\"\x18\n\x16ListAttachmentsRequest\"M\n\x17ListAttachmentsResponse\x12\x32\n\x0b\x61ttachments\x18\x01 \x03(\x0b\x32\x1d.outrider.admin.v1.Attachment\"\xf4\x04\n\nAttachment\x12\x15\n\rattachment_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x11\n\talgorithm\x18\x04 \x01(\t\x12\x16\n\x0esequence_count\x18\x05 \x01(\x05\x12\x1c\n\x14verified_round_count\x18\x06 \x01(\x03\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x07 \x01(\x03\x12\x1a\n\x12missed_round_count\x18\x08 \x01(\x03\x12\x1d\n\x15stale_candidate_count\x18\t \x01(\x03\x12/\n\x0b\x61ttach_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15paused_sequence_count\x18\x0b \x01(\x05\x12\x19\n\x11wanted_step_count\x18\x0c \x01(\x05\x12\x36\n\x13turnaround_duration\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0e\x64raft_duration\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11level_acceptances\x18\x0f \x03(\x01\x12!\n\x14wanted_outcome_count\x18\x10 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07warming\x18\x11 \x01(\x08\x12\x13\n\x0bwanted_topk\x18\x12 \x01(\x05\x12 \n\x18wanted_draft_token_count\x18\x13 \x01(\x05\x12\x13\n\x0bidle_detail\x18\x14 \x01(\tB\x17\n\x15_wanted_outcome_count\"G\n\x12\x44rainServerRequest\x12\x31\n\x0egrace_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"4\n\x13\x44rainServerResponse\x12\x1d\n\x15running_request_count\x18\x01 \x01(\x05\"\x19\n\x17\x46lushPrefixCacheRequest\"4\n\x18\x46lushPrefixCacheResponse\x12\x18\n\x10\x66reed_page_count\x18\x01 \x01(\x05\"G\n\x19UpdateDraftWeightsRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"O\n\x1aUpdateDraftWeightsResponse\x12\x31\n\x0epause_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration2\x9a\x04\n\x0c\x41\x64minService\x12\x62\n\rGetServerInfo\x12\'.outrider.admin.v1.GetServerInfoRequest\x1a(.outrider.admin.v1.GetServerInfoResponse\x12h\n\x0fListAttachments\x12).outrider.admin.v1.ListAttachmentsRequest\x1a*.outrider.admin.v1.ListAttachmentsResponse\x12\\\n\x0b\x44rainServer\x12%.outrider.admin.v1.DrainServerRequest\x1a&.outrider.admin.v1.DrainServerResponse\x12k\n\x10\x46lushPrefixCache\x12*.outrider.admin.v1.FlushPrefixCacheRequest\x1a+.outrider.admin.v1.FlushPrefixCacheResponse\x12q\n\x12UpdateDraftWeights\x12,.outrider.admin.v1.UpdateDraftWeightsRequest\x1a-.outrider.admin.v1.UpdateDraftWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%outrider/admin/v1/admin_service.proto\x12\x11outrider.admin.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xf2\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12=\n\x05state\x18\x04 \x01(\x0e\x32..outrider.admin.v1.GetServerInfoResponse.State\x12H\n\x08settings\x18\x05 \x03(\x0b\x32\x36.outrider.admin.v1.GetServerInfoResponse.SettingsEntry\x12\x44\n\x06gauges\x18\x06 \x03(\x0b\x32\x34.outrider.admin.v1.GetServerInfoResponse.GaugesEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\"\x18\n\x16ListAttachmentsRequest\"M\n\x17ListAttachmentsResponse\x12\x32\n\x0b\x61ttachments\x18\x01 \x03(\x0b\x32\x1d.outrider.admin.v1.Attachment\"\xf4\x04\n\nAttachment\x12\x15\n\rattachment_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x11\n\talgorithm\x18\x04 \x01(\t\x12\x16\n\x0esequence_count\x18\x05 \x01(\x05\x12\x1c\n\x14verified_round_count\x18\x06 \x01(\x03\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x07 \x01(\x03\x12\x1a\n\x12missed_round_count\x18\x08 \x01(\x03\x12\x1d\n\x15stale_candidate_count\x18\t \x01(\x03\x12/\n\x0b\x61ttach_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15paused_sequence_count\x18\x0b \x01(\x05\x12\x19\n\x11wanted_step_count\x18\x0c \x01(\x05\x12\x36\n\x13turnaround_duration\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0e\x64raft_duration\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11level_acceptances\x18\x0f \x03(\x01\x12!\n\x14wanted_outcome_count\x18\x10 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07warming\x18\x11 \x01(\x08\x12\x13\n\x0bwanted_topk\x18\x12 \x01(\x05\x12 \n\x18wanted_draft_token_count\x18\x13 \x01(\x05\x12\x13\n\x0bidle_detail\x18\x14 \x01(\tB\x17\n\x15_wanted_outcome_count\"G\n\x12\x44rainServerRequest\x12\x31\n\x0egrace_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"4\n\x13\x44rainServerResponse\x12\x1d\n\x15running_request_count\x18\x01 \x01(\x05\"1\n\x17\x46lushPrefixCacheRequest\x12\x16\n\x0eonly_when_idle\x18\x01 \x01(\x08\"4\n\x18\x46lushPrefixCacheResponse\x12\x18\n\x10\x66reed_page_count\x18\x01 \x01(\x05\"G\n\x19UpdateDraftWeightsRequest\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"O\n\x1aUpdateDraftWeightsResponse\x12\x31\n\x0epause_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x18\n\x16GetWeightStatusRequest\"\xb4\x02\n\x17GetWeightStatusResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\x12\x14\n\x0cupdate_count\x18\x02 \x01(\x03\x12\x30\n\npause_mode\x18\x03 \x01(\x0e\x32\x1c.outrider.admin.v1.PauseMode\x12\x15\n\rreleased_tags\x18\x04 \x03(\t\x12\x15\n\rprocess_count\x18\x05 \x01(\x05\x12\x1d\n\x15waiting_request_count\x18\x06 \x01(\x05\x12\x1d\n\x15running_request_count\x18\x07 \x01(\x05\x12\x17\n\x0fmax_token_count\x18\x08 \x01(\x03\x12\x18\n\x10used_token_count\x18\t \x01(\x03\x12\x1a\n\x12\x63\x61n_release_memory\x18\n \x01(\x08\"D\n\x16PauseGenerationRequest\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.admin.v1.PauseMode\"0\n\x17PauseGenerationResponse\x12\x15\n\rrequest_count\x18\x01 \x01(\x05\"\x1b\n\x19\x43ontinueGenerationRequest\"4\n\x1a\x43ontinueGenerationResponse\x12\x16\n\x0e\x64ropped_update\x18\x01 \x01(\x08\"\x1a\n\x18\x42\x65ginWeightUpdateRequest\"\x1b\n\x19\x42\x65ginWeightUpdateResponse\"\xc2\x03\n\x14UpdateWeightsRequest\x12<\n\x04\x64isk\x18\x01 \x01(\x0b\x32,.outrider.admin.v1.UpdateWeightsRequest.DiskH\x00\x12J\n\x0b\x64istributed\x18\x02 \x01(\x0b\x32\x33.outrider.admin.v1.UpdateWeightsRequest.DistributedH\x00\x12\x15\n\x0bsafetensors\x18\x03 \x01(\x0cH\x00\x12\x16\n\x0eweight_version\x18\x04 \x01(\t\x1a/\n\x04\x44isk\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x1a|\n\x0b\x44istributed\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x43\n\x07tensors\x18\x02 \x03(\x0b\x32\x32.outrider.admin.v1.UpdateWeightsRequest.TensorSpec\x12\x14\n\x0cis_flattened\x18\x03 \x01(\x08\x1a\x38\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x42\x08\n\x06source\"H\n\x15UpdateWeightsResponse\x12/\n\x06update\x18\x01 \x01(\x0b\x32\x1f.outrider.admin.v1.WeightUpdate\"\x94\x01\n\x0cWeightUpdate\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\x12\x1f\n\x17retracted_request_count\x18\x02 \x01(\x05\x12\x18\n\x10\x66reed_page_count\x18\x03 \x01(\x05\x12\x31\n\x0epause_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x16\x45ndWeightUpdateRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"J\n\x17\x45ndWeightUpdateResponse\x12/\n\x06update\x18\x01 \x01(\x0b\x32\x1f.outrider.admin.v1.WeightUpdate\"\x99\x01\n\x1cInitWeightUpdateGroupRequest\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x13\n\x0bmaster_port\x18\x02 \x01(\x05\x12\x13\n\x0brank_offset\x18\x03 \x01(\x05\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x12\n\ngroup_name\x18\x05 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\"\x1f\n\x1dInitWeightUpdateGroupResponse\"5\n\x1f\x44\x65stroyWeightUpdateGroupRequest\x12\x12\n\ngroup_name\x18\x01 \x01(\t\"\"\n DestroyWeightUpdateGroupResponse\"\xc6\x01\n\x13\x43heckWeightsRequest\x12=\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32-.outrider.admin.v1.CheckWeightsRequest.Action\"p\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41\x43TION_CHECKSUM\x10\x01\x12\x13\n\x0f\x41\x43TION_SNAPSHOT\x10\x02\x12\x12\n\x0e\x41\x43TION_COMPARE\x10\x03\x12\x10\n\x0c\x41\x43TION_RESET\x10\x04\"\xa4\x01\n\x14\x43heckWeightsResponse\x12I\n\tchecksums\x18\x01 \x03(\x0b\x32\x36.outrider.admin.v1.CheckWeightsResponse.ChecksumsEntry\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x14ReleaseMemoryRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\":\n\x15ReleaseMemoryResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\x12\x0c\n\x04kept\x18\x02 \x03(\t\"#\n\x13ResumeMemoryRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x16\n\x14ResumeMemoryResponse*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03\x32\xc7\r\n\x0c\x41\x64minService\x12\x62\n\rGetServerInfo\x12\'.outrider.admin.v1.GetServerInfoRequest\x1a(.outrider.admin.v1.GetServerInfoResponse\x12h\n\x0fListAttachments\x12).outrider.admin.v1.ListAttachmentsRequest\x1a*.outrider.admin.v1.ListAttachmentsResponse\x12\\\n\x0b\x44rainServer\x12%.outrider.admin.v1.DrainServerRequest\x1a&.outrider.admin.v1.DrainServerResponse\x12k\n\x10\x46lushPrefixCache\x12*.outrider.admin.v1.FlushPrefixCacheRequest\x1a+.outrider.admin.v1.FlushPrefixCacheResponse\x12q\n\x12UpdateDraftWeights\x12,.outrider.admin.v1.UpdateDraftWeightsRequest\x1a-.outrider.admin.v1.UpdateDraftWeightsResponse\x12h\n\x0fGetWeightStatus\x12).outrider.admin.v1.GetWeightStatusRequest\x1a*.outrider.admin.v1.GetWeightStatusResponse\x12h\n\x0fPauseGeneration\x12).outrider.admin.v1.PauseGenerationRequest\x1a*.outrider.admin.v1.PauseGenerationResponse\x12q\n\x12\x43ontinueGeneration\x12,.outrider.admin.v1.ContinueGenerationRequest\x1a-.outrider.admin.v1.ContinueGenerationResponse\x12n\n\x11\x42\x65ginWeightUpdate\x12+.outrider.admin.v1.BeginWeightUpdateRequest\x1a,.outrider.admin.v1.BeginWeightUpdateResponse\x12\x62\n\rUpdateWeights\x12\'.outrider.admin.v1.UpdateWeightsRequest\x1a(.outrider.admin.v1.UpdateWeightsResponse\x12h\n\x0f\x45ndWeightUpdate\x12).outrider.admin.v1.EndWeightUpdateRequest\x1a*.outrider.admin.v1.EndWeightUpdateResponse\x12z\n\x15InitWeightUpdateGroup\x12/.outrider.admin.v1.InitWeightUpdateGroupRequest\x1a\x30.outrider.admin.v1.InitWeightUpdateGroupResponse\x12\x83\x01\n\x18\x44\x65stroyWeightUpdateGroup\x12\x32.outrider.admin.v1.DestroyWeightUpdateGroupRequest\x1a\x33.outrider.admin.v1.DestroyWeightUpdateGroupResponse\x12_\n\x0c\x43heckWeights\x12&.outrider.admin.v1.CheckWeightsRequest\x1a\'.outrider.admin.v1.CheckWeightsResponse\x12\x62\n\rReleaseMemory\x12\'.outrider.admin.v1.ReleaseMemoryRequest\x1a(.outrider.admin.v1.ReleaseMemoryResponse\x12_\n\x0cResumeMemory\x12&.outrider.admin.v1.ResumeMemoryRequest\x1a\'.outrider.admin.v1.ResumeMemoryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,6 +27,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFORESPONSE_SETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_GETSERVERINFORESPONSE_GAUGESENTRY']._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_GAUGESENTRY']._serialized_options = b'8\001'
+  _globals['_CHECKWEIGHTSRESPONSE_CHECKSUMSENTRY']._loaded_options = None
+  _globals['_CHECKWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_options = b'8\001'
+  _globals['_PAUSEMODE']._serialized_start=3980
+  _globals['_PAUSEMODE']._serialized_end=4090
   _globals['_GETSERVERINFOREQUEST']._serialized_start=125
   _globals['_GETSERVERINFOREQUEST']._serialized_end=147
   _globals['_GETSERVERINFORESPONSE']._serialized_start=150
@@ -48,13 +52,69 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINSERVERRESPONSE']._serialized_start=1459
   _globals['_DRAINSERVERRESPONSE']._serialized_end=1511
   _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1513
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1538
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1540
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1592
-  _globals['_UPDATEDRAFTWEIGHTSREQUEST']._serialized_start=1594
-  _globals['_UPDATEDRAFTWEIGHTSREQUEST']._serialized_end=1665
-  _globals['_UPDATEDRAFTWEIGHTSRESPONSE']._serialized_start=1667
-  _globals['_UPDATEDRAFTWEIGHTSRESPONSE']._serialized_end=1746
-  _globals['_ADMINSERVICE']._serialized_start=1749
-  _globals['_ADMINSERVICE']._serialized_end=2287
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1562
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1564
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1616
+  _globals['_UPDATEDRAFTWEIGHTSREQUEST']._serialized_start=1618
+  _globals['_UPDATEDRAFTWEIGHTSREQUEST']._serialized_end=1689
+  _globals['_UPDATEDRAFTWEIGHTSRESPONSE']._serialized_start=1691
+  _globals['_UPDATEDRAFTWEIGHTSRESPONSE']._serialized_end=1770
+  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_start=1772
+  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_end=1796
+  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_start=1799
+  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_end=2107
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=2109
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=2177
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=2179
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=2227
+  _globals['_CONTINUEGENERATIONREQUEST']._serialized_start=2229
+  _globals['_CONTINUEGENERATIONREQUEST']._serialized_end=2256
+  _globals['_CONTINUEGENERATIONRESPONSE']._serialized_start=2258
+  _globals['_CONTINUEGENERATIONRESPONSE']._serialized_end=2310
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_start=2312
+  _globals['_BEGINWEIGHTUPDATEREQUEST']._serialized_end=2338
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_start=2340
+  _globals['_BEGINWEIGHTUPDATERESPONSE']._serialized_end=2367
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2370
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2820
+  _globals['_UPDATEWEIGHTSREQUEST_DISK']._serialized_start=2579
+  _globals['_UPDATEWEIGHTSREQUEST_DISK']._serialized_end=2626
+  _globals['_UPDATEWEIGHTSREQUEST_DISTRIBUTED']._serialized_start=2628
+  _globals['_UPDATEWEIGHTSREQUEST_DISTRIBUTED']._serialized_end=2752
+  _globals['_UPDATEWEIGHTSREQUEST_TENSORSPEC']._serialized_start=2754
+  _globals['_UPDATEWEIGHTSREQUEST_TENSORSPEC']._serialized_end=2810
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2822
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2894
+  _globals['_WEIGHTUPDATE']._serialized_start=2897
+  _globals['_WEIGHTUPDATE']._serialized_end=3045
+  _globals['_ENDWEIGHTUPDATEREQUEST']._serialized_start=3047
+  _globals['_ENDWEIGHTUPDATEREQUEST']._serialized_end=3095
+  _globals['_ENDWEIGHTUPDATERESPONSE']._serialized_start=3097
+  _globals['_ENDWEIGHTUPDATERESPONSE']._serialized_end=3171
+  _globals['_INITWEIGHTUPDATEGROUPREQUEST']._serialized_start=3174
+  _globals['_INITWEIGHTUPDATEGROUPREQUEST']._serialized_end=3327
+  _globals['_INITWEIGHTUPDATEGROUPRESPONSE']._serialized_start=3329
+  _globals['_INITWEIGHTUPDATEGROUPRESPONSE']._serialized_end=3360
+  _globals['_DESTROYWEIGHTUPDATEGROUPREQUEST']._serialized_start=3362
+  _globals['_DESTROYWEIGHTUPDATEGROUPREQUEST']._serialized_end=3415
+  _globals['_DESTROYWEIGHTUPDATEGROUPRESPONSE']._serialized_start=3417
+  _globals['_DESTROYWEIGHTUPDATEGROUPRESPONSE']._serialized_end=3451
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_start=3454
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_end=3652
+  _globals['_CHECKWEIGHTSREQUEST_ACTION']._serialized_start=3540
+  _globals['_CHECKWEIGHTSREQUEST_ACTION']._serialized_end=3652
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_start=3655
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_end=3819
+  _globals['_CHECKWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_start=3771
+  _globals['_CHECKWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_end=3819
+  _globals['_RELEASEMEMORYREQUEST']._serialized_start=3821
+  _globals['_RELEASEMEMORYREQUEST']._serialized_end=3857
+  _globals['_RELEASEMEMORYRESPONSE']._serialized_start=3859
+  _globals['_RELEASEMEMORYRESPONSE']._serialized_end=3917
+  _globals['_RESUMEMEMORYREQUEST']._serialized_start=3919
+  _globals['_RESUMEMEMORYREQUEST']._serialized_end=3954
+  _globals['_RESUMEMEMORYRESPONSE']._serialized_start=3956
+  _globals['_RESUMEMEMORYRESPONSE']._serialized_end=3978
+  _globals['_ADMINSERVICE']._serialized_start=4093
+  _globals['_ADMINSERVICE']._serialized_end=5828
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PauseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """Stands for abort in a request."""
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 1
+    """They end, with what they have."""
+    PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 2
+    """They go back to the queue, and their keys and values are computed anew."""
+    PAUSE_MODE_IN_PLACE: _PauseMode.ValueType  # 3
+    """They stay, with keys and values that earlier weights computed."""
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
+    """What becomes of sequences that run. May gain values."""
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""Stands for abort in a request."""
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 1
+"""They end, with what they have."""
+PAUSE_MODE_RETRACT: PauseMode.ValueType  # 2
+"""They go back to the queue, and their keys and values are computed anew."""
+PAUSE_MODE_IN_PLACE: PauseMode.ValueType  # 3
+"""They stay, with keys and values that earlier weights computed."""
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
+
 @_typing.final
 class GetServerInfoRequest(_message.Message):
     """Request message for [AdminService.GetServerInfo][]."""
@@ -366,12 +394,19 @@ class FlushPrefixCacheRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ONLY_WHEN_IDLE_FIELD_NUMBER: _builtins.int
+    only_when_idle: _builtins.bool
+    """Flushes only when no request runs or waits; else FAILED_PRECONDITION (reason
+    CACHE_IN_USE).
+    """
     def __init__(
         self,
+        *,
+        only_when_idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_when_idle", b"only_when_idle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,3 +485,727 @@ class UpdateDraftWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateDraftWeightsResponse: _TypeAlias = UpdateDraftWeightsResponse  # noqa: Y015
+
+@_typing.final
+class GetWeightStatusRequest(_message.Message):
+    """Request message for [AdminService.GetWeightStatus][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWeightStatusRequest: _TypeAlias = GetWeightStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetWeightStatusResponse(_message.Message):
+    """Response message for [AdminService.GetWeightStatus][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    UPDATE_COUNT_FIELD_NUMBER: _builtins.int
+    PAUSE_MODE_FIELD_NUMBER: _builtins.int
+    RELEASED_TAGS_FIELD_NUMBER: _builtins.int
+    PROCESS_COUNT_FIELD_NUMBER: _builtins.int
+    WAITING_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    USED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CAN_RELEASE_MEMORY_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    """As whoever sent the weights named them; `default` for those of the start."""
+    update_count: _builtins.int
+    """Updates since the start."""
+    pause_mode: Global___PauseMode.ValueType
+    """What became of sequences when generation paused; unspecified while it goes on."""
+    process_count: _builtins.int
+    """Processes that share the model."""
+    waiting_request_count: _builtins.int
+    """Requests that wait, and those that run."""
+    running_request_count: _builtins.int
+    """Requests that hold pages."""
+    max_token_count: _builtins.int
+    """Tokens that the KV cache holds."""
+    used_token_count: _builtins.int
+    """Tokens of pages that are in use."""
+    can_release_memory: _builtins.bool
+    """Whether ReleaseMemory frees anything: addresses in CUDA graphs must stay."""
+    @_builtins.property
+    def released_tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Memory that is released, by tag."""
+
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.str = ...,
+        update_count: _builtins.int = ...,
+        pause_mode: Global___PauseMode.ValueType = ...,
+        released_tags: _abc.Iterable[_builtins.str] | None = ...,
+        process_count: _builtins.int = ...,
+        waiting_request_count: _builtins.int = ...,
+        running_request_count: _builtins.int = ...,
+        max_token_count: _builtins.int = ...,
+        used_token_count: _builtins.int = ...,
+        can_release_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_release_memory", b"can_release_memory", "max_token_count", b"max_token_count", "pause_mode", b"pause_mode", "process_count", b"process_count", "released_tags", b"released_tags", "running_request_count", b"running_request_count", "update_count", b"update_count", "used_token_count", b"used_token_count", "waiting_request_count", b"waiting_request_count", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWeightStatusResponse: _TypeAlias = GetWeightStatusResponse  # noqa: Y015
+
+@_typing.final
+class PauseGenerationRequest(_message.Message):
+    """Request message for [AdminService.PauseGeneration][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    mode: Global___PauseMode.ValueType
+    """What becomes of sequences that run."""
+    def __init__(
+        self,
+        *,
+        mode: Global___PauseMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseGenerationRequest: _TypeAlias = PauseGenerationRequest  # noqa: Y015
+
+@_typing.final
+class PauseGenerationResponse(_message.Message):
+    """Response message for [AdminService.PauseGeneration][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    request_count: _builtins.int
+    """Requests that were ended or sent back."""
+    def __init__(
+        self,
+        *,
+        request_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_count", b"request_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseGenerationResponse: _TypeAlias = PauseGenerationResponse  # noqa: Y015
+
+@_typing.final
+class ContinueGenerationRequest(_message.Message):
+    """Request message for [AdminService.ContinueGeneration][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContinueGenerationRequest: _TypeAlias = ContinueGenerationRequest  # noqa: Y015
+
+@_typing.final
+class ContinueGenerationResponse(_message.Message):
+    """Response message for [AdminService.ContinueGeneration][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_UPDATE_FIELD_NUMBER: _builtins.int
+    dropped_update: _builtins.bool
+    """Whether an update was dropped that had not ended."""
+    def __init__(
+        self,
+        *,
+        dropped_update: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_update", b"dropped_update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContinueGenerationResponse: _TypeAlias = ContinueGenerationResponse  # noqa: Y015
+
+@_typing.final
+class BeginWeightUpdateRequest(_message.Message):
+    """Request message for [AdminService.BeginWeightUpdate][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginWeightUpdateRequest: _TypeAlias = BeginWeightUpdateRequest  # noqa: Y015
+
+@_typing.final
+class BeginWeightUpdateResponse(_message.Message):
+    """Response message for [AdminService.BeginWeightUpdate][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginWeightUpdateResponse: _TypeAlias = BeginWeightUpdateResponse  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsRequest(_message.Message):
+    """Request message for [AdminService.UpdateWeights][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Disk(_message.Message):
+        """A folder."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        MODEL_PATH_FIELD_NUMBER: _builtins.int
+        LOAD_FORMAT_FIELD_NUMBER: _builtins.int
+        model_path: _builtins.str
+        """That the target can read."""
+        load_format: _builtins.str
+        """`auto`, `safetensors` or `pt`; `auto` when empty."""
+        def __init__(
+            self,
+            *,
+            model_path: _builtins.str = ...,
+            load_format: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["load_format", b"load_format", "model_path", b"model_path"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Distributed(_message.Message):
+        """Broadcasts, one a tensor in this order."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        GROUP_NAME_FIELD_NUMBER: _builtins.int
+        TENSORS_FIELD_NUMBER: _builtins.int
+        IS_FLATTENED_FIELD_NUMBER: _builtins.int
+        group_name: _builtins.str
+        """Of InitWeightUpdateGroup."""
+        is_flattened: _builtins.bool
+        """One broadcast of all bytes end to end instead."""
+        @_builtins.property
+        def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___UpdateWeightsRequest.TensorSpec]:
+            """Of the tensors, as in a checkpoint."""
+
+        def __init__(
+            self,
+            *,
+            group_name: _builtins.str = ...,
+            tensors: _abc.Iterable[Global___UpdateWeightsRequest.TensorSpec] | None = ...,
+            is_flattened: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["group_name", b"group_name", "is_flattened", b"is_flattened", "tensors", b"tensors"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class TensorSpec(_message.Message):
+        """A tensor to come."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NAME_FIELD_NUMBER: _builtins.int
+        DTYPE_FIELD_NUMBER: _builtins.int
+        SHAPE_FIELD_NUMBER: _builtins.int
+        name: _builtins.str
+        """As in a checkpoint."""
+        dtype: _builtins.str
+        """Torch's name, for example `bfloat16`."""
+        @_builtins.property
+        def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """Sizes."""
+
+        def __init__(
+            self,
+            *,
+            name: _builtins.str = ...,
+            dtype: _builtins.str = ...,
+            shape: _abc.Iterable[_builtins.int] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DISK_FIELD_NUMBER: _builtins.int
+    DISTRIBUTED_FIELD_NUMBER: _builtins.int
+    SAFETENSORS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    safetensors: _builtins.bytes
+    """Tensors in the message, in the format of safetensors."""
+    weight_version: _builtins.str
+    """Names the weights from now on; the number of updates when empty."""
+    @_builtins.property
+    def disk(self) -> Global___UpdateWeightsRequest.Disk:
+        """A checkpoint of the same model, whole."""
+
+    @_builtins.property
+    def distributed(self) -> Global___UpdateWeightsRequest.Distributed:
+        """Tensors that a process of a group broadcasts."""
+
+    def __init__(
+        self,
+        *,
+        disk: Global___UpdateWeightsRequest.Disk | None = ...,
+        distributed: Global___UpdateWeightsRequest.Distributed | None = ...,
+        safetensors: _builtins.bytes = ...,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "distributed", b"distributed", "safetensors", b"safetensors", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "distributed", b"distributed", "safetensors", b"safetensors", "source", b"source", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["disk", "distributed", "safetensors"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsResponse(_message.Message):
+    """Response message for [AdminService.UpdateWeights][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def update(self) -> Global___WeightUpdate:
+        """What it did; absent when it was gathered only."""
+
+    def __init__(
+        self,
+        *,
+        update: Global___WeightUpdate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
+class WeightUpdate(_message.Message):
+    """What an update did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    RETRACTED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    FREED_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    PAUSE_DURATION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    """In force from now on."""
+    retracted_request_count: _builtins.int
+    """Sequences that are computed anew."""
+    freed_page_count: _builtins.int
+    """Pages of the prefix cache that came free."""
+    @_builtins.property
+    def pause_duration(self) -> _duration_pb2.Duration:
+        """How long no step was taken."""
+
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.str = ...,
+        retracted_request_count: _builtins.int = ...,
+        freed_page_count: _builtins.int = ...,
+        pause_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause_duration", b"pause_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_page_count", b"freed_page_count", "pause_duration", b"pause_duration", "retracted_request_count", b"retracted_request_count", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightUpdate: _TypeAlias = WeightUpdate  # noqa: Y015
+
+@_typing.final
+class EndWeightUpdateRequest(_message.Message):
+    """Request message for [AdminService.EndWeightUpdate][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    """Names the weights from now on; else the last name that was given, else the
+    number of updates.
+    """
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndWeightUpdateRequest: _TypeAlias = EndWeightUpdateRequest  # noqa: Y015
+
+@_typing.final
+class EndWeightUpdateResponse(_message.Message):
+    """Response message for [AdminService.EndWeightUpdate][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def update(self) -> Global___WeightUpdate:
+        """What it did; absent when nothing had been gathered."""
+
+    def __init__(
+        self,
+        *,
+        update: Global___WeightUpdate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndWeightUpdateResponse: _TypeAlias = EndWeightUpdateResponse  # noqa: Y015
+
+@_typing.final
+class InitWeightUpdateGroupRequest(_message.Message):
+    """Request message for [AdminService.InitWeightUpdateGroup][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MASTER_ADDRESS_FIELD_NUMBER: _builtins.int
+    MASTER_PORT_FIELD_NUMBER: _builtins.int
+    RANK_OFFSET_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    GROUP_NAME_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    master_address: _builtins.str
+    """Host of rank 0."""
+    master_port: _builtins.int
+    """Port of its store."""
+    rank_offset: _builtins.int
+    """Rank of this target's first process; others follow."""
+    world_size: _builtins.int
+    """Processes of the group."""
+    group_name: _builtins.str
+    """For the calls to come."""
+    backend: _builtins.str
+    """`nccl` or `gloo`; what the device takes when empty."""
+    def __init__(
+        self,
+        *,
+        master_address: _builtins.str = ...,
+        master_port: _builtins.int = ...,
+        rank_offset: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        group_name: _builtins.str = ...,
+        backend: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_name", b"group_name", "master_address", b"master_address", "master_port", b"master_port", "rank_offset", b"rank_offset", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InitWeightUpdateGroupRequest: _TypeAlias = InitWeightUpdateGroupRequest  # noqa: Y015
+
+@_typing.final
+class InitWeightUpdateGroupResponse(_message.Message):
+    """Response message for [AdminService.InitWeightUpdateGroup][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InitWeightUpdateGroupResponse: _TypeAlias = InitWeightUpdateGroupResponse  # noqa: Y015
+
+@_typing.final
+class DestroyWeightUpdateGroupRequest(_message.Message):
+    """Request message for [AdminService.DestroyWeightUpdateGroup][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_NAME_FIELD_NUMBER: _builtins.int
+    group_name: _builtins.str
+    """Of InitWeightUpdateGroup."""
+    def __init__(
+        self,
+        *,
+        group_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_name", b"group_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DestroyWeightUpdateGroupRequest: _TypeAlias = DestroyWeightUpdateGroupRequest  # noqa: Y015
+
+@_typing.final
+class DestroyWeightUpdateGroupResponse(_message.Message):
+    """Response message for [AdminService.DestroyWeightUpdateGroup][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DestroyWeightUpdateGroupResponse: _TypeAlias = DestroyWeightUpdateGroupResponse  # noqa: Y015
+
+@_typing.final
+class CheckWeightsRequest(_message.Message):
+    """Request message for [AdminService.CheckWeights][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Action:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[CheckWeightsRequest._Action.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        ACTION_UNSPECIFIED: CheckWeightsRequest._Action.ValueType  # 0
+        """INVALID_ARGUMENT."""
+        ACTION_CHECKSUM: CheckWeightsRequest._Action.ValueType  # 1
+        """Returns the checksums."""
+        ACTION_SNAPSHOT: CheckWeightsRequest._Action.ValueType  # 2
+        """Remembers the checksums."""
+        ACTION_COMPARE: CheckWeightsRequest._Action.ValueType  # 3
+        """Returns the tensors that differ from the snapshot."""
+        ACTION_RESET: CheckWeightsRequest._Action.ValueType  # 4
+        """Fills all tensors with zeros while generation is paused. Only a whole
+        update can follow.
+        """
+
+    class Action(_Action, metaclass=_ActionEnumTypeWrapper):
+        """May gain values."""
+
+    ACTION_UNSPECIFIED: CheckWeightsRequest.Action.ValueType  # 0
+    """INVALID_ARGUMENT."""
+    ACTION_CHECKSUM: CheckWeightsRequest.Action.ValueType  # 1
+    """Returns the checksums."""
+    ACTION_SNAPSHOT: CheckWeightsRequest.Action.ValueType  # 2
+    """Remembers the checksums."""
+    ACTION_COMPARE: CheckWeightsRequest.Action.ValueType  # 3
+    """Returns the tensors that differ from the snapshot."""
+    ACTION_RESET: CheckWeightsRequest.Action.ValueType  # 4
+    """Fills all tensors with zeros while generation is paused. Only a whole
+    update can follow.
+    """
+
+    ACTION_FIELD_NUMBER: _builtins.int
+    action: Global___CheckWeightsRequest.Action.ValueType
+    """What to do."""
+    def __init__(
+        self,
+        *,
+        action: Global___CheckWeightsRequest.Action.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckWeightsRequest: _TypeAlias = CheckWeightsRequest  # noqa: Y015
+
+@_typing.final
+class CheckWeightsResponse(_message.Message):
+    """Response message for [AdminService.CheckWeights][]: of the first process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ChecksumsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checksums(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """SHA-256 of each tensor by its place in the model, lower-case hexadecimal."""
+
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tensors that differ."""
+
+    def __init__(
+        self,
+        *,
+        checksums: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        changed: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "checksums", b"checksums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckWeightsResponse: _TypeAlias = CheckWeightsResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseMemoryRequest(_message.Message):
+    """Request message for [AdminService.ReleaseMemory][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """`kv_cache`, `weights`; both when empty."""
+
+    def __init__(
+        self,
+        *,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseMemoryRequest: _TypeAlias = ReleaseMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseMemoryResponse(_message.Message):
+    """Response message for [AdminService.ReleaseMemory][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """Bytes that are free now."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What was kept, and why."""
+
+    def __init__(
+        self,
+        *,
+        freed_bytes: _builtins.int = ...,
+        kept: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseMemoryResponse: _TypeAlias = ReleaseMemoryResponse  # noqa: Y015
+
+@_typing.final
+class ResumeMemoryRequest(_message.Message):
+    """Request message for [AdminService.ResumeMemory][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in ReleaseMemoryRequest."""
+
+    def __init__(
+        self,
+        *,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeMemoryRequest: _TypeAlias = ResumeMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ResumeMemoryResponse(_message.Message):
+    """Response message for [AdminService.ResumeMemory][]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeMemoryResponse: _TypeAlias = ResumeMemoryResponse  # noqa: Y015

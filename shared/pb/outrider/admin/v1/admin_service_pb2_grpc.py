@@ -41,6 +41,61 @@ class AdminServiceStub:
                 request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsRequest.SerializeToString,
                 response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsResponse.FromString,
                 _registered_method=True)
+        self.GetWeightStatus = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/GetWeightStatus',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.GetWeightStatusRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.GetWeightStatusResponse.FromString,
+                _registered_method=True)
+        self.PauseGeneration = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/PauseGeneration',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.PauseGenerationRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.PauseGenerationResponse.FromString,
+                _registered_method=True)
+        self.ContinueGeneration = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/ContinueGeneration',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ContinueGenerationRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ContinueGenerationResponse.FromString,
+                _registered_method=True)
+        self.BeginWeightUpdate = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/BeginWeightUpdate',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.BeginWeightUpdateRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.BeginWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/UpdateWeights',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.EndWeightUpdate = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/EndWeightUpdate',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.EndWeightUpdateRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.EndWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.InitWeightUpdateGroup = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/InitWeightUpdateGroup',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.InitWeightUpdateGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.InitWeightUpdateGroupResponse.FromString,
+                _registered_method=True)
+        self.DestroyWeightUpdateGroup = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/DestroyWeightUpdateGroup',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.DestroyWeightUpdateGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.DestroyWeightUpdateGroupResponse.FromString,
+                _registered_method=True)
+        self.CheckWeights = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/CheckWeights',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.CheckWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.CheckWeightsResponse.FromString,
+                _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/ReleaseMemory',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.ResumeMemory = channel.unary_unary(
+                '/outrider.admin.v1.AdminService/ResumeMemory',
+                request_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ResumeMemoryRequest.SerializeToString,
+                response_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ResumeMemoryResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -87,6 +142,87 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWeightStatus(self, request, context):
+        """Returns which weights are in force, and whether generation goes on. This and
+        all below is UNIMPLEMENTED outside the target.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseGeneration(self, request, context):
+        """Holds generation. Requests that come meanwhile wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ContinueGeneration(self, request, context):
+        """Lets generation go on. Drops an update that was begun and not ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BeginWeightUpdate(self, request, context):
+        """Gathers the updates that follow, until EndWeightUpdate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Replaces weights of the target between two steps: all that come, or none.
+        What does not fit is FAILED_PRECONDITION, and the old weights go on.
+        Sequences that run are computed anew, unless generation was paused in place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndWeightUpdate(self, request, context):
+        """Puts in force what has been gathered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InitWeightUpdateGroup(self, request, context):
+        """Joins the processes that send weights by torch.distributed. Returns once all
+        of them have joined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DestroyWeightUpdateGroup(self, request, context):
+        """Leaves such a group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckWeights(self, request, context):
+        """Tells weights apart by their checksums.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseMemory(self, request, context):
+        """Frees memory while generation is paused and nothing runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeMemory(self, request, context):
+        """Takes it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +250,61 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UpdateDraftWeights,
                     request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsRequest.FromString,
                     response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsResponse.SerializeToString,
+            ),
+            'GetWeightStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightStatus,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.GetWeightStatusRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.GetWeightStatusResponse.SerializeToString,
+            ),
+            'PauseGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseGeneration,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.PauseGenerationRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.PauseGenerationResponse.SerializeToString,
+            ),
+            'ContinueGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ContinueGeneration,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ContinueGenerationRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ContinueGenerationResponse.SerializeToString,
+            ),
+            'BeginWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginWeightUpdate,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.BeginWeightUpdateRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.BeginWeightUpdateResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'EndWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndWeightUpdate,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.EndWeightUpdateRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.EndWeightUpdateResponse.SerializeToString,
+            ),
+            'InitWeightUpdateGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.InitWeightUpdateGroup,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.InitWeightUpdateGroupRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.InitWeightUpdateGroupResponse.SerializeToString,
+            ),
+            'DestroyWeightUpdateGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.DestroyWeightUpdateGroup,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.DestroyWeightUpdateGroupRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.DestroyWeightUpdateGroupResponse.SerializeToString,
+            ),
+            'CheckWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWeights,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.CheckWeightsRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.CheckWeightsResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'ResumeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeMemory,
+                    request_deserializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ResumeMemoryRequest.FromString,
+                    response_serializer=outrider_dot_admin_dot_v1_dot_admin__service__pb2.ResumeMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -252,6 +443,303 @@ class AdminService:
             '/outrider.admin.v1.AdminService/UpdateDraftWeights',
             outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsRequest.SerializeToString,
             outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateDraftWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/GetWeightStatus',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.GetWeightStatusRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.GetWeightStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/PauseGeneration',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.PauseGenerationRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.PauseGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ContinueGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/ContinueGeneration',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.ContinueGenerationRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.ContinueGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/BeginWeightUpdate',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.BeginWeightUpdateRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.BeginWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/UpdateWeights',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateWeightsRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/EndWeightUpdate',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.EndWeightUpdateRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.EndWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InitWeightUpdateGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/InitWeightUpdateGroup',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.InitWeightUpdateGroupRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.InitWeightUpdateGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DestroyWeightUpdateGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/DestroyWeightUpdateGroup',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.DestroyWeightUpdateGroupRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.DestroyWeightUpdateGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/CheckWeights',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.CheckWeightsRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.CheckWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/ReleaseMemory',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.ReleaseMemoryRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.admin.v1.AdminService/ResumeMemory',
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.ResumeMemoryRequest.SerializeToString,
+            outrider_dot_admin_dot_v1_dot_admin__service__pb2.ResumeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,35 @@ class AdminServiceStub:
     INVALID_ARGUMENT (reason WEIGHTS_REFUSED), and the old ones go on.
     UNIMPLEMENTED where there is no draft.
     """
+    GetWeightStatus: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetWeightStatusRequest, _admin_service_pb2.GetWeightStatusResponse]
+    """Returns which weights are in force, and whether generation goes on. This and
+    all below is UNIMPLEMENTED outside the target.
+    """
+    PauseGeneration: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PauseGenerationRequest, _admin_service_pb2.PauseGenerationResponse]
+    """Holds generation. Requests that come meanwhile wait."""
+    ContinueGeneration: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ContinueGenerationRequest, _admin_service_pb2.ContinueGenerationResponse]
+    """Lets generation go on. Drops an update that was begun and not ended."""
+    BeginWeightUpdate: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.BeginWeightUpdateRequest, _admin_service_pb2.BeginWeightUpdateResponse]
+    """Gathers the updates that follow, until EndWeightUpdate."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UpdateWeightsRequest, _admin_service_pb2.UpdateWeightsResponse]
+    """Replaces weights of the target between two steps: all that come, or none.
+    What does not fit is FAILED_PRECONDITION, and the old weights go on.
+    Sequences that run are computed anew, unless generation was paused in place.
+    """
+    EndWeightUpdate: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.EndWeightUpdateRequest, _admin_service_pb2.EndWeightUpdateResponse]
+    """Puts in force what has been gathered."""
+    InitWeightUpdateGroup: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.InitWeightUpdateGroupRequest, _admin_service_pb2.InitWeightUpdateGroupResponse]
+    """Joins the processes that send weights by torch.distributed. Returns once all
+    of them have joined.
+    """
+    DestroyWeightUpdateGroup: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DestroyWeightUpdateGroupRequest, _admin_service_pb2.DestroyWeightUpdateGroupResponse]
+    """Leaves such a group."""
+    CheckWeights: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CheckWeightsRequest, _admin_service_pb2.CheckWeightsResponse]
+    """Tells weights apart by their checksums."""
+    ReleaseMemory: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseMemoryRequest, _admin_service_pb2.ReleaseMemoryResponse]
+    """Frees memory while generation is paused and nothing runs."""
+    ResumeMemory: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeMemoryRequest, _admin_service_pb2.ResumeMemoryResponse]
+    """Takes it again."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operates one process. Served by every service on its maintenance port only."""
@@ -83,5 +112,100 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT (reason WEIGHTS_REFUSED), and the old ones go on.
         UNIMPLEMENTED where there is no draft.
         """
+
+    @_abc_1.abstractmethod
+    def GetWeightStatus(
+        self,
+        request: _admin_service_pb2.GetWeightStatusRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.GetWeightStatusRequest, _abc.Awaitable[_admin_service_pb2.GetWeightStatusResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.GetWeightStatusResponse]:
+        """Returns which weights are in force, and whether generation goes on. This and
+        all below is UNIMPLEMENTED outside the target.
+        """
+
+    @_abc_1.abstractmethod
+    def PauseGeneration(
+        self,
+        request: _admin_service_pb2.PauseGenerationRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.PauseGenerationRequest, _abc.Awaitable[_admin_service_pb2.PauseGenerationResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.PauseGenerationResponse]:
+        """Holds generation. Requests that come meanwhile wait."""
+
+    @_abc_1.abstractmethod
+    def ContinueGeneration(
+        self,
+        request: _admin_service_pb2.ContinueGenerationRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.ContinueGenerationRequest, _abc.Awaitable[_admin_service_pb2.ContinueGenerationResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.ContinueGenerationResponse]:
+        """Lets generation go on. Drops an update that was begun and not ended."""
+
+    @_abc_1.abstractmethod
+    def BeginWeightUpdate(
+        self,
+        request: _admin_service_pb2.BeginWeightUpdateRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.BeginWeightUpdateRequest, _abc.Awaitable[_admin_service_pb2.BeginWeightUpdateResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.BeginWeightUpdateResponse]:
+        """Gathers the updates that follow, until EndWeightUpdate."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _admin_service_pb2.UpdateWeightsRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.UpdateWeightsRequest, _abc.Awaitable[_admin_service_pb2.UpdateWeightsResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.UpdateWeightsResponse]:
+        """Replaces weights of the target between two steps: all that come, or none.
+        What does not fit is FAILED_PRECONDITION, and the old weights go on.
+        Sequences that run are computed anew, unless generation was paused in place.
+        """
+
+    @_abc_1.abstractmethod
+    def EndWeightUpdate(
+        self,
+        request: _admin_service_pb2.EndWeightUpdateRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.EndWeightUpdateRequest, _abc.Awaitable[_admin_service_pb2.EndWeightUpdateResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.EndWeightUpdateResponse]:
+        """Puts in force what has been gathered."""
+
+    @_abc_1.abstractmethod
+    def InitWeightUpdateGroup(
+        self,
+        request: _admin_service_pb2.InitWeightUpdateGroupRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.InitWeightUpdateGroupRequest, _abc.Awaitable[_admin_service_pb2.InitWeightUpdateGroupResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.InitWeightUpdateGroupResponse]:
+        """Joins the processes that send weights by torch.distributed. Returns once all
+        of them have joined.
+        """
+
+    @_abc_1.abstractmethod
+    def DestroyWeightUpdateGroup(
+        self,
+        request: _admin_service_pb2.DestroyWeightUpdateGroupRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.DestroyWeightUpdateGroupRequest, _abc.Awaitable[_admin_service_pb2.DestroyWeightUpdateGroupResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.DestroyWeightUpdateGroupResponse]:
+        """Leaves such a group."""
+
+    @_abc_1.abstractmethod
+    def CheckWeights(
+        self,
+        request: _admin_service_pb2.CheckWeightsRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.CheckWeightsRequest, _abc.Awaitable[_admin_service_pb2.CheckWeightsResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.CheckWeightsResponse]:
+        """Tells weights apart by their checksums."""
+
+    @_abc_1.abstractmethod
+    def ReleaseMemory(
+        self,
+        request: _admin_service_pb2.ReleaseMemoryRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.ReleaseMemoryRequest, _abc.Awaitable[_admin_service_pb2.ReleaseMemoryResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.ReleaseMemoryResponse]:
+        """Frees memory while generation is paused and nothing runs."""
+
+    @_abc_1.abstractmethod
+    def ResumeMemory(
+        self,
+        request: _admin_service_pb2.ResumeMemoryRequest,
+        context: _aio.ServicerContext[_admin_service_pb2.ResumeMemoryRequest, _abc.Awaitable[_admin_service_pb2.ResumeMemoryResponse]],
+    ) -> _abc.Awaitable[_admin_service_pb2.ResumeMemoryResponse]:
+        """Takes it again."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _aio.Server) -> None: ...

@@ -66,6 +66,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_PARAMS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    LOGPROBS_AFTER_TEMPERATURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_PARAMS_FIELD_NUMBER: _builtins.int
     top_logprob_count: _builtins.int
     """Log probabilities of the drawn tokens, and of this many most probable tokens
@@ -74,6 +75,11 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Orders sequences in the queue and under preemption: the lowest value goes
     first and is preempted last; among equals, the oldest. Changes no output.
+    """
+    logprobs_after_temperature: _builtins.bool
+    """Log probabilities of drawn tokens are those of the law that they are drawn
+    from up to its temperature: after logit bias, penalties and temperature, and
+    before top-k, top-p and min-p cut it. Else they are the model's own.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -115,11 +121,12 @@ class GenerateRequest(_message.Message):
         speculation_params: Global___SpeculationParams | None = ...,
         grammar: _grammar_pb2.Grammar | None = ...,
         priority: _builtins.int = ...,
+        logprobs_after_temperature: _builtins.bool = ...,
         prompt_logprob_params: Global___PromptLogprobParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "prompt_logprob_params", b"prompt_logprob_params", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "logprobs_after_temperature", b"logprobs_after_temperature", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
@@ -524,12 +531,17 @@ class TokenDelta(_message.Message):
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     accepted_token_count: _builtins.int
     """How many of `token_ids`, counted from the front, are accepted draft tokens."""
     drafted_token_count: _builtins.int
     """Draft nodes verified in this step; 0 when it ran without a tree. Sums up to
     `SpeculationStats.drafted_token_count`, for a client that ends a request
     itself and so gets no `finished`.
+    """
+    weight_version: _builtins.str
+    """Version of the weights that drew the tokens; absent while it is that of the
+    delta before.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -553,14 +565,20 @@ class TokenDelta(_message.Message):
         accepted_token_count: _builtins.int = ...,
         drafted_token_count: _builtins.int = ...,
         trace: Global___RoundTrace | None = ...,
+        weight_version: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_trace", b"_trace", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trace", b"_trace", "_weight_version", b"_weight_version", "trace", b"trace", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trace", b"_trace", "accepted_token_count", b"accepted_token_count", "drafted_token_count", b"drafted_token_count", "logprobs", b"logprobs", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trace", b"_trace", "_weight_version", b"_weight_version", "accepted_token_count", b"accepted_token_count", "drafted_token_count", b"drafted_token_count", "logprobs", b"logprobs", "token_ids", b"token_ids", "trace", b"trace", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
+    _WhichOneofReturnType__weight_version: _TypeAlias = _typing.Literal["weight_version"]  # noqa: Y015
+    _WhichOneofArgType__weight_version: _TypeAlias = _typing.Literal["_weight_version", b"_weight_version"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trace) -> _WhichOneofReturnType__trace | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_version) -> _WhichOneofReturnType__weight_version | None: ...
 
 Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
 
@@ -826,6 +844,7 @@ class GetModelResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DRAFT_ALGORITHMS_FIELD_NUMBER: _builtins.int
     SPECULATION_DETAIL_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name clients pass as `model`."""
     tokenizer_sha256: _builtins.str
@@ -840,6 +859,8 @@ class GetModelResponse(_message.Message):
     """Why no draft trees are verified although drafts are attached, such as "plain
     steps are faster here: ..."; empty while trees are verified.
     """
+    weight_version: _builtins.str
+    """Version of the weights in force."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end generation unless `ignore_eos` is set."""
@@ -858,10 +879,11 @@ class GetModelResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         draft_algorithms: _abc.Iterable[_builtins.str] | None = ...,
         speculation_detail: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "speculation_detail", b"speculation_detail", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "speculation_detail", b"speculation_detail", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

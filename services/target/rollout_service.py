@@ -1,0 +1,210 @@
+"""The target's maintenance port: what every process has, and the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from services.target.engine import Engine
+from services.target.weight_control import (
+    MemoryTag,
+    PauseMode,
+    Updated,
+    WeightControl,
+)
+from services.target.weight_stager import GroupTerms, TensorToCome
+from services.target.weight_updates import WeightUpdates
+from shared.errors import InvalidArgument
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+from shared.rpc.admin_service import AdminHooks, AdminServicer, Context, ProcessInfo
+from shared.rpc.lifecycle import Lifecycle
+
+T = TypeVar("T")
+_MODES = {
+    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
+    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+}
+_MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
+
+
+class TargetAdminServicer(AdminServicer):
+    """`AdminService` of a target."""
+
+    def __init__(
+        self,
+        info: ProcessInfo,
+        lifecycle: Lifecycle,
+        hooks: AdminHooks,
+        engine: Engine,
+        updates: WeightUpdates,
+        num_processes: int,
+    ) -> None:
+        super().__init__(info, lifecycle, hooks)
+        self._engine = engine
+        self._updates = updates
+        self._num_processes = num_processes
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        if not request.only_when_idle:
+            return await super().FlushPrefixCache(request, context)
+        freed = await self._with_weights(lambda weights: weights.flush_if_idle())
+        return pb.FlushPrefixCacheResponse(freed_page_count=freed)
+
+    async def GetWeightStatus(
+        self, request: pb.GetWeightStatusRequest, context: Context
+    ) -> pb.GetWeightStatusResponse:
+        status = await self._with_weights(lambda weights: weights.status)
+        return pb.GetWeightStatusResponse(
+            weight_version=status.version,
+            update_count=status.num_updates,
+            pause_mode=pb.PAUSE_MODE_UNSPECIFIED
+            if status.pause is None
+            else _MODE_NUMBERS[status.pause],
+            released_tags=status.released,
+            process_count=self._num_processes,
+            waiting_request_count=status.num_waiting,
+            running_request_count=status.num_running,
+            max_token_count=status.num_max_tokens,
+            used_token_count=status.num_used_tokens,
+            can_release_memory=status.can_release,
+        )
+
+    async def PauseGeneration(
+        self, request: pb.PauseGenerationRequest, context: Context
+    ) -> pb.PauseGenerationResponse:
+        self._lifecycle.check_open()
+        mode = _MODES[request.mode]
+        count = await self._with_weights(lambda weights: weights.pause(mode))
+        return pb.PauseGenerationResponse(request_count=count)
+
+    async def ContinueGeneration(
+        self, request: pb.ContinueGenerationRequest, context: Context
+    ) -> pb.ContinueGenerationResponse:
+        was_dropped = self._updates.drop()
+        await self._with_weights(lambda weights: weights.resume())
+        return pb.ContinueGenerationResponse(dropped_update=was_dropped)
+
+    async def BeginWeightUpdate(
+        self, request: pb.BeginWeightUpdateRequest, context: Context
+    ) -> pb.BeginWeightUpdateResponse:
+        self._lifecycle.check_open()
+        await self._updates.begin()
+        return pb.BeginWeightUpdateResponse()
+
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: Context
+    ) -> pb.UpdateWeightsResponse:
+        self._lifecycle.check_open()
+        updated = await self._updated(request, request.weight_version or None)
+        return pb.UpdateWeightsResponse(update=_update(updated))
+
+    async def _updated(
+        self, request: pb.UpdateWeightsRequest, version: str | None
+    ) -> Updated | None:
+        source = request.WhichOneof("source")
+        if source == "disk":
+            disk = request.disk
+            return await self._updates.read(Path(disk.model_path), disk.load_format, version)
+        if source == "distributed":
+            sent = request.distributed
+            tensors = [
+                TensorToCome(each.name, each.dtype, tuple(each.shape)) for each in sent.tensors
+            ]
+            return await self._updates.receive(
+                sent.group_name, tensors, version, is_flattened=sent.is_flattened
+            )
+        if source == "safetensors":
+            return await self._updates.load(request.safetensors, version)
+        message = "source is not given; it must be disk, distributed or safetensors"
+        raise InvalidArgument.of("WEIGHT_SOURCE_MISSING", "source", message)
+
+    async def EndWeightUpdate(
+        self, request: pb.EndWeightUpdateRequest, context: Context
+    ) -> pb.EndWeightUpdateResponse:
+        self._lifecycle.check_open()
+        updated = await self._updates.end(request.weight_version or None)
+        return pb.EndWeightUpdateResponse(update=_update(updated))
+
+    async def InitWeightUpdateGroup(
+        self, request: pb.InitWeightUpdateGroupRequest, context: Context
+    ) -> pb.InitWeightUpdateGroupResponse:
+        terms = GroupTerms(
+            request.group_name,
+            request.master_address,
+            request.master_port,
+            request.rank_offset,
+            request.world_size,
+            request.backend or None,
+        )
+        await self._updates.join(terms)
+        return pb.InitWeightUpdateGroupResponse()
+
+    async def DestroyWeightUpdateGroup(
+        self, request: pb.DestroyWeightUpdateGroupRequest, context: Context
+    ) -> pb.DestroyWeightUpdateGroupResponse:
+        await self._updates.leave(request.group_name)
+        return pb.DestroyWeightUpdateGroupResponse()
+
+    async def CheckWeights(
+        self, request: pb.CheckWeightsRequest, context: Context
+    ) -> pb.CheckWeightsResponse:
+        action = request.action
+        if action == pb.CheckWeightsRequest.ACTION_CHECKSUM:
+            checksums = await self._with_weights(lambda weights: weights.checksums())
+            return pb.CheckWeightsResponse(checksums=checksums)
+        if action == pb.CheckWeightsRequest.ACTION_SNAPSHOT:
+            await self._with_weights(lambda weights: weights.snapshot())
+        elif action == pb.CheckWeightsRequest.ACTION_COMPARE:
+            changed = await self._with_weights(lambda weights: weights.compare())
+            return pb.CheckWeightsResponse(changed=changed)
+        elif action == pb.CheckWeightsRequest.ACTION_RESET:
+            await self._with_weights(lambda weights: weights.reset())
+        else:
+            message = "action is not given; it must be checksum, snapshot, compare or reset"
+            raise InvalidArgument.of("WEIGHT_ACTION_UNKNOWN", "action", message)
+        return pb.CheckWeightsResponse()
+
+    async def ReleaseMemory(
+        self, request: pb.ReleaseMemoryRequest, context: Context
+    ) -> pb.ReleaseMemoryResponse:
+        tags = _tags(request.tags)
+        released = await self._with_weights(lambda weights: weights.release(tags))
+        return pb.ReleaseMemoryResponse(freed_bytes=released.num_bytes, kept=released.kept)
+
+    async def ResumeMemory(
+        self, request: pb.ResumeMemoryRequest, context: Context
+    ) -> pb.ResumeMemoryResponse:
+        tags = _tags(request.tags)
+        await self._with_weights(lambda weights: weights.reoccupy(tags))
+        return pb.ResumeMemoryResponse()
+
+    async def _with_weights(self, function: Callable[[WeightControl], T]) -> T:
+        return await asyncio.wrap_future(self._engine.with_weights(function))
+
+
+def _update(updated: Updated | None) -> pb.WeightUpdate | None:
+    if updated is None:
+        return None
+    message = pb.WeightUpdate(
+        weight_version=updated.version,
+        retracted_request_count=updated.num_retracted,
+        freed_page_count=updated.num_freed_pages,
+    )
+    message.pause_duration.FromNanoseconds(round(updated.pause_s * 1e9))
+    return message
+
+
+def _tags(names: Iterable[str]) -> list[MemoryTag]:
+    """Raises: InvalidArgument for a name that is no tag."""
+    try:
+        return [MemoryTag(name) for name in names] or list(MemoryTag)
+    except ValueError as error:
+        known = ", ".join(tag.value for tag in MemoryTag)
+        message = f"tags holds {error}; it must be of {known}"
+        raise InvalidArgument.of("MEMORY_TAG_UNKNOWN", "tags", message) from None
