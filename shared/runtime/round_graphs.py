@@ -185,17 +185,16 @@ class RoundGraphs:
         lanes: LaneSampling | None,
         drawn: Tensor,
     ) -> None:
-        if self._group is not None and self._group.rank:
-            return  # `_finish` brings what rank 0 draws
-        drawn.copy_(self._verification.draw(logits, state, tree.rows, sampling))
+        if self._group is None or self._group.rank == 0:
+            drawn.copy_(self._verification.draw(logits, state, tree.rows, sampling))
         if lanes is not None:
             lanes.redraw(drawn, logits, state, tree.rows)
+        if self._group is not None:
+            self._group.broadcast(drawn)
 
     def _finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
     ) -> CommittedRound:
-        if self._group is not None:
-            self._group.broadcast(drawn)
         return self._verification.finish(state, tree, output, drawn)
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
