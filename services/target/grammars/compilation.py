@@ -14,6 +14,11 @@ from services.target.grammars.special_tokens import SpecialTokens
 from shared.errors import OutriderError
 from shared.grammar import Grammar
 
+# Below llguidance's own. Some 50,000 units of fuel take a millisecond, a state 2 kB.
+_FIRST_MASK_FUEL = 300_000
+_MAX_LEXER_STATES = 50_000
+_MAX_STEP_ITEMS = 20_000
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -49,7 +54,12 @@ def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
 
 def _compiled_unguarded(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     source = grammar_source(grammar, vocabulary.special_tokens)
-    limits = LLParserLimits(verbose_errors=False)
+    limits = LLParserLimits(
+        verbose_errors=False,
+        initial_lexer_fuel=_FIRST_MASK_FUEL,
+        max_lexer_states=_MAX_LEXER_STATES,
+        step_max_items=_MAX_STEP_ITEMS,
+    )
     matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise invalid_grammar(grammar.kind, shown_reason(matcher.get_error()))

@@ -1,4 +1,8 @@
-"""Compiles grammars on threads of its own: neither the event loop nor the engine waits for one."""
+"""Compiles grammars on threads of its own: neither the event loop nor the engine waits for one.
+
+Each is compiled in a process first that may be killed; only what ends well there, in time and in
+little memory, is compiled here.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.target.grammars.bounds import STACK_BYTES, too_complex
 from services.target.grammars.matcher import CompiledGrammar
-from shared.errors import FailedPrecondition, InvalidArgument
+from shared.errors import FailedPrecondition
 from shared.grammar import Grammar
 
 if TYPE_CHECKING:
     # A target decodes where llguidance is not installed; it refuses grammars there.
     from services.target.grammars.compilation import Vocabulary
+    from services.target.grammars.trials import GrammarTrials
 
 _NUM_THREADS = 2
 _NUM_CACHED = 256
-_STACK_BYTES = 512 * 2**20  # of address space; what is not used costs no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +35,21 @@ class GrammarLimits:
 
     Attributes:
         max_bytes: of its text.
-        compile_timeout_s: from the request to the compiled grammar.
+        compile_timeout_s: of compiling it.
+        compile_bytes: that compiling it may take.
+        cached_bytes: that all grammars may keep which are there for another request.
     """
 
     max_bytes: int
     compile_timeout_s: float
+    compile_bytes: int = 256 * 2**20
+    cached_bytes: int = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    grammar: CompiledGrammar
+    num_bytes: int
 
 
 class GrammarCompiler:
@@ -60,32 +75,43 @@ class GrammarCompiler:
         self._limits = limits
         self._threads = _deep_threads()
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
-        self._compiled: OrderedDict[Grammar, asyncio.Future[CompiledGrammar]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, asyncio.Future[_Compiled]] = OrderedDict()
+        self._trials: GrammarTrials | None = None
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises:
         InvalidArgument: the grammar is wrong, too large or too slow to compile.
+        QueueFull: the grammars of others keep this one from being compiled.
         FailedPrecondition: the target has no tokenizer that grammars could be applied to.
         """
         limits = self._limits
         if grammar.size_bytes > limits.max_bytes:
-            raise _too_complex(
+            raise too_complex(
                 f"the {grammar.kind.value} has {grammar.size_bytes:,} bytes; "
                 f"at most {limits.max_bytes:,} are accepted"
             )
-        try:
-            return await asyncio.wait_for(self._shared(grammar), limits.compile_timeout_s)
-        except TimeoutError as error:
-            raise _too_complex(
-                f"the {grammar.kind.value} takes longer than {limits.compile_timeout_s:g} s to "
-                "compile"
-            ) from error
+        found = (await self._shared(grammar)).grammar
+        self._make_room()
+        return found
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """What the grammars keep that are there for another request."""
+        return sum(_num_bytes(each) for each in self._compiled.values())
 
     def close(self) -> None:
         """Lets the threads end; grammars still waiting are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()
 
-    def _shared(self, grammar: Grammar) -> asyncio.Future[CompiledGrammar]:
+    def _make_room(self) -> None:
+        while (
+            len(self._compiled) > _NUM_CACHED or self.num_cached_bytes > self._limits.cached_bytes
+        ):
+            self._compiled.popitem(last=False)
+
+    def _shared(self, grammar: Grammar) -> asyncio.Future[_Compiled]:
         """Returns the one compilation of a grammar, which outlives whoever waits for it."""
         compiled = self._compiled.get(grammar)
         if compiled is None or (compiled.done() and compiled.exception() is not None):
@@ -93,16 +119,29 @@ class GrammarCompiler:
             compiled.add_done_callback(_note_exception)
             self._compiled[grammar] = compiled
         self._compiled.move_to_end(grammar)
-        while len(self._compiled) > _NUM_CACHED:
-            self._compiled.popitem(last=False)
+        self._make_room()
         return asyncio.shield(compiled)
 
-    async def _compile(self, grammar: Grammar) -> CompiledGrammar:
+    async def _compile(self, grammar: Grammar) -> _Compiled:
         loop = asyncio.get_running_loop()
         if self._vocabulary is None:
             self._vocabulary = loop.run_in_executor(self._threads, self._read_vocabulary)
         vocabulary = await asyncio.shield(self._vocabulary)
-        return await loop.run_in_executor(self._threads, _compiled, grammar, vocabulary)
+        if self._trials is None:
+            self._trials = self._new_trials()
+        num_bytes = await self._trials.run(grammar)
+        found = await loop.run_in_executor(self._threads, _compiled, grammar, vocabulary)
+        return _Compiled(found, num_bytes)
+
+    def _new_trials(self) -> GrammarTrials:
+        from services.target.grammars.trials import GrammarTrials
+
+        limits = self._limits
+        path = self._folder / "tokenizer.json"
+        return GrammarTrials(
+            *(path, self._vocab_size, self._eos_token_ids),
+            *(limits.compile_bytes, limits.compile_timeout_s),
+        )
 
     def _read_vocabulary(self) -> Vocabulary:
         try:
@@ -116,12 +155,11 @@ class GrammarCompiler:
 
 
 def _deep_threads() -> ThreadPoolExecutor:
-    """Returns threads that rules which name each other in a long chain cannot overflow: llguidance
-    bounds how deeply they are written, not how deeply they refer."""
+    """Returns threads that rules which name each other in a long chain cannot overflow."""
     threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
     # Each waits for the others, so that all of them start, and start now.
     together = threading.Barrier(_NUM_THREADS)
-    usual = threading.stack_size(_STACK_BYTES)
+    usual = threading.stack_size(STACK_BYTES)
     try:
         for _ in range(_NUM_THREADS):
             threads.submit(together.wait)
@@ -139,11 +177,12 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     return compiled(grammar, vocabulary)
 
 
-def _too_complex(message: str) -> InvalidArgument:
-    return InvalidArgument.of("GRAMMAR_TOO_COMPLEX", "grammar", message)
+def _num_bytes(compiled: asyncio.Future[_Compiled]) -> int:
+    has_ended_well = compiled.done() and not compiled.cancelled() and not compiled.exception()
+    return compiled.result().num_bytes if has_ended_well else 0
 
 
-def _note_exception(compiled: asyncio.Future[CompiledGrammar]) -> None:
+def _note_exception(compiled: asyncio.Future[_Compiled]) -> None:
     """Marks a failure as seen: whoever asked may have given up."""
     if not compiled.cancelled():
         compiled.exception()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MAX_REASON_CHARACTERS = 500
+_MAX_MASKS_S = 0.5  # usually less than a millisecond each
 Mask = bytes
 """Bit i of byte i // 8 says whether token i may come next, lowest bit first."""
 
@@ -60,8 +62,13 @@ class GrammarMatcher:
         None stands for a row that must not draw: the grammar forbids its node or an ancestor, or
         the matcher met a bound there.
         """
+        begin_s = time.thread_time()
         masks: list[Mask | None] = [None] * (1 + len(tree))
         masks[0] = self._mask()
+        taken_s = time.thread_time() - begin_s
+        if taken_s > _MAX_MASKS_S:
+            self._fail(f"a mask takes {taken_s:.2f} s; at most {_MAX_MASKS_S:g} s are allowed")
+            return [None] * len(masks)
         if masks[0] is None:
             self._fail(self._matcher.get_error() or "no token can follow")
             return masks
@@ -70,6 +77,8 @@ class GrammarMatcher:
             parent = tree.parent_indices[node]
             if masks[0 if parent is None else parent + 1] is None:
                 continue
+            if time.thread_time() - begin_s > _MAX_MASKS_S:
+                break
             depth = 0 if parent is None else path.index(parent) + 1
             self._matcher.rollback(len(path) - depth)
             del path[depth:]

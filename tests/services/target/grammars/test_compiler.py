@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,8 +17,9 @@ from services.target.grammars import compiler as module
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.settings import DEMO_MODEL
-from shared.errors import FailedPrecondition, InvalidArgument
+from shared.errors import FailedPrecondition, InvalidArgument, OutriderError
 from shared.grammar import Grammar, GrammarKind
+from tests.gateway.driving import eventually
 
 LIMITS = GrammarLimits(max_bytes=4096, compile_timeout_s=20.0)
 EOS = (2, 0)
@@ -123,20 +125,63 @@ async def test_size_is_bounded_by_name(compiler: GrammarCompiler) -> None:
     assert refusal.value.reason == "GRAMMAR_TOO_COMPLEX"
 
 
-async def test_compile_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = _compiler(limits=replace(LIMITS, compile_timeout_s=0.05))
-    release = asyncio.Event()
+# Seconds, and hundreds of MB, within all of llguidance's own bounds.
+HOSTILE = Grammar.of(GrammarKind.REGEX, "a{0,9}" * 10_000)
+HARMLESS = Grammar.of(GrammarKind.REGEX, "ab")
 
-    async def never(grammar: Grammar) -> CompiledGrammar:
-        await release.wait()
-        raise AssertionError("nobody waits any more")
 
-    monkeypatch.setattr(slow, "_compile", never)
-    with pytest.raises(InvalidArgument, match=r"longer than 0\.05 s") as refusal:
-        await slow.compile(Grammar.of(GrammarKind.REGEX, "a"))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compile_timeout_s": 0.5}, r"takes longer than 0\.5 s"),
+        ({"compile_bytes": 32 * 2**20}, "takes more than 32 MiB"),
+    ],
+)
+async def test_time_and_memory_of_compiling_are_bounded(
+    change: dict[str, Any], message: str
+) -> None:
+    compiler = _compiler(limits=replace(LIMITS, max_bytes=65_536, **change))
+    hostile = asyncio.create_task(compiler.compile(HOSTILE))
+    assert await compiler.compile(HARMLESS)  # meanwhile
+    with pytest.raises(InvalidArgument, match=message) as refusal:
+        await hostile
     assert refusal.value.reason == "GRAMMAR_TOO_COMPLEX"
-    release.set()
-    slow.close()
+    compiler.close()
+
+
+async def test_nobody_waits_for_the_grammars_of_others_for_ever() -> None:
+    compiler = _compiler(limits=replace(LIMITS, max_bytes=65_536, compile_timeout_s=0.5))
+    await compiler.compile(HARMLESS)
+    hostile = [
+        asyncio.create_task(compiler.compile(Grammar.of(GrammarKind.REGEX, HOSTILE.text + tail)))
+        for tail in "abcdefghij"
+    ]
+    ended = await asyncio.gather(*hostile, return_exceptions=True)
+    reasons = {each.reason for each in ended if isinstance(each, OutriderError)}
+    assert reasons == {"GRAMMAR_TOO_COMPLEX", "GRAMMARS_BUSY"}
+    assert await compiler.compile(Grammar.of(GrammarKind.REGEX, "abc"))
+    compiler.close()
+
+
+async def test_what_the_cache_keeps_is_bounded_in_bytes() -> None:
+    limits = replace(LIMITS, max_bytes=65_536, cached_bytes=30 * 2**20)
+    compiler = _compiler(limits=limits)
+    for tail in "abc":
+        large = Grammar.of(GrammarKind.REGEX, ".*a" * 20_000 + tail)  # some 20 MB
+        first = await compiler.compile(large)
+        assert 10 * 2**20 < compiler.num_cached_bytes <= limits.cached_bytes
+    assert await compiler.compile(large) is first
+    compiler.close()
+
+
+async def test_a_process_of_trials_that_died_is_replaced(compiler: GrammarCompiler) -> None:
+    await compiler.compile(HARMLESS)
+    assert compiler._trials is not None
+    process = compiler._trials._process
+    assert process is not None
+    process.kill()
+    await eventually(lambda: compiler._trials is not None and compiler._trials._process is None)
+    assert await compiler.compile(Grammar.of(GrammarKind.REGEX, "abc"))
 
 
 async def test_long_chains_of_references_do_not_overflow_a_stack() -> None:
@@ -173,7 +218,7 @@ async def test_equal_grammars_are_compiled_once(
     for _ in range(2):  # a failure is not kept
         with pytest.raises(InvalidArgument):
             await compiler.compile(Grammar.of(GrammarKind.REGEX, "(a"))
-    assert len(calls) == 3
+    assert len(calls) == 1  # it failed in its trial
 
 
 async def test_one_who_gives_up_does_not_take_the_grammar_from_others(
