@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -84,7 +84,7 @@ def plan_attention(
     assert has_triton or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
     if has_triton and backend is not AttentionBackend.TORCH:
         if is_special:
-            return plan_rows(batch, sliding_window)
+            return plan_rows(batch, sliding_window, num_query_groups)
         return plan_splits(batch, sliding_window, num_query_groups)
     return plan_tiles(batch, sliding_window=sliding_window, num_query_groups=num_query_groups)
 
@@ -134,9 +134,12 @@ def paged_attention(
         from shared.kernels.attention_rows_triton import row_attention
 
         assert cache_scales is None, "these kernels know no e4m3 cache"
-        return row_attention(
-            queries, keys, values, plan, scale=scale, cap=cap, sinks=sinks, value_dim=value_dim
-        )
+        if plan.prompts is None:
+            return row_attention(
+                queries, keys, values, plan, scale=scale, cap=cap, sinks=sinks, value_dim=value_dim
+            )
+        assert value_dim is None, "keys and values of prompts are expanded first"
+        return _with_prompts(queries, keys, values, plan, _Softmax(scale, cap, sinks))
     if isinstance(plan, SplitPlan):
         assert cap is None and sinks is None and value_dim is None, "unknown to the kernels"  # noqa: PT018
         # Triton is not installed where there is no CUDA.
@@ -171,6 +174,25 @@ class _Softmax:
         return by_head.expand(num_sequences, -1, -1, num_rows).reshape(
             num_sequences * num_kv_heads, -1, 1
         )
+
+
+def _with_prompts(
+    queries: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, softmax: _Softmax
+) -> Tensor:
+    """Attends as `paged_attention` does, from the rows of prompts and from the others."""
+    from shared.kernels.attention_prompts_triton import prompt_attention
+
+    results = plan.results(queries, queries.shape[2])
+    own = paged_attention(
+        plan.taken(queries), keys, values, replace(plan, prompts=None),
+        scale=softmax.scale, cap=softmax.cap, sinks=softmax.sinks,
+    )  # fmt: skip
+    plan.put(results, own)
+    prompt_attention(
+        queries, keys, values, results, plan,
+        scale=softmax.scale, cap=softmax.cap, sinks=softmax.sinks,
+    )  # fmt: skip
+    return results[:-1]
 
 
 @dataclass(frozen=True, slots=True)

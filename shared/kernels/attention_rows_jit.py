@@ -25,6 +25,13 @@ def merged(high, mass, total, own_high, own_mass, own_total):  # type: ignore[no
     return both, mass, total * kept[:, None] + own_total * added[:, None]
 
 
+@triton.jit
+def capped(scores, cap):  # type: ignore[no-untyped-def]
+    """Returns `cap * tanh(score / cap)`, all in base 2."""
+    powers = tl.exp2(scores / cap * -2.0 * 1.4426950408889634)
+    return cap * (1.0 - powers) / (1.0 + powers)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_span(  # type: ignore[no-untyped-def]
     query, query_rest, keys, values, pages, tail, first, end, position, shared,
@@ -69,9 +76,7 @@ def attend_span(  # type: ignore[no-untyped-def]
             scores += tl.dot(query_rest, tl.trans(key_rest), input_precision=precision)
         scores *= scale_log2
         if HAS_CAP:
-            # cap * tanh(score / cap), all in base 2.
-            powers = tl.exp2(scores / cap * -2.0 * 1.4426950408889634)
-            scores = cap * (1.0 - powers) / (1.0 + powers)
+            scores = capped(scores, cap)
         scores = tl.where(visible[None, :], scores, low)
         both = tl.maximum(high, tl.max(scores, 1))
         base = tl.where(both == low, 0.0, both)

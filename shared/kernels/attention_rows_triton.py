@@ -59,7 +59,7 @@ def row_attention(
     blocks = num_kv_heads * triton.cdiv(num_groups, _HEADS)
     attend_rows[(num_rows, blocks, 1 if is_whole else num_spans)](
         queries, keys, values, sink_scores, results, sums, highs, masses,
-        plan.sequences, plan.row_lengths, batch.positions, plan.shared_lengths,
+        plan.sequences, plan.row_lengths, plan.positions, plan.shared_lengths,
         batch.page_table, batch.page_table if tail is None else tail,
         queries.stride(0), batch.page_table.stride(0), 0 if tail is None else tail.stride(0),
         num_spans, log2_scale,

@@ -22,6 +22,7 @@ class PagedRows:
         max_query_length: most rows of one sequence.
         max_kv_length: greatest of `kv_lengths`.
         page_size: tokens a page.
+        num_prompt_keys: see `ForwardBatch`.
     """
 
     positions: Tensor
@@ -34,3 +35,4 @@ class PagedRows:
     max_query_length: int
     max_kv_length: int
     page_size: int
+    num_prompt_keys: int = 0

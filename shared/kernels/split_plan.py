@@ -167,13 +167,13 @@ def _max_plain_rows(batch: PagedRows) -> int:
 
 def cuts_of(batch: PagedRows, num_query_groups: int) -> tuple[BlockCut, BlockCut | None]:
     """Returns how plain rows are cut, and chunks where there may be any."""
-    plain_cut = _cut(batch, PLAIN_TILE, num_query_groups, _max_plain_rows(batch))
+    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, _max_plain_rows(batch))
     if batch.max_query_length <= MAX_PLAIN_ROWS:
         return plain_cut, None
-    return plain_cut, _cut(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
+    return plain_cut, cut_of(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
 
 
-def _cut(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) -> BlockCut:
+def cut_of(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) -> BlockCut:
     """Returns how up to `max_rows` rows are cut into blocks that fill a tile."""
     tile = max(tile, _power_of_two(num_query_groups))
     rows_per_block = tile // num_query_groups

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.kernels.split_plan import MAX_PLAIN_ROWS
 from shared.kv.upload import Array, uploaded
 
 
@@ -81,6 +82,8 @@ class ForwardBatch:
         max_query_length: most rows of one sequence; a host integer for launch grids.
         max_kv_length: greatest of `kv_lengths`; a host integer.
         page_size: tokens a page.
+        num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
+            `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
     """
 
     token_ids: Tensor
@@ -96,6 +99,7 @@ class ForwardBatch:
     max_query_length: int
     max_kv_length: int
     page_size: int
+    num_prompt_keys: int = 0
 
 
 def build_batch(
@@ -149,6 +153,11 @@ def build_batch(
         max_query_length=int(counts.max()),
         max_kv_length=int(kv_lengths.max()),
         page_size=page_size,
+        num_prompt_keys=sum(
+            rows.kv_start + len(rows.token_ids)
+            for rows in sequences
+            if rows.tail_mask is None and len(rows.token_ids) > MAX_PLAIN_ROWS
+        ),
     )
 
 

@@ -235,4 +235,5 @@ def _paged_rows(batch: ForwardBatch) -> PagedRows:
         max_query_length=batch.max_query_length,
         max_kv_length=batch.max_kv_length,
         page_size=batch.page_size,
+        num_prompt_keys=batch.num_prompt_keys,
     )

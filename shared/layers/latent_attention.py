@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.attention import paged_attention
+from shared.kernels.attention import AttentionPlan, paged_attention
+from shared.kernels.attention_rows import RowPlan
 from shared.kernels.narrow_cache import store
 from shared.kernels.partials import Partials
 from shared.kernels.rotary import rotate
@@ -81,20 +82,46 @@ class LatentAttention:
         made, latents, keys = self._compressed(hidden, latent_dim, rotary_dim)
         heads = made.view(len(hidden), self.shape.num_heads, -1)
         straight, turned = heads[..., :-rotary_dim], heads[..., -rotary_dim:]
-        queries = torch.cat((_by_head(straight, self.key_up), rotate(turned, *tables)), dim=-1)
+        turned = rotate(turned, *tables)
         rows = torch.cat((latents.unsqueeze(1), rotate(keys.unsqueeze(1), *tables)), dim=-1)
         cache = pool.keys[self.layer]
         store(cache, context.batch.slots, rows, None)
+        plan = context.plans[self.shape.sliding_window]
+        if isinstance(plan, RowPlan) and plan.prompts is not None:
+            return self._expanded(torch.cat((straight, turned), dim=-1), cache, plan).flatten(1)
+        return self._absorbed(straight, turned, cache, plan).flatten(1)
+
+    def _absorbed(
+        self, straight: Tensor, turned: Tensor, cache: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        """Returns `[T, H, V]` with the expansion of keys multiplied into queries, and that of
+        values into results."""
         assert self.shape.scale is not None
         attended = paged_attention(
-            queries,
+            torch.cat((_by_head(straight, self.key_up), turned), dim=-1),
             cache,
             cache,
-            context.plans[self.shape.sliding_window],
+            plan,
             scale=self.shape.scale,
-            value_dim=latent_dim,
+            value_dim=self.key_up.shape[2],
         )
-        return _by_head(attended, self.value_up.transpose(1, 2)).flatten(1)
+        return _by_head(attended, self.value_up.transpose(1, 2))
+
+    def _expanded(self, queries: Tensor, cache: Tensor, plan: RowPlan) -> Tensor:
+        """Returns `[T, H, V]` with keys and values of prompts expanded: less arithmetic, where
+        many rows share them."""
+        from shared.kernels.attention_prompts_triton import expanded_attention
+
+        assert self.shape.scale is not None
+        straight_dim, value_dim = self.key_up.shape[1], self.value_up.shape[1]
+        results = plan.results(queries, value_dim)
+        own = plan.taken(queries)
+        straight, turned = own[..., :straight_dim], own[..., straight_dim:]
+        plan.put(results, self._absorbed(straight, turned, cache, replace(plan, prompts=None)))
+        expanded_attention(
+            queries, cache, self.key_up, self.value_up, results, plan, scale=self.shape.scale
+        )
+        return results[:-1]
 
     def _compressed(
         self, hidden: Tensor, latent_dim: int, rotary_dim: int

@@ -159,7 +159,9 @@ def _identity(shape: HeadShape) -> dict[str, Any]:
                 "attention_bias": False,
                 "block_size": shape.block_size,
                 "dflash_config": {
-                    "target_layer_ids": [layer - 1 for layer in shape.feature_layers],
+                    "target_layer_ids": [
+                        min(layer, shape.num_target_layers) - 1 for layer in shape.feature_layers
+                    ],
                     "mask_token_id": shape.mask_token_id,
                 },
             }

@@ -159,5 +159,5 @@ def test_attention_of_rows(kind: str, batch: str) -> None:
             value_dim=value_dim,
         )
 
-    found = attended(plan_rows(rows, window), torch.bfloat16)
+    found = attended(plan_rows(rows, window, heads.num_groups), torch.bfloat16)
     _assert_near(found, attended(plain, torch.float32), 1e-2)
