@@ -307,6 +307,8 @@ class Verdict:
         wish: what is wanted for the next round.
         candidate_id: the candidate that was verified; None when none of the draft's was.
         next_candidate_id: the candidate pushed ahead that is verified next already.
+        runner_ups: tokens beside the bonus token that the target finds most probable there, best
+            first, with their log probabilities; none where they are not looked for.
     """
 
     sequence_id: int
@@ -318,6 +320,7 @@ class Verdict:
     wish: TreeWish = ANY_TREE
     candidate_id: int | None = None
     next_candidate_id: int | None = None
+    runner_ups: tuple[tuple[int, float], ...] = ()
 
     @property
     def condition(self) -> Condition:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from services.draft.candidates import (
-    conditional_candidate,
-    current_candidate,
+    conditional_row,
+    current_row,
     drop_unknown_tokens,
-    launched_candidate,
+    launched_row,
 )
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import CandidatesReady, Output, ProbeDone
 from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence
-from shared.tokens import Candidate, Condition, DraftReport, TokenTree
+from shared.candidate_columns import CandidateColumns, CandidateRow
+from shared.tokens import DraftReport, TokenTree
 
 
 class Answers:
@@ -38,11 +38,11 @@ class Answers:
 
     def announce(self, link: int, report: DraftReport) -> None:
         """Says something of the draft without a tree."""
-        self._deliver(CandidatesReady(link, (), report))
+        self._deliver(CandidatesReady(link, CandidateColumns(), report))
 
     def give(self, proposals: Iterable[Proposal], report: DraftReport) -> None:
         """Delivers one message a link; sequences with a tree for their round are due no more."""
-        by_link: dict[int, list[Candidate]] = {}
+        by_link: dict[int, list[CandidateRow]] = {}
         for proposal in proposals:
             sequence = proposal.sequence
             if not self._roster.holds(sequence):
@@ -54,21 +54,19 @@ class Answers:
                 self._roster.close(sequence.key)
                 self._deliver(ProbeDone(sequence.key.link, tree, sequence.draft_s))
                 continue
-            candidate = self._candidate(sequence, tree, proposal.condition)
-            if candidate is not None:
-                if sequence.wish.shape is not None:
-                    candidate = replace(candidate, shape=proposal.shape)
-                by_link.setdefault(sequence.key.link, []).append(candidate)
-        for link, candidates in by_link.items():
-            self._deliver(CandidatesReady(link, tuple(candidates), report))
+            row = self._row(proposal, tree)
+            if row is not None:
+                by_link.setdefault(sequence.key.link, []).append(row)
+        for link, rows in by_link.items():
+            self._deliver(CandidatesReady(link, CandidateColumns.of_rows(rows), report))
 
-    def _candidate(
-        self, sequence: DraftSequence, tree: TokenTree, condition: Condition | None
-    ) -> Candidate | None:
+    def _row(self, proposal: Proposal, tree: TokenTree) -> CandidateRow | None:
         """Returns the candidate; None when no verdict can make use of it."""
+        sequence, condition = proposal.sequence, proposal.condition
+        shape = None if sequence.wish.shape is None else proposal.shape
         if condition is not None:
-            return conditional_candidate(sequence, tree, condition)
+            return conditional_row(sequence, tree, condition, shape)
         if not self._is_launched(sequence) or not tree.token_ids:
-            return current_candidate(sequence, tree)
+            return current_row(sequence, tree, shape)
         self._roster.flying[sequence.key] = sequence
-        return launched_candidate(sequence, tree)
+        return launched_row(sequence, tree, shape)

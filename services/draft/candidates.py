@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from services.draft.flight import Flight
 from services.draft.sequence import DraftSequence
-from shared.tokens import Candidate, Condition, TokenTree
+from shared.candidate_columns import UNCONDITIONAL, CandidateRow, condition_key
+from shared.tokens import Condition, TokenTree, TreeShape
 
 
-def current_candidate(sequence: DraftSequence, tree: TokenTree) -> Candidate:
+def current_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | None) -> CandidateRow:
     """Returns the tree for the sequence's current round."""
-    return Candidate(
-        sequence_id=sequence.key.sequence_id,
-        round=sequence.round,
-        committed_token_count=sequence.num_tokens,
-        tree=tree,
-    )
+    return *_fence(sequence), 0, *UNCONDITIONAL, shape, tree
 
 
-def launched_candidate(sequence: DraftSequence, tree: TokenTree) -> Candidate:
-    """Returns the tree for the current round, with an id that conditions can name, and makes it
-    the sequence's flight."""
-    sequence.flight = Flight(sequence.new_candidate_id(), tree)
-    return replace(current_candidate(sequence, tree), candidate_id=sequence.flight.candidate_id)
+def launched_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | None) -> CandidateRow:
+    """Returns the tree for the current round, with an id that conditions can name, and makes it the
+    sequence's flight."""
+    candidate_id = sequence.new_candidate_id()
+    sequence.flight = Flight(candidate_id, tree)
+    return *_fence(sequence), candidate_id, *UNCONDITIONAL, shape, tree
 
 
-def conditional_candidate(
-    sequence: DraftSequence, tree: TokenTree, condition: Condition
-) -> Candidate | None:
+def conditional_row(
+    sequence: DraftSequence, tree: TokenTree, condition: Condition, shape: TreeShape | None
+) -> CandidateRow | None:
     """Returns the tree for a verdict on the sequence's flight; None when it can be of no use.
 
     Args:
@@ -38,9 +33,12 @@ def conditional_candidate(
     if sequence.flight is None or not is_known or not tree.token_ids:
         return None
     candidate_id = sequence.new_candidate_id()
-    named = sequence.flight.push(condition, candidate_id, tree)
-    candidate = current_candidate(sequence, tree)
-    return replace(candidate, condition=named, candidate_id=candidate_id)
+    key = sequence.flight.push(condition_key(condition), candidate_id, tree)
+    return *_fence(sequence), candidate_id, *key, shape, tree
+
+
+def _fence(sequence: DraftSequence) -> tuple[int, int, int]:
+    return sequence.key.sequence_id, sequence.round, len(sequence.token_ids)
 
 
 def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
@@ -48,7 +46,7 @@ def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
 
     A draft's vocabulary may be padded further than its target's.
     """
-    if all(token < vocab_size for token in tree.token_ids):
+    if not tree.token_ids or max(tree.token_ids) < vocab_size:
         return tree
     kept: dict[int | None, int | None] = {None: None}
     for node, parent in enumerate(tree.parent_indices):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
     ANY_TREE,
     NO_REPORT,
-    Candidate,
     DraftReport,
     SamplingParams,
     TokenTree,
@@ -153,7 +153,7 @@ class CandidatesReady:
     """Candidates of one step for one link."""
 
     link: int
-    candidates: tuple[Candidate, ...]
+    candidates: CandidateColumns
     report: DraftReport = field(default=NO_REPORT, compare=False)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.tokens import Condition, TokenTree, Verdict
+from shared.candidate_columns import ConditionKey, condition_key
+from shared.tokens import TokenTree, Verdict
 
 
 @dataclass(slots=True)
@@ -19,14 +20,15 @@ class Flight:
 
     candidate_id: int
     tree: TokenTree
-    _pushed: dict[Condition, Flight] = field(default_factory=dict)
+    _pushed: dict[ConditionKey, Flight] = field(default_factory=dict)
 
-    def push(self, condition: Condition, candidate_id: int, tree: TokenTree) -> Condition:
+    def push(self, condition: ConditionKey, candidate_id: int, tree: TokenTree) -> ConditionKey:
         """Notes a candidate for a verdict on this one; returns the condition that names it."""
-        named = Condition(condition.node_index, condition.bonus_token_id, self.candidate_id)
+        node_index, bonus_token_id, _ = condition
+        named = node_index, bonus_token_id, self.candidate_id
         self._pushed[named] = Flight(candidate_id, tree)
         return named
 
     def successor(self, verdict: Verdict) -> Flight | None:
         """Returns what the target verifies next; None when nothing was pushed for the verdict."""
-        return self._pushed.get(verdict.condition)
+        return self._pushed.get(condition_key(verdict.condition))

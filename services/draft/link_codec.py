@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from services.draft.events import (
@@ -23,14 +25,12 @@ from services.draft.feature_codec import bad_features, rows_from_message
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.pb.outrider.types.v1 import tensor_pb2
+from shared.rpc.candidates import add_candidates
+from shared.rpc.columns import ColumnReader
 from shared.rpc.sampling import sampling_from_message
-from shared.rpc.trees import (
-    add_candidates,
-    shape_message,
-    verdict_from_message,
-    wish_from_message,
-)
+from shared.rpc.trees import shape_message
+from shared.rpc.verdicts import malformed_verdicts, opening_wish, verdicts_from_message
+from shared.tokens import Verdict
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed; so does this module.
@@ -135,15 +135,14 @@ def event_from_response(
     """
     match response.WhichOneof("message"):
         case "verdicts":
-            results = [_result(verdict, spec, ring) for verdict in response.verdicts.verdicts]
-            return RoundsDecided(link, tuple(results))
+            return RoundsDecided(link, _results(response.verdicts, spec, ring))
         case "opened":
             return SequencesOpened(link, tuple(map(_opening, response.opened.sequences)))
         case "closed":
             return SequencesClosed(link, tuple(response.closed.sequence_ids))
         case "feature_chunk":
             chunk = response.feature_chunk
-            rows = _rows_of(chunk, chunk.rows, spec, ring)
+            rows = _chunk_rows(chunk, spec, ring)
             features = _feature_rows(rows, chunk.position_offset)
             return FeaturesArrived(link, chunk.sequence_id, features)
         case "attached":
@@ -169,44 +168,80 @@ def _opening(message: pb.SequenceOpened) -> Opening:
         # The target always sends its seed; any will do for a draft that has none to mirror.
         sampling=sampling_from_message(message.sampling_params, draw_seed=lambda: 0),
         round=message.round,
-        wish=wish_from_message(message),
+        wish=opening_wish(message),
         request_id=message.trace_request_id,
         traceparent=message.traceparent or None,
     )
 
 
-def _result(
-    message: pb.Verdict, spec: FeatureSpec | None, ring: FeatureRingReader | None
-) -> RoundResult:
-    verdict = verdict_from_message(message)
-    if not message.HasField("features") and not message.HasField("ring_rows"):
-        return RoundResult(verdict)
-    # The first row is the token the verified tree hung off.
-    offset = verdict.committed_token_count - len(verdict.committed_token_ids) - 1
-    return RoundResult(
-        verdict, _feature_rows(_rows_of(message, message.features, spec, ring), offset)
+def _results(
+    batch: pb.VerdictBatch, spec: FeatureSpec | None, ring: FeatureRingReader | None
+) -> tuple[RoundResult, ...]:
+    verdicts = verdicts_from_message(batch)
+    if not batch.feature_row_counts:
+        return tuple(map(RoundResult, verdicts))
+    rows = _verdict_rows(batch, spec, ring)
+    return tuple(
+        [
+            # The first row is the token the verified tree hung off.
+            RoundResult(each, None if own is None else _feature_rows(own, _root_position(each)))
+            for each, own in zip(verdicts, rows, strict=True)
+        ]
     )
 
 
-def _rows_of(
-    message: pb.Verdict | pb.FeatureChunk,
-    inline: tensor_pb2.Tensor,
-    spec: FeatureSpec | None,
-    ring: FeatureRingReader | None,
-) -> Tensor:
-    """Returns the rows a message brings or names."""
+def _root_position(verdict: Verdict) -> int:
+    return verdict.committed_token_count - len(verdict.committed_token_ids) - 1
+
+
+def _verdict_rows(
+    batch: pb.VerdictBatch, spec: FeatureSpec | None, ring: FeatureRingReader | None
+) -> list[Tensor | None]:
+    """Returns the rows of each verdict, None where there are none."""
+    read = ColumnReader(batch, len(batch.sequence_ids), malformed_verdicts)
+    counts = read.required("feature_row_counts")
+    starts = read.optional("feature_ring_starts", -1)
+    inline_counts = [count if start < 0 else 0 for count, start in zip(counts, starts, strict=True)]
+    inline = _inline_rows(batch, spec, inline_counts)
+    return [
+        None if not count else own if start < 0 else _from_ring(start, count, ring)
+        for count, start, own in zip(counts, starts, inline, strict=True)
+    ]
+
+
+def _inline_rows(
+    batch: pb.VerdictBatch, spec: FeatureSpec | None, counts: list[int]
+) -> Sequence[Tensor | None]:
+    """Returns the rows of each verdict that travel as bytes."""
     if spec is None:
         raise bad_features("features arrived; none were asked for")
-    if message.HasField("ring_rows"):
-        return _from_ring(message.ring_rows, ring)
-    return rows_from_message(inline, spec)
+    if min(counts) < 0:
+        raise bad_features(f"a verdict has {min(counts)} rows; it must have 0 or more")
+    if not any(counts):
+        return [None] * len(counts)
+    rows = rows_from_message(batch.features, spec)
+    if len(rows) != sum(counts):
+        raise bad_features(f"{len(rows)} rows arrived; the verdicts count {sum(counts)}")
+    ends = accumulate(counts, initial=0)
+    return [rows[start:end] for start, end in pairwise(ends)]
 
 
-def _from_ring(message: pb.RingRows, ring: FeatureRingReader | None) -> Tensor:
+def _chunk_rows(
+    chunk: pb.FeatureChunk, spec: FeatureSpec | None, ring: FeatureRingReader | None
+) -> Tensor:
+    """Returns the rows a chunk brings or names."""
+    if spec is None:
+        raise bad_features("features arrived; none were asked for")
+    if chunk.HasField("ring_rows"):
+        return _from_ring(chunk.ring_rows.start, chunk.ring_rows.row_count, ring)
+    return rows_from_message(chunk.rows, spec)
+
+
+def _from_ring(start: int, count: int, ring: FeatureRingReader | None) -> Tensor:
     if ring is None:
         raise bad_features("rows lie in a ring; none was opened")
     try:
-        return ring.read(message.start, message.row_count)
+        return ring.read(start, count)
     except ValueError as error:
         raise bad_features(str(error)) from error
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.draft.flight import Flight
 from shared.tokens import ANY_TREE, SamplingParams, TreeShape, TreeWish
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceKey:
-    """Names a sequence among those of every target this worker serves.
+class SequenceKey(NamedTuple):
+    """Names a sequence among those of every target this worker serves. Hashed many times a round.
 
     Attributes:
         link: the attachment it came by; links are numbered by the engine and never reused.

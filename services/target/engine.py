@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import RankStages
+from shared.candidate_columns import CandidateColumns
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
@@ -161,7 +162,7 @@ class Engine:
     def offer(
         self,
         attachment_id: str,
-        candidates: Sequence[Candidate],
+        candidates: CandidateColumns | Iterable[Candidate],
         report: DraftReport = NO_REPORT,
     ) -> None:
         """Takes candidates that a draft pushed, with what it says of itself; a step in progress
@@ -170,7 +171,8 @@ class Engine:
         Raises:
             QueueFull, EngineFailed, Unavailable: as by `submit`.
         """
-        self._loop.drafts.offers.append(Offer(attachment_id, candidates, report, self._clock()))
+        columns = CandidateColumns.of(candidates)
+        self._loop.drafts.offers.append(Offer(attachment_id, columns, report, self._clock()))
         self._inbox.post(self._loop.drafts.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:

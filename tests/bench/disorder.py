@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from services.draft import attach_client
-from services.draft.events import Output
+from services.draft.events import CandidatesReady, Output
 from services.draft.link_codec import request_from_output
+from shared.candidate_columns import CandidateColumns
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.tokens import Candidate
 
 
 class Disorder:
@@ -17,7 +20,7 @@ class Disorder:
     def __init__(self, seed: int = 0) -> None:
         self._source = random.Random(seed)
         self._is_on = False
-        self._before: list[pb.Candidate] = []
+        self._before: list[Candidate] = []
 
     def turn(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -28,12 +31,10 @@ class Disorder:
 
     def request(self, output: Output) -> pb.SpeculateRequest:
         """Returns the message for an output of the draft's engine."""
-        request = request_from_output(output)
-        if self._is_on and request.WhichOneof("message") == "candidates":
-            candidates = list(request.candidates.candidates)
+        if self._is_on and isinstance(output, CandidatesReady):
+            candidates = list(output.candidates)
             shuffled = [*candidates, *self._before]
             self._source.shuffle(shuffled)
-            del request.candidates.candidates[:]
-            request.candidates.candidates.extend(shuffled)
+            output = replace(output, candidates=CandidateColumns.of(shuffled))
             self._before = candidates
-        return request
+        return request_from_output(output)

@@ -12,6 +12,7 @@ from services.draft import attach_client
 from services.draft.events import CandidatesReady
 from services.draft.link_codec import request_from_output
 from services.target import __main__ as target_entry
+from shared.candidate_columns import CandidateColumns
 from shared.telemetry.round_log import open_round_log
 from shared.tokens import Candidate, DraftReport, TokenTree
 from tests.bench.disorder import Disorder
@@ -72,8 +73,8 @@ async def test_a_trigger_acts_once_after_enough_tokens() -> None:
 
 def _output(*rounds: int) -> CandidatesReady:
     tree = TokenTree((1,), (None,))
-    candidates = tuple(Candidate(7, number, 3, tree) for number in rounds)
-    return CandidatesReady(1, candidates, DraftReport(None, None))
+    candidates = [Candidate(7, number, 3, tree) for number in rounds]
+    return CandidatesReady(1, CandidateColumns.of(candidates), DraftReport(None, None))
 
 
 def test_disorder_brings_every_candidate_twice_and_loses_none() -> None:
@@ -81,7 +82,7 @@ def test_disorder_brings_every_candidate_twice_and_loses_none() -> None:
     sent = [_output(0, 1), _output(2, 3, 4), _output(), _output(5)]
 
     def rounds_said() -> list[list[int]]:
-        return [[c.round for c in disorder.request(each).candidates.candidates] for each in sent]
+        return [list(disorder.request(each).candidates.rounds) for each in sent]
 
     assert rounds_said() == [[0, 1], [2, 3, 4], [], [5]]
     disorder.turn(is_on=True)

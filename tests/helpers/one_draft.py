@@ -9,6 +9,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.patience import Patience
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
+from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
     NO_REPORT,
     Candidate,
@@ -76,7 +77,7 @@ def offer(
     report: DraftReport = NO_REPORT,
 ) -> None:
     """Draft `a` pushes candidates."""
-    attachments.intake.offer(Offer("a", tuple(candidates), report, now_s))
+    attachments.intake.offer(Offer("a", CandidateColumns.of(candidates), report, now_s))
 
 
 def make_candidate(sequence: Sequence, tree: TokenTree = TREE, **changes: int) -> Candidate:

@@ -21,7 +21,7 @@ from services.target.drafts.draft_messages import draft_messages, feature_spec
 from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.trees import candidate_from_message
+from shared.rpc.candidates import TreeLimits, candidates_from_message
 from shared.tokens import Candidate, TreeShape
 from tests.helpers.engines import VOCAB_SIZE
 
@@ -99,4 +99,4 @@ class WiredDraft:
         assert isinstance(output, CandidatesReady)
         wire = request_from_output(output).SerializeToString()
         batch = pb.SpeculateRequest.FromString(wire).candidates
-        self.offer(tuple(map(candidate_from_message, batch.candidates)))
+        self.offer(tuple(candidates_from_message(batch, TreeLimits(64, VOCAB_SIZE, 64))))

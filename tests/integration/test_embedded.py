@@ -11,6 +11,7 @@ from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
+from shared.candidate_columns import CandidateColumns
 from shared.errors import FailedPrecondition, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -147,7 +148,7 @@ def test_target_that_has_stopped_does_not_break_its_draft(folder: Path) -> None:
     engine = build_engine(settings, lambda report: None)
     draft = build_embedded_draft(engine, settings, draft_settings)
     engine.stop()
-    for output in (CandidatesReady(1, ()), SequencesReleased(1, (1,))):
+    for output in (CandidatesReady(1, CandidateColumns()), SequencesReleased(1, (1,))):
         draft.port._deliver(output)
     draft.port.stop()
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from services.target.control.course import Course
 from services.target.control.kept import Kept, narrowed
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
+from shared.candidate_columns import CandidateColumns, ConditionKey, Run, condition_key
 from shared.draft_wishes import OUTCOMES
-from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree, TreeWish, Verdict
+from shared.tokens import EMPTY_TREE, Candidate, Outcome, TokenTree, TreeWish, Verdict
 
 MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest
 """Conditional candidates kept for one sequence and round; more are dropped."""
@@ -29,12 +31,9 @@ class _Decided:
     verdict: Verdict
     num_before: int
 
-    def is_awaited_by(self, candidate: Candidate) -> bool:
-        return (
-            candidate.round == self.verdict.round
-            and candidate.committed_token_count == self.num_before
-            and candidate.condition == self.verdict.condition
-        )
+    def fences(self, run: Run) -> bool:
+        is_same_round = run.round == self.verdict.round
+        return is_same_round and run.committed_token_count == self.num_before
 
 
 @dataclass(slots=True)
@@ -71,8 +70,8 @@ class Assignment:
     stale_in_round: bool = False
     num_heard: int = 0
     num_features_sent: int | None = None
-    _pushed: dict[Condition, Candidate] = field(default_factory=dict)
-    _sealed: frozenset[Condition] = frozenset()
+    _pushed: dict[ConditionKey, tuple[CandidateColumns, int]] = field(default_factory=dict)
+    _sealed: dict[ConditionKey, Candidate] = field(default_factory=dict)
     _decided: _Decided | None = None
 
     @property
@@ -131,24 +130,22 @@ class Assignment:
         was_asked = self.asked_s is not None and not self.course.asked.is_paused
         return self.candidate is None and was_asked and not self.prefers_local
 
-    def awaits(self, candidate: Candidate) -> bool:
-        """Whether an unconditional candidate can still be verified in its round."""
-        return self.fences(candidate) and not self.is_stepping
+    def fences(self, run: Run) -> bool:
+        """Whether candidates are for the current state of the sequence."""
+        is_same_round = run.round == self.sequence.round
+        return is_same_round and run.committed_token_count == len(self.sequence.token_ids)
 
-    def fences(self, candidate: Candidate) -> bool:
-        """Whether a candidate is for the current state of the sequence."""
-        return candidate.round == self.sequence.round and candidate.committed_token_count == len(
-            self.sequence.token_ids
-        )
-
-    def push(self, candidate: Candidate) -> None:
-        """Keeps a current conditional candidate; a later one for the same verdict replaces it."""
-        assert candidate.condition is not None
-        if candidate.condition in self._sealed:
+    def push(self, columns: CandidateColumns, places: range) -> None:
+        """Keeps current conditional candidates; a later one for the same verdict replaces an
+        earlier one."""
+        pushed = zip(columns.keys(places), zip(repeat(columns), places, strict=False), strict=True)
+        if not self._sealed and len(self._pushed) + len(places) <= MAX_CONDITIONAL_CANDIDATES:
+            self._pushed.update(pushed)
             return
-        is_new = candidate.condition not in self._pushed
-        if not is_new or len(self._pushed) < MAX_CONDITIONAL_CANDIDATES:
-            self._pushed[candidate.condition] = candidate
+        for key, place in pushed:
+            has_room = key in self._pushed or len(self._pushed) < MAX_CONDITIONAL_CANDIDATES
+            if key not in self._sealed and has_room:
+                self._pushed[key] = place
 
     def seal(self) -> tuple[Candidate, ...]:
         """Returns what was pushed for verdicts on the current round's tree. The device has it from
@@ -156,14 +153,21 @@ class Assignment:
         assert self.candidate is not None
         named = self.candidate.candidate_id
         assert named is not None, "nothing is pushed for a tree without a name"
-        pushed = self._pushed.items()
-        sealed = [each for condition, each in pushed if condition.candidate_id == named]
-        self._sealed = frozenset(each.condition for each in sealed if each.condition is not None)
-        return tuple(sealed)
+        self._sealed = {
+            key: self._sealed.get(key) or columns.candidate(place)
+            for key, (columns, place) in self._pushed.items()
+            if key[2] == named
+        }
+        return tuple(self._sealed.values())
 
-    def is_awaited(self, candidate: Candidate) -> bool:
-        """Whether a conditional candidate was prepared for the verdict that fell last."""
-        return self._decided is not None and self._decided.is_awaited_by(candidate)
+    def awaited(self, columns: CandidateColumns, run: Run) -> int | None:
+        """Returns the place of the conditional candidate that was prepared for the verdict that
+        fell last; None where there is none."""
+        if self._decided is None or not self._decided.fences(run):
+            return None
+        wanted = condition_key(self._decided.verdict.condition)
+        pairs = zip(run.places, columns.keys(run.places), strict=True)
+        return next((place for place, key in pairs if key == wanted), None)
 
     def decide(
         self,
@@ -192,15 +196,16 @@ class Assignment:
             wish,
             candidate_id=self.candidate.candidate_id if was_verified and self.candidate else None,
         )
-        selected = self._pushed.get(verdict.condition)
+        key = condition_key(verdict.condition)
+        selected = self._pushed_for(key)
         foreseen = None
         if selected is not None:
-            foreseen = Foreseen(len(accepted_node_indices), self._rank(verdict.condition))
+            foreseen = Foreseen(len(accepted_node_indices), self._rank(key))
         verdict = self._with_outcome(verdict, selected)
         num_before = len(self.sequence.token_ids) - len(committed_token_ids)
         self._decided = _Decided(verdict, num_before)
         self._pushed.clear()
-        self._sealed = frozenset()
+        self._sealed.clear()
         self.candidate = self.allowed = self.kept = None
         if selected is not None:
             self._take(selected)
@@ -245,9 +250,14 @@ class Assignment:
             return EMPTY_TREE
         return self.candidate.tree if kept is None else kept.tree
 
-    def _rank(self, condition: Condition) -> int:
-        same_node = [each for each in self._pushed if each.node_index == condition.node_index]
-        return same_node.index(condition)
+    def _pushed_for(self, key: ConditionKey) -> Candidate | None:
+        if key in self._sealed:
+            return self._sealed[key]
+        found = self._pushed.get(key)
+        return None if found is None else found[0].candidate(found[1])
+
+    def _rank(self, key: ConditionKey) -> int:
+        return [each for each in self._pushed if each[0] == key[0]].index(key)
 
     def _with_outcome(self, verdict: Verdict, selected: Candidate | None) -> Verdict:
         outcome, next_id = verdict.outcome, None

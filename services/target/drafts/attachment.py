@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,10 +14,10 @@ from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.drafts.patience import Patience
 from services.target.drafts.pause import Pause
 from services.target.drafts.warming import Warming
+from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
     ANY_TREE,
     NO_REPORT,
-    Candidate,
     DraftReport,
     SamplingParams,
     TreeShape,
@@ -78,7 +77,7 @@ class Offer:
     """
 
     attachment_id: str
-    candidates: SequenceOf[Candidate]
+    candidates: CandidateColumns
     report: DraftReport
     arrived_s: float
 

@@ -11,7 +11,7 @@ from services.target.drafts.assignments import Assignments
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.drafts.outcome_tally import RecentOutcomes
-from shared.tokens import Candidate
+from shared.candidate_columns import CandidateColumns, Run
 
 
 class CandidateIntake:
@@ -34,16 +34,17 @@ class CandidateIntake:
             attachment.pause.end()
         if attachment.warming.is_on(offer.arrived_s):
             self._wait_no_more(attachment, offer.arrived_s)
-        if offer.candidates:
+        if len(offer.candidates):
             attachment.patience.stirred()
-        for candidate in offer.candidates:
-            assignment = self._assignments.get(candidate.sequence_id)
+        for run in offer.candidates.runs():
+            assignment = self._assignments.get(run.sequence_id)
             if assignment is None or assignment.attachment is not attachment:
-                attachment.counters.num_stale_candidates += 1
-            elif candidate.condition is not None:
-                self._take_conditional(assignment, candidate, offer.arrived_s)
+                attachment.counters.num_stale_candidates += len(run.places)
+            elif run.is_conditional:
+                self._take_conditional(assignment, offer, run)
             else:
-                _take(assignment, candidate, offer.arrived_s)
+                for place in run.places:
+                    _take(assignment, offer.candidates, run, place, offer.arrived_s)
 
     def _wait_no_more(self, attachment: Attachment, now_s: float) -> None:
         """A draft says that its trees will be late."""
@@ -51,32 +52,36 @@ class CandidateIntake:
             if assignment.attachment is attachment and assignment.candidate is None:
                 assignment.go_without(now_s)
 
-    def _take_conditional(self, assignment: Assignment, candidate: Candidate, now_s: float) -> None:
-        """Keeps a candidate for the verdict that it names, unless that has fallen: then it is the
-        current round's or nobody's."""
-        attachment = assignment.attachment
-        if assignment.fences(candidate):
-            assignment.push(candidate)
-        elif assignment.candidate is None and assignment.is_awaited(candidate):
-            assignment.receive(candidate, now_s)
-            attachment.patience.heard(assignment.response_s(now_s))
+    def _take_conditional(self, assignment: Assignment, offer: Offer, run: Run) -> None:
+        """Keeps candidates for the verdicts that they name, unless one has fallen: then they are
+        the current round's or nobody's."""
+        attachment, columns = assignment.attachment, offer.candidates
+        if assignment.fences(run):
+            assignment.push(columns, run.places)
+            return
+        awaited = assignment.awaited(columns, run) if assignment.candidate is None else None
+        attachment.counters.num_stale_candidates += len(run.places) - (awaited is not None)
+        if awaited is not None:
+            assignment.receive(columns.candidate(awaited), offer.arrived_s)
+            attachment.patience.heard(assignment.response_s(offer.arrived_s))
             self._outcomes.count_late_hit(attachment.outcomes)
-        else:
-            attachment.counters.num_stale_candidates += 1
 
 
-def _take(assignment: Assignment, candidate: Candidate, now_s: float) -> None:
+def _take(
+    assignment: Assignment, columns: CandidateColumns, run: Run, place: int, now_s: float
+) -> None:
     """Takes a candidate for the current round, whatever the last verdict was."""
     patience = assignment.attachment.patience
-    if not assignment.awaits(candidate):
+    is_current = assignment.fences(run)
+    if not is_current or assignment.is_stepping:
         assignment.attachment.counters.num_stale_candidates += 1
         assignment.stale_in_round = True
-        if assignment.fences(candidate):
+        if is_current:
             # The round went without it, but it came before the round's end: such a draft is worth
             # waiting for.
             patience.heard(_response_s(assignment, now_s))
         return
-    assignment.receive(candidate, now_s)
+    assignment.receive(columns.candidate(place), now_s)
     patience.heard(_response_s(assignment, now_s))
 
 

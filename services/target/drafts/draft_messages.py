@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from services.target.drafts.attachment import DraftMessage, OpenedSequence
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.sampling import sampling_message
-from shared.rpc.trees import add_verdicts, wanted_shape_message
+from shared.rpc.trees import shape_message
+from shared.rpc.verdicts import add_verdicts
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
 from shared.tokens import Verdict
@@ -45,26 +48,16 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     if message.opened:
         opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
         responses.append(pb.SpeculateResponse(opened=opened))
-    rows = {each.sequence_id: each for each in message.features}
     # Filled in where it is, as copies of messages cost more than their fields.
-    told = pb.SpeculateResponse()
-    add_verdicts(told.verdicts, message.verdicts)
-    if rows:
-        pairs = zip(message.verdicts, told.verdicts.verdicts, strict=True)
-        # Of a sequence that was paused there may be several: the rows end where the last one does.
-        for verdict, verdict_message in reversed(list(pairs)):
-            found = rows.get(verdict.sequence_id)
-            if found is not None and _has_own(found, verdict):
-                del rows[verdict.sequence_id]
-                num_own = len(verdict.committed_token_ids)
-                if len(found.rows) > num_own:  # splitting costs more than the rest of a message
-                    before, found = found.split(num_own)
-                    responses += _chunks(before)
-                _add_rows(verdict_message, found)
-        for rest in rows.values():
-            responses += _chunks(rest)
+    decided = pb.SpeculateResponse()
+    add_verdicts(decided.verdicts, message.verdicts)
+    if message.features:
+        own, before = _with_verdicts(message)
+        _add_rows(decided.verdicts, own)
+        for each in before:
+            responses += _chunks(each)
     if message.verdicts:
-        responses.append(told)
+        responses.append(decided)
     return responses
 
 
@@ -100,11 +93,39 @@ def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
         yield pb.SpeculateResponse(feature_chunk=chunk)
 
 
-def _add_rows(message: pb.Verdict, rows: FeatureRows) -> None:
-    if rows.ring_start is None:
-        message.features.CopyFrom(tensor_message(rows.rows))
-    else:
-        message.ring_rows.start, message.ring_rows.row_count = rows.ring_start, len(rows.rows)
+def _with_verdicts(
+    message: DraftMessage,
+) -> tuple[list[FeatureRows | None], list[FeatureRows]]:
+    """Returns the rows that belong to each verdict, and those that come before."""
+    rows = {each.sequence_id: each for each in message.features}
+    own: list[FeatureRows | None] = [None] * len(message.verdicts)
+    before: list[FeatureRows] = []
+    # Of a sequence that was paused there may be several: the rows end where the last one does.
+    for place in range(len(own) - 1, -1, -1):
+        verdict = message.verdicts[place]
+        found = rows.get(verdict.sequence_id)
+        if found is not None and _has_own(found, verdict):
+            del rows[verdict.sequence_id]
+            num_own = len(verdict.committed_token_ids)
+            if len(found.rows) > num_own:  # splitting costs more than the rest of a message
+                earlier, found = found.split(num_own)
+                before.append(earlier)
+            own[place] = found
+    return own, [*before, *rows.values()]
+
+
+def _add_rows(batch: pb.VerdictBatch, own: Sequence[FeatureRows | None]) -> None:
+    """Puts the rows of each verdict into a message: all that are not in the ring as one tensor."""
+    placed = [each for each in own if each is not None]
+    if not placed:
+        return
+    batch.feature_row_counts.extend([0 if each is None else len(each.rows) for each in own])
+    inline = [each.rows for each in placed if each.ring_start is None]
+    if len(inline) < len(placed):
+        starts = [None if each is None else each.ring_start for each in own]
+        batch.feature_ring_starts.extend([-1 if each is None else each for each in starts])
+    if inline:
+        batch.features.CopyFrom(tensor_message(torch.cat(inline)))
 
 
 def _ring_rows(rows: FeatureRows) -> pb.RingRows:
@@ -119,7 +140,7 @@ def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
         sampling_params=sampling_message(sequence.sampling),
         round=sequence.round,
         prompt_token_count=sequence.num_prompt_tokens,
-        wanted_shape=wanted_shape_message(sequence.wish),
+        wanted_shape=None if sequence.wish.shape is None else shape_message(sequence.wish.shape),
         paused=sequence.wish.is_paused,
         wanted_outcome_count=sequence.wish.num_outcomes,
         trace_request_id=sequence.request_id,

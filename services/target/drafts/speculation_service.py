@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from grpc import aio
@@ -18,11 +18,10 @@ from services.target.requests.generate_service import ServedModel
 from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
+from shared.rpc.candidates import TreeLimits, candidates_from_message, report_from_message
 from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.trees import candidate_from_message, report_from_message
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.telemetry.wire_meter import StreamMeter, WireMeter
-from shared.tokens import Candidate
 
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
@@ -40,13 +39,16 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         wire: WireMeter | None = None,
     ) -> None:
         self._engine = engine
-        self._terms = terms
         self._reception = DraftReception(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
         self._streams: dict[str, DraftStream] = {}
         windows = [each for each in engine.decoder.config.sliding_windows if each is not None]
-        # No window may cut a node off from those before it in its tree.
-        self._max_depth = min(windows) - 1 if windows else terms.max_nodes
+        self._limits = TreeLimits(
+            max_nodes=terms.max_nodes,
+            vocab_size=engine.limits.vocab_size,
+            # No window may cut a node off from those before it in its tree.
+            max_depth=min(windows) - 1 if windows else terms.max_nodes,
+        )
 
     async def Speculate(
         self, request_iterator: AsyncIterator[pb.SpeculateRequest], context: Context
@@ -137,8 +139,8 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             meter.received(message.ByteSize(), kind or "")
             if kind == "candidates":
                 batch = message.candidates
-                report = report_from_message(batch)
-                self._engine.offer(attachment_id, self._candidates(batch), report)
+                candidates = candidates_from_message(batch, self._limits)
+                self._engine.offer(attachment_id, candidates, report_from_message(batch))
             elif kind == "release":
                 self._engine.release(attachment_id, tuple(message.release.sequence_ids))
             elif kind == "feature_ring_taken":
@@ -147,30 +149,6 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 raise _attach_required("`attach` was sent twice")
             else:
                 raise InvalidArgument.of("MESSAGE_EMPTY", "message", "the message is empty")
-
-    def _candidates(self, batch: pb.CandidateBatch) -> Sequence[Candidate]:
-        candidates = [candidate_from_message(each) for each in batch.candidates]
-        for candidate in candidates:
-            self._check_tree(candidate)
-        return candidates
-
-    def _check_tree(self, candidate: Candidate) -> None:
-        tree = candidate.tree
-        if len(tree) > self._terms.max_nodes:
-            raise InvalidArgument.malformed_tree(
-                f"{len(tree)} nodes; the target accepts {self._terms.max_nodes}"
-            )
-        if len(tree) > self._max_depth and (depth := max(tree.depths)) > self._max_depth:
-            raise InvalidArgument.malformed_tree(
-                f"a node at depth {depth}; the model's sliding window leaves room for "
-                f"{self._max_depth}"
-            )
-        vocab_size = self._engine.limits.vocab_size
-        for token_id in tree.token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidArgument.malformed_tree(
-                    f"token {token_id} is outside the vocabulary [0, {vocab_size})"
-                )
 
 
 def _free(ring: FeatureRingWriter | None, end: int) -> None:

@@ -11,8 +11,10 @@ from grpc import aio
 from shared.errors import OutriderError
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
+from shared.rpc.candidates import TreeLimits, candidates_from_message
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
+from shared.tokens import Candidate
 
 WAIT_S = 60.0
 
@@ -36,11 +38,11 @@ class Conversation:
         """Returns the draft's next message; None when it has ended its side."""
         return await asyncio.wait_for(self._heard.get(), WAIT_S)
 
-    async def hear_candidates(self) -> list[pb.Candidate]:
+    async def hear_candidates(self) -> list[Candidate]:
         message = await self.hear()
         assert message is not None
         assert message.WhichOneof("message") == "candidates", message
-        return list(message.candidates.candidates)
+        return list(candidates_from_message(message.candidates, TreeLimits(256, 1 << 31, 256)))
 
     async def listen(self, requests: AsyncIterator[pb.SpeculateRequest]) -> None:
         async for request in requests:

@@ -14,7 +14,8 @@ from services.draft.engine import DraftEngine
 from services.draft.worker import MAX_TREE_NODES, LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.tokens import TreeShape
+from shared.rpc.verdicts import add_verdicts
+from shared.tokens import Outcome, TokenTree, TreeShape, Verdict
 from tests.services.draft.scripted_drafter import ScriptedDrafter
 from tests.services.draft.scripted_target import WAIT_S, Conversation, ScriptedTarget
 
@@ -85,15 +86,12 @@ def _opened(sequence_id: int, *token_ids: int, round_: int = 0) -> pb.SequenceOp
 
 
 def _verdicts(sequence_id: int, round_: int, tokens: list[int], count: int) -> pb.VerdictBatch:
-    verdict = pb.Verdict(
-        sequence_id=sequence_id,
-        round=round_,
-        outcome=pb.Verdict.OUTCOME_VERIFIED,
-        accepted_node_indices=range(len(tokens) - 1),
-        committed_token_ids=tokens,
-        committed_token_count=count,
+    batch = pb.VerdictBatch()
+    accepted = tuple(range(len(tokens) - 1))
+    add_verdicts(
+        batch, [Verdict(sequence_id, round_, Outcome.VERIFIED, accepted, tuple(tokens), count)]
     )
-    return pb.VerdictBatch(verdicts=[verdict])
+    return batch
 
 
 async def test_the_first_message_introduces_the_worker(
@@ -120,12 +118,11 @@ async def test_opened_and_verdict_are_answered_with_the_right_fence(
     conversation.tell(opened=_opened(4, 1, 2, 3, round_=6))
     (candidate,) = await conversation.hear_candidates()
     assert (candidate.sequence_id, candidate.round, candidate.committed_token_count) == (4, 6, 3)
-    assert list(candidate.tree.token_ids) == [3, 4]
-    assert list(candidate.tree.parent_indices) == [-1, 0]
+    assert candidate.tree == TokenTree.chain([3, 4])
     conversation.tell(verdicts=_verdicts(4, 6, [3, 4, 77], 6))
     (candidate,) = await conversation.hear_candidates()
     assert (candidate.sequence_id, candidate.round, candidate.committed_token_count) == (4, 7, 6)
-    assert list(candidate.tree.token_ids) == [6, 7]
+    assert candidate.tree == TokenTree.chain([6, 7])
 
 
 async def test_messages_for_unknown_sequences_are_dropped(
@@ -228,7 +225,7 @@ async def test_an_unknown_verification_mode_is_not_worked_under(engine: DraftEng
 @pytest.mark.parametrize(
     "break_protocol",
     [
-        lambda talk: talk.tell(verdicts=pb.VerdictBatch(verdicts=[pb.Verdict(sequence_id=1)])),
+        lambda talk: talk.tell(verdicts=pb.VerdictBatch(sequence_ids=[1])),
         lambda talk: talk.tell(attached=ATTACHED),
         lambda talk: talk.tell(feature_chunk=pb.FeatureChunk(sequence_id=1)),
     ],

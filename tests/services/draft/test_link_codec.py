@@ -12,7 +12,9 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import tensor_pb2
+from shared.rpc.verdicts import add_verdicts
 from shared.runtime.tensor_codec import tensor_from_message, tensor_message
+from shared.tokens import Outcome, Verdict
 
 SPEC = FeatureSpec((2, 3, 5), torch.bfloat16, 4, torch.arange(48.0).view(4, 12).bfloat16())
 ROWS = torch.arange(12.0).view(3, 4).bfloat16()
@@ -65,32 +67,53 @@ def test_prompt_rows_arrive_as_a_tensor() -> None:
 
 
 def test_the_rows_of_a_verdict_begin_at_the_trees_root() -> None:
-    verdict = pb.Verdict(
-        sequence_id=5,
-        round=2,
-        outcome=pb.Verdict.OUTCOME_VERIFIED,
-        accepted_node_indices=[0, 3],
-        committed_token_ids=[11, 12, 13],
-        committed_token_count=20,
-        features=tensor_message(ROWS),
-    )
-    response = pb.SpeculateResponse(verdicts=pb.VerdictBatch(verdicts=[verdict]))
+    response = pb.SpeculateResponse()
+    verdict = Verdict(5, 2, Outcome.VERIFIED, (0, 3), (11, 12, 13), 20)
+    add_verdicts(response.verdicts, [verdict])
+    bare = pb.SpeculateResponse.FromString(response.SerializeToString())
+    response.verdicts.feature_row_counts.append(3)
+    response.verdicts.features.CopyFrom(tensor_message(ROWS))
     event = event_from_response(3, response, SPEC)
     assert isinstance(event, RoundsDecided)
     features = event.results[0].features
     assert features is not None
     assert features.position_offset == 16
     assert features.position_offset + len(features.rows) == 20 - 1
-    verdict.ClearField("features")
-    bare = pb.SpeculateResponse(verdicts=pb.VerdictBatch(verdicts=[verdict]))
     event = event_from_response(3, bare, None)
     assert isinstance(event, RoundsDecided)
     assert event.results[0].features is None
 
 
+def _decided(counts: list[int], starts: list[int] | None = None) -> pb.SpeculateResponse:
+    """Two verdicts with the three rows."""
+    response = pb.SpeculateResponse()
+    found = [Verdict(each, 2, Outcome.MISSED, (), (11, 12), 20) for each in (5, 6)]
+    add_verdicts(response.verdicts, found)
+    response.verdicts.feature_row_counts.extend(counts)
+    response.verdicts.feature_ring_starts.extend(starts or [])
+    response.verdicts.features.CopyFrom(tensor_message(ROWS))
+    return response
+
+
+def test_rows_of_several_verdicts_lie_end_to_end() -> None:
+    event = event_from_response(3, _decided([1, 2]), SPEC)
+    assert isinstance(event, RoundsDecided)
+    first, second = [each.features for each in event.results]
+    assert first is not None
+    assert second is not None
+    assert torch.equal(torch.cat([first.rows, second.rows]), ROWS)
+    assert len(first.rows) == 1
+    assert second.position_offset == 17
+
+
 @pytest.mark.parametrize(
     ("response", "spec", "said"),
     [
+        (_decided([1, 2]), None, "none were asked for"),
+        (_decided([1, 1]), SPEC, "3 rows arrived; the verdicts count 2"),
+        (_decided([4, -1]), SPEC, "a verdict has -1 rows"),
+        (_decided([1, 2], [-1, 0]), SPEC, "3 rows arrived; the verdicts count 1"),
+        (_decided([3, 2], [-1, 0]), SPEC, "none was opened"),
         (_chunk(tensor_message(ROWS)), None, "none were asked for"),
         (_chunk(tensor_message(ROWS[:, :3])), SPEC, "[3, 3] of torch.bfloat16"),
         (_chunk(tensor_message(ROWS.float())), SPEC, "must be [R, 4] of torch.bfloat16"),
@@ -98,7 +121,15 @@ def test_the_rows_of_a_verdict_begin_at_the_trees_root() -> None:
         (_chunk(tensor_message(ROWS), -1), SPEC, "position -1"),
         (_chunk(tensor_pb2.Tensor()), SPEC, "data_type is 0"),
     ],
-    ids=["unwanted", "narrow", "type", "flat", "negative", "empty"],
+    ids=[
+        *("unwanted rows", "too many", "fewer than none", "beside a ring", "no ring"),
+        "unwanted",
+        "narrow",
+        "type",
+        "flat",
+        "negative",
+        "empty",
+    ],
 )
 def test_features_that_were_not_asked_for_are_refused(
     response: pb.SpeculateResponse, spec: FeatureSpec | None, said: str

@@ -29,6 +29,7 @@ from services.draft.fan_out import FanOut
 from services.draft.roster import Roster
 from services.draft.rounds import IDLE_S, Rounds
 from services.draft.sequence import DraftSequence, SequenceKey
+from shared.candidate_columns import CandidateColumns
 from shared.ngram.index import NgramOptions
 from shared.tokens import (
     ANY_TREE,
@@ -107,10 +108,14 @@ def _candidate(
     return Candidate(sequence_id, round_, count, expected)
 
 
+def _ready(link: int, *candidates: Candidate) -> CandidatesReady:
+    return CandidatesReady(link, CandidateColumns.of(candidates))
+
+
 def test_an_opened_sequence_gets_a_candidate_for_its_round() -> None:
     bench = Bench()
     bench.apply(_opened(7, 5, round_=3))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 3, 5),))]
+    assert bench.step() == [_ready(LINK, _candidate(7, 3, 5))]
     assert bench.step() == [], "answered once"
 
 
@@ -119,13 +124,13 @@ def test_a_verdict_makes_the_next_round_due_with_the_new_count() -> None:
     bench.apply(_opened(7, 5, round_=3))
     bench.step()
     bench.apply(_decided(7, 3, (9, 9), 7))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 4, 7),))]
+    assert bench.step() == [_ready(LINK, _candidate(7, 4, 7))]
 
 
 def test_only_the_newest_of_several_verdicts_is_answered() -> None:
     bench = Bench()
     bench.apply(_opened(7), _decided(7, 0, (9,), 6), _decided(7, 1, (9, 9), 8))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 2, 8),))]
+    assert bench.step() == [_ready(LINK, _candidate(7, 2, 8))]
 
 
 def test_one_batch_serves_all_links_and_one_message_goes_to_each() -> None:
@@ -137,8 +142,8 @@ def test_one_batch_serves_all_links_and_one_message_goes_to_each() -> None:
         _opened(8),
     )
     assert bench.step() == [
-        CandidatesReady(LINK, (_candidate(7, 0, 5), _candidate(8, 0, 5))),
-        CandidatesReady(2, (_candidate(7, 0, 6),)),
+        _ready(LINK, _candidate(7, 0, 5), _candidate(8, 0, 5)),
+        _ready(2, _candidate(7, 0, 6)),
     ]
     assert bench.drafter.batches == [[7, 7, 8]]
 
@@ -150,7 +155,7 @@ def test_nothing_is_owed_while_a_tree_pushed_ahead_is_verified() -> None:
     bench.apply(_decided(7, 0, (9,), 6, Outcome.VERIFIED_NEXT_READY))
     assert bench.step() == []
     bench.apply(_decided(7, 1, (9,), 7))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 2, 7),))]
+    assert bench.step() == [_ready(LINK, _candidate(7, 2, 7))]
 
 
 def test_a_paused_sequence_gets_no_tree_until_it_is_wanted_again() -> None:
@@ -162,7 +167,7 @@ def test_a_paused_sequence_gets_no_tree_until_it_is_wanted_again() -> None:
         assert bench.step() == []
     assert bench.drafter.batches == [[7]], "no forward while paused"
     bench.apply(_decided(7, 3, (9,), 9))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 4, 9),))]
+    assert bench.step() == [_ready(LINK, _candidate(7, 4, 9))]
 
 
 def test_a_verdict_that_pauses_takes_back_what_was_due() -> None:
@@ -177,7 +182,7 @@ def test_a_sequence_may_be_paused_from_the_start() -> None:
     bench.apply(SequencesOpened(LINK, (opening,)))
     assert bench.step() == []
     bench.apply(_decided(7, 0, (9,), 6))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(7, 1, 6),))]
+    assert bench.step() == [_ready(LINK, _candidate(7, 1, 6))]
 
 
 def test_a_paused_sequence_keeps_up_by_chunks() -> None:
@@ -199,13 +204,13 @@ def test_a_tree_has_the_shape_that_is_wanted_unless_an_operator_pinned_one() -> 
     bench.apply(_decided(7, 0, (9,), 6, wish=wish))
     (answer,) = bench.step()
     assert isinstance(answer, CandidatesReady)
-    assert len(answer.candidates[0].tree) == 4
+    assert len(next(iter(answer.candidates)).tree) == 4
     assert answer.report.pinned_shape is None
     bench.rounds.is_pinned = True
     bench.apply(_decided(7, 1, (9,), 7, wish=wish))
     (answer,) = bench.step()
     assert isinstance(answer, CandidatesReady)
-    assert len(answer.candidates[0].tree) == SHAPE.num_steps
+    assert len(next(iter(answer.candidates)).tree) == SHAPE.num_steps
     assert answer.report.pinned_shape == SHAPE
 
 
@@ -293,22 +298,22 @@ def test_a_long_prompt_is_taken_in_by_chunks_between_the_rounds_of_others() -> N
     bench = Bench()
     bench.apply(_opened(1, 5), _opened(2, 350))
     (first,) = bench.step()
-    assert first == CandidatesReady(LINK, (_candidate(2, 0, 350, EMPTY_TREE), _candidate(1, 0, 5)))
+    assert first == _ready(LINK, _candidate(2, 0, 350, EMPTY_TREE), _candidate(1, 0, 5))
     count = 5
     for round_ in range(2):
         bench.apply(_decided(1, round_, (9,), count + 1))
         count += 1
-        assert bench.step() == [CandidatesReady(LINK, (_candidate(1, round_ + 1, count),))]
+        assert bench.step() == [_ready(LINK, _candidate(1, round_ + 1, count))]
     assert bench.drafter.chunks == [100, 100, 100]
     bench.apply(_decided(2, 0, (9,), 351))
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(2, 1, 351),))]
+    assert bench.step() == [_ready(LINK, _candidate(2, 1, 351))]
 
 
 def test_a_prompt_of_one_chunk_is_answered_with_a_tree_not_an_empty_one() -> None:
     bench = Bench()
     bench.apply(_opened(1, CHUNK))
     assert bench.step() == []
-    assert bench.step() == [CandidatesReady(LINK, (_candidate(1, 0, CHUNK),))]
+    assert bench.step() == [_ready(LINK, _candidate(1, 0, CHUNK))]
 
 
 def test_step_says_whether_there_is_more_to_do() -> None:
@@ -330,7 +335,7 @@ def test_a_lost_link_takes_its_sequences_with_it() -> None:
     bench = Bench()
     bench.apply(LinkOpened(2, LinkTerms(1_000, 64, 100, mirrors_noise=True)))
     bench.apply(_opened(1), _opened(1, link=2), LinkClosed(LINK))
-    assert bench.step() == [CandidatesReady(2, (_candidate(1, 0, 5),))]
+    assert bench.step() == [_ready(2, _candidate(1, 0, 5))]
     bench.apply(_opened(3))
     assert bench.step() == [], "events of a closed link are dropped"
 
@@ -345,7 +350,7 @@ def test_the_least_recently_used_sequence_is_released_when_memory_is_short() -> 
     bench.apply(_opened(3))
     assert bench.step() == [
         SequencesReleased(LINK, (2,)),
-        CandidatesReady(LINK, (_candidate(3, 0, 5),)),
+        _ready(LINK, _candidate(3, 0, 5)),
     ]
     bench.apply(_decided(2, 0, (9,), 6))
     assert bench.step() == [], "a verdict that crossed the release is dropped"
@@ -356,7 +361,7 @@ def test_sequences_of_the_same_batch_are_not_released_for_each_other() -> None:
     bench.apply(*(_opened(sequence_id) for sequence_id in (1, 2, 3)))
     released, answered = bench.step()
     assert released == SequencesReleased(LINK, (3,))
-    assert answered == CandidatesReady(LINK, (_candidate(1, 0, 5), _candidate(2, 0, 5)))
+    assert answered == _ready(LINK, _candidate(1, 0, 5), _candidate(2, 0, 5))
 
 
 def test_a_full_roster_releases_what_is_opened_beyond_it() -> None:
@@ -453,7 +458,7 @@ def test_rounds_serve_a_real_drafter() -> None:
     rounds.step()
     (output,) = outputs
     assert isinstance(output, CandidatesReady)
-    assert output.candidates[0].tree.token_ids == (3, 4)
+    assert next(iter(output.candidates)).tree.token_ids == (3, 4)
 
 
 def test_prompts_of_two_targets_are_read_by_turns() -> None:
@@ -498,7 +503,7 @@ def test_a_pin_is_announced_to_every_target_at_once() -> None:
     engine.stop()
     (output,) = outputs
     assert isinstance(output, CandidatesReady)
-    assert output.candidates == ()
+    assert len(output.candidates) == 0
     assert output.report.pinned_shape == TreeShape(4, 1, 5)
 
 

@@ -30,7 +30,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as specula
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as speculation_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
-from shared.pb.outrider.types.v1 import sampling_pb2, tensor_pb2, token_tree_pb2
+from shared.pb.outrider.types.v1 import sampling_pb2, tensor_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.status import error_from_rpc
@@ -270,22 +270,30 @@ class _Draft:
     async def propose(
         self, sequence_id: int, round_: int, committed: int, tokens: list[int], parents: list[int]
     ) -> None:
-        tree = token_tree_pb2.TokenTree(token_ids=tokens, parent_indices=parents)
-        candidate = speculation_pb.Candidate(
-            sequence_id=sequence_id, round=round_, committed_token_count=committed, tree=tree
+        batch = speculation_pb.CandidateBatch(
+            sequence_ids=[sequence_id],
+            rounds=[round_],
+            committed_token_counts=[committed],
+            node_offsets=[0, len(tokens)],
+            token_ids=tokens,
+            parent_indices=parents,
         )
-        batch = speculation_pb.CandidateBatch(candidates=[candidate])
         await self.call.write(speculation_pb.SpeculateRequest(candidates=batch))
 
     async def serve(self, answer: list[int]) -> None:
         """Proposes chains of the known answer until the stream ends."""
         while (message := await self.call.read()) is not aio.EOF:
-            for verdict in message.verdicts.verdicts:
-                committed = verdict.committed_token_count
+            verdicts = message.verdicts
+            for sequence_id, round_, committed in zip(
+                verdicts.sequence_ids,
+                verdicts.rounds,
+                verdicts.committed_token_counts,
+                strict=True,
+            ):
                 chain = answer[committed : committed + 3]
                 await self.propose(
-                    verdict.sequence_id,
-                    verdict.round + 1,
+                    sequence_id,
+                    round_ + 1,
                     committed,
                     chain,
                     list(range(-1, len(chain) - 1)),
@@ -318,9 +326,9 @@ async def test_features_come_with_verdicts_and_prompt_rows_before(folder: Path) 
     assert (chunk.feature_chunk.position_offset, chunk.feature_chunk.last) == (0, True)
     assert list(chunk.feature_chunk.rows.shape) == [2, 64]
     for message in (first, second):
-        [verdict] = message.verdicts.verdicts
-        assert list(verdict.features.shape) == [1, 64]
-        assert len(verdict.features.data) == 64 * 4
+        assert list(message.verdicts.feature_row_counts) == [1]
+        assert list(message.verdicts.features.shape) == [1, 64]
+        assert len(message.verdicts.features.data) == 64 * 4
 
 
 async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:

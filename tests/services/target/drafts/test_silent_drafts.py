@@ -10,6 +10,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.fallback import NgramFallback
 from services.target.miss_ladder import MissLadder
 from services.target.sequence import Sequence
+from shared.candidate_columns import CandidateColumns
 from shared.tokens import NO_REPORT
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence
 
@@ -76,7 +77,9 @@ class _Pool:
         if name not in self.awake or assignment.course.asked.is_paused:
             return False
         candidate = make_candidate(sequence)
-        self.attachments.intake.offer(Offer(name, (candidate,), NO_REPORT, self.now_s))
+        self.attachments.intake.offer(
+            Offer(name, CandidateColumns.of([candidate]), NO_REPORT, self.now_s)
+        )
         return assignment.candidate is not None
 
 

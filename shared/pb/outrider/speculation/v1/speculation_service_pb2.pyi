@@ -71,7 +71,7 @@ class SpeculateRequest(_message.Message):
 
     @_builtins.property
     def candidates(self) -> Global___CandidateBatch:
-        """Candidate trees for one or more sequences."""
+        """Candidate trees of one step."""
 
     @_builtins.property
     def release(self) -> Global___Release:
@@ -505,13 +505,13 @@ class SequenceOpened(_message.Message):
     prompt_token_count: _builtins.int
     """How many of `token_ids` are the prompt."""
     paused: _builtins.bool
-    """As in `Verdict`, for the first tree."""
+    """As in `VerdictBatch`, for the first tree."""
     trace_request_id: _builtins.str
     """Id of the request, for logs and traces."""
     traceparent: _builtins.str
     """W3C trace context of the target's span; empty when nobody traces."""
     wanted_outcome_count: _builtins.int
-    """As in `Verdict`, for the first tree."""
+    """As in `VerdictBatch`, for the first tree; absent leaves it to the draft."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens so far: the prompt and, when the draft attached in the
@@ -524,7 +524,7 @@ class SequenceOpened(_message.Message):
 
     @_builtins.property
     def wanted_shape(self) -> _token_tree_pb2.TreeShape:
-        """As in `Verdict`, for the first tree."""
+        """As in `VerdictBatch`, for the first tree; absent leaves it to the draft."""
 
     def __init__(
         self,
@@ -552,25 +552,35 @@ Global___SequenceOpened: _TypeAlias = SequenceOpened  # noqa: Y015
 
 @_typing.final
 class CandidateBatch(_message.Message):
-    """Trees for one or more sequences."""
+    """Trees of one step, in columns: entry i of each column is about candidate i. A
+    column is as long as `sequence_ids`, or empty where that is allowed; token
+    columns of all trees lie end to end. Columns that do not fit together end the
+    stream with INVALID_ARGUMENT (reason TREE_MALFORMED, which names the column).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CANDIDATES_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_FIELD_NUMBER: _builtins.int
     PINNED_SHAPE_FIELD_NUMBER: _builtins.int
     WARMING_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    NODE_OFFSETS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENT_INDICES_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    CANDIDATE_IDS_FIELD_NUMBER: _builtins.int
+    CONDITION_BONUS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONDITION_NODE_INDICES_FIELD_NUMBER: _builtins.int
+    CONDITION_CANDIDATE_IDS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
+    SHAPE_NUMBERS_FIELD_NUMBER: _builtins.int
     warming: _builtins.bool
     """The draft prepares what trees of a shape or a number of sequences need once,
     such as CUDA graphs: until a batch without this arrives its trees are late,
     which says nothing of how late they will be. The batch may hold none.
     """
-    @_builtins.property
-    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """At most one unconditional entry per sequence, any number of conditional
-        ones up to the limit in `Attached`.
-        """
-
     @_builtins.property
     def draft_duration(self) -> _duration_pb2.Duration:
         """Time the drafter computed for these trees, queueing left out; absent when
@@ -579,164 +589,126 @@ class CandidateBatch(_message.Message):
 
     @_builtins.property
     def pinned_shape(self) -> _token_tree_pb2.TreeShape:
-        """Shape that an operator fixed at the draft, so that `wanted_shape` is
+        """Shape that an operator fixed at the draft, so that `wanted_shapes` are
         ignored; absent while the target is obeyed.
+        """
+
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequence that each tree continues. Unknown ids are stale: it may have ended.
+        At most one unconditional tree a sequence, and conditional ones up to the
+        limit in `Attached`; those of a sequence are cheapest side by side.
+        """
+
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Round that each tree is for. Anything but the current round is stale."""
+
+    @_builtins.property
+    def committed_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Committed tokens that each tree hangs off; fences a draft that fell behind."""
+
+    @_builtins.property
+    def node_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each tree begins in the three columns after this, and at the end their
+        length: one entry more than `sequence_ids`, from 0, ascending. A tree of no
+        nodes says that the draft has nothing to offer this round, so that the target
+        need not wait. May be empty with `sequence_ids`.
+        """
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token of each node, in [0, `Attached.vocab_size`)."""
+
+    @_builtins.property
+    def parent_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of each node's parent in its own tree, or -1 when the parent is the
+        last committed token. A parent comes before its children.
+        """
+
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural-log draft probability of each node given its parent, finite; NaN at
+        every node of a tree that has none. May be empty: no tree has any. For
+        ranking and telemetry, never for acceptance.
+        """
+
+    @_builtins.property
+    def candidate_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Names each tree in conditions and verdicts, from 1; never reused for a
+        sequence on this attachment. 0 when nothing is pushed ahead for the tree. May
+        be empty: all are 0.
+        """
+
+    @_builtins.property
+    def condition_bonus_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Makes a tree conditional: it is for the round after its round, and only if
+        the verdict on its round ends in this token, drawn by the target. -1 for an
+        unconditional tree. May be empty: all are. One that arrives after this very
+        verdict is as good as an unconditional one for the round after it.
+        """
+
+    @_builtins.property
+    def condition_node_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Last accepted node of the round's tree in that verdict; -1 when no node is
+        accepted. Empty with `condition_bonus_token_ids`.
+        """
+
+    @_builtins.property
+    def condition_candidate_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Candidate that the node counts in: the condition fails when the target
+        verified another tree. 0 when it verified none of this draft. Empty with
+        `condition_bonus_token_ids`.
+        """
+
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[_token_tree_pb2.TreeShape]:
+        """Shapes that trees of this batch were grown in, where the target wants one:
+        that may be another one while the draft prepares for it, or for a tree that
+        was begun before. Each once.
+        """
+
+    @_builtins.property
+    def shape_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of each tree, counted from 1 in `shapes`; 0 when it is the shape that
+        was wanted, or the draft's own. May be empty: all are 0.
         """
 
     def __init__(
         self,
         *,
-        candidates: _abc.Iterable[Global___Candidate] | None = ...,
         draft_duration: _duration_pb2.Duration | None = ...,
         pinned_shape: _token_tree_pb2.TreeShape | None = ...,
         warming: _builtins.bool = ...,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        rounds: _abc.Iterable[_builtins.int] | None = ...,
+        committed_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        node_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parent_indices: _abc.Iterable[_builtins.int] | None = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        candidate_ids: _abc.Iterable[_builtins.int] | None = ...,
+        condition_bonus_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        condition_node_indices: _abc.Iterable[_builtins.int] | None = ...,
+        condition_candidate_ids: _abc.Iterable[_builtins.int] | None = ...,
+        shapes: _abc.Iterable[_token_tree_pb2.TreeShape] | None = ...,
+        shape_numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "draft_duration", b"draft_duration", "pinned_shape", b"pinned_shape", "warming", b"warming"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_ids", b"candidate_ids", "committed_token_counts", b"committed_token_counts", "condition_bonus_token_ids", b"condition_bonus_token_ids", "condition_candidate_ids", b"condition_candidate_ids", "condition_node_indices", b"condition_node_indices", "draft_duration", b"draft_duration", "log_probs", b"log_probs", "node_offsets", b"node_offsets", "parent_indices", b"parent_indices", "pinned_shape", b"pinned_shape", "rounds", b"rounds", "sequence_ids", b"sequence_ids", "shape_numbers", b"shape_numbers", "shapes", b"shapes", "token_ids", b"token_ids", "warming", b"warming"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CandidateBatch: _TypeAlias = CandidateBatch  # noqa: Y015
 
 @_typing.final
-class Candidate(_message.Message):
-    """A tree for one round of one sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    TREE_FIELD_NUMBER: _builtins.int
-    CONDITION_FIELD_NUMBER: _builtins.int
-    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    """Sequence the tree continues. Unknown ids are stale: it may have ended."""
-    round: _builtins.int
-    """Round the tree is for. Anything but the current round is stale."""
-    committed_token_count: _builtins.int
-    """Committed tokens the tree hangs off; fences a draft that fell behind."""
-    candidate_id: _builtins.int
-    """Names the tree in conditions and verdicts; never reused for a sequence on
-    this attachment. Absent when nothing is pushed ahead for this tree.
-    """
-    @_builtins.property
-    def tree(self) -> _token_tree_pb2.TokenTree:
-        """Candidate nodes. Empty says that the draft has nothing to offer this round,
-        so that the target need not wait.
-        """
-
-    @_builtins.property
-    def condition(self) -> Global___Condition:
-        """When set, the tree is for the round after `round`, and only if the verdict
-        on `round` is this one. Pushed ahead, so that a hit needs no round trip.
-        """
-
-    @_builtins.property
-    def shape(self) -> _token_tree_pb2.TreeShape:
-        """Shape the tree was grown in, where the target wants one: that may be another
-        one while the draft prepares for it, or for a tree that was begun before.
-        Absent when it is the shape that was wanted, or the draft's own.
-        """
-
-    def __init__(
-        self,
-        *,
-        sequence_id: _builtins.int = ...,
-        round: _builtins.int = ...,
-        committed_token_count: _builtins.int = ...,
-        tree: _token_tree_pb2.TokenTree | None = ...,
-        condition: Global___Condition | None = ...,
-        candidate_id: _builtins.int | None = ...,
-        shape: _token_tree_pb2.TreeShape | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "condition", b"condition", "shape", b"shape", "tree", b"tree"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_condition", b"_condition", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "condition", b"condition", "round", b"round", "sequence_id", b"sequence_id", "shape", b"shape", "tree", b"tree"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
-    _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
-    _WhichOneofReturnType__condition: _TypeAlias = _typing.Literal["condition"]  # noqa: Y015
-    _WhichOneofArgType__condition: _TypeAlias = _typing.Literal["_condition", b"_condition"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__condition) -> _WhichOneofReturnType__condition | None: ...
-
-Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
-
-@_typing.final
-class Condition(_message.Message):
-    """The verdict a candidate was prepared for. One that arrives after this very
-    verdict is as good as an unconditional candidate for the round after it.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NODE_INDEX_FIELD_NUMBER: _builtins.int
-    BONUS_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    node_index: _builtins.int
-    """Last accepted node of the round's tree; absent when no node is accepted."""
-    bonus_token_id: _builtins.int
-    """Token the target draws after that node."""
-    candidate_id: _builtins.int
-    """Candidate that `node_index` counts in: the condition fails when the target
-    verified another tree, or none.
-    """
-    def __init__(
-        self,
-        *,
-        node_index: _builtins.int | None = ...,
-        bonus_token_id: _builtins.int = ...,
-        candidate_id: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_node_index", b"_node_index", "candidate_id", b"candidate_id", "node_index", b"node_index"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_node_index", b"_node_index", "bonus_token_id", b"bonus_token_id", "candidate_id", b"candidate_id", "node_index", b"node_index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
-    _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
-    _WhichOneofReturnType__node_index: _TypeAlias = _typing.Literal["node_index"]  # noqa: Y015
-    _WhichOneofArgType__node_index: _TypeAlias = _typing.Literal["_node_index", b"_node_index"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_index) -> _WhichOneofReturnType__node_index | None: ...
-
-Global___Condition: _TypeAlias = Condition  # noqa: Y015
-
-@_typing.final
 class VerdictBatch(_message.Message):
-    """Results of one verification step."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERDICTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """One entry per sequence of this attachment in the step. Those of paused
-        sequences may come some steps later, several of a sequence in order.
-        """
-
-    def __init__(
-        self,
-        *,
-        verdicts: _abc.Iterable[Global___Verdict] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdicts", b"verdicts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___VerdictBatch: _TypeAlias = VerdictBatch  # noqa: Y015
-
-@_typing.final
-class Verdict(_message.Message):
-    """Result for one sequence."""
+    """Results of one verification step, in columns: entry i of each column is about
+    verdict i. A column is as long as `sequence_ids`, or empty where that is
+    allowed; what has several entries a verdict lies end to end. A draft that finds
+    columns that do not fit together ends the stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -744,19 +716,19 @@ class Verdict(_message.Message):
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
 
-    class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Verdict._Outcome.ValueType], _builtins.type):
+    class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[VerdictBatch._Outcome.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
-        OUTCOME_UNSPECIFIED: Verdict._Outcome.ValueType  # 0
+        OUTCOME_UNSPECIFIED: VerdictBatch._Outcome.ValueType  # 0
         """Never sent."""
-        OUTCOME_VERIFIED: Verdict._Outcome.ValueType  # 1
+        OUTCOME_VERIFIED: VerdictBatch._Outcome.ValueType  # 1
         """A tree was verified."""
-        OUTCOME_MISSED: Verdict._Outcome.ValueType  # 2
+        OUTCOME_MISSED: VerdictBatch._Outcome.ValueType  # 2
         """No tree of this draft was verified: none arrived in time, none was
         wanted, or a tree of another source was.
         """
-        OUTCOME_STALE: Verdict._Outcome.ValueType  # 3
+        OUTCOME_STALE: VerdictBatch._Outcome.ValueType  # 3
         """A tree arrived for another round and was dropped."""
-        OUTCOME_VERIFIED_NEXT_READY: Verdict._Outcome.ValueType  # 4
+        OUTCOME_VERIFIED_NEXT_READY: VerdictBatch._Outcome.ValueType  # 4
         """A tree was verified, and one pushed ahead matched this verdict: it is
         verified next without waiting, so the next candidate is for `round + 2`.
         """
@@ -764,120 +736,188 @@ class Verdict(_message.Message):
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
         """What happened to a candidate. May gain values."""
 
-    OUTCOME_UNSPECIFIED: Verdict.Outcome.ValueType  # 0
+    OUTCOME_UNSPECIFIED: VerdictBatch.Outcome.ValueType  # 0
     """Never sent."""
-    OUTCOME_VERIFIED: Verdict.Outcome.ValueType  # 1
+    OUTCOME_VERIFIED: VerdictBatch.Outcome.ValueType  # 1
     """A tree was verified."""
-    OUTCOME_MISSED: Verdict.Outcome.ValueType  # 2
+    OUTCOME_MISSED: VerdictBatch.Outcome.ValueType  # 2
     """No tree of this draft was verified: none arrived in time, none was
     wanted, or a tree of another source was.
     """
-    OUTCOME_STALE: Verdict.Outcome.ValueType  # 3
+    OUTCOME_STALE: VerdictBatch.Outcome.ValueType  # 3
     """A tree arrived for another round and was dropped."""
-    OUTCOME_VERIFIED_NEXT_READY: Verdict.Outcome.ValueType  # 4
+    OUTCOME_VERIFIED_NEXT_READY: VerdictBatch.Outcome.ValueType  # 4
     """A tree was verified, and one pushed ahead matched this verdict: it is
     verified next without waiting, so the next candidate is for `round + 2`.
     """
 
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    OUTCOME_FIELD_NUMBER: _builtins.int
-    ACCEPTED_NODE_INDICES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    COMMITTED_OFFSETS_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
-    WANTED_SHAPE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_OFFSETS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_NODE_INDICES_FIELD_NUMBER: _builtins.int
+    CANDIDATE_IDS_FIELD_NUMBER: _builtins.int
+    NEXT_CANDIDATE_IDS_FIELD_NUMBER: _builtins.int
+    WANTED_SHAPES_FIELD_NUMBER: _builtins.int
+    WANTED_SHAPE_NUMBERS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
-    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    NEXT_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    RING_ROWS_FIELD_NUMBER: _builtins.int
-    WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
-    sequence_id: _builtins.int
-    """Sequence the verdict is for."""
-    round: _builtins.int
-    """Round that was decided; the next candidate uses `round + 1`."""
-    outcome: Global___Verdict.Outcome.ValueType
-    """What happened to the candidate."""
-    committed_token_count: _builtins.int
-    """Committed length, prompt included, after this round."""
-    paused: _builtins.bool
-    """No tree is wanted for the next round, because plain steps are faster. The
-    draft sends none and computes nothing but what it must to keep up, until a
-    verdict without this arrives.
-    """
-    candidate_id: _builtins.int
-    """Candidate whose tree was verified; absent when none of this draft's was."""
-    next_candidate_id: _builtins.int
-    """Candidate that is verified next already, with outcome
-    `OUTCOME_VERIFIED_NEXT_READY` only.
-    """
-    wanted_outcome_count: _builtins.int
-    """Most verdicts on the next tree that it pays to prepare for, at least 0, in
-    the target's estimate. The draft prepares for no more than it would by
-    itself. Absent leaves it to the draft.
-    """
+    WANTED_OUTCOME_COUNTS_FIELD_NUMBER: _builtins.int
+    FEATURE_ROW_COUNTS_FIELD_NUMBER: _builtins.int
+    FEATURE_RING_STARTS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_OFFSETS_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_LOG_PROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def accepted_node_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accepted path, the root's child first, as indices into the verified tree.
-        Empty unless a tree was verified.
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequence that each verdict is for, one entry for each of this attachment in
+        the step. Verdicts on paused sequences may come some steps later, several of
+        a sequence in order.
+        """
+
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Round that was decided; the next candidate uses one more."""
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___VerdictBatch.Outcome.ValueType]:
+        """What happened to each candidate."""
+
+    @_builtins.property
+    def committed_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Committed length, prompt included, after this round."""
+
+    @_builtins.property
+    def committed_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the tokens of each verdict begin in `committed_token_ids`, and at the
+        end their number: one entry more than `sequence_ids`, from 0, ascending.
         """
 
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens this round committed: the accepted path, then the token the target
-        drew itself. Never empty.
+        """Tokens the round committed: the accepted path, then the token the target drew
+        itself, the bonus token. At least one a verdict.
+        """
+
+    @_builtins.property
+    def accepted_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the nodes of each verdict begin in `accepted_node_indices`, and at the
+        end their number: one entry more than `sequence_ids`, from 0, ascending.
+        """
+
+    @_builtins.property
+    def accepted_node_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Accepted path, the root's child first, as indices into the verified tree.
+        None unless a tree was verified.
+        """
+
+    @_builtins.property
+    def candidate_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Candidate whose tree was verified; 0 when none of this draft's was, or it had
+        no name. May be empty: all are 0.
+        """
+
+    @_builtins.property
+    def next_candidate_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Candidate that is verified next already, with outcome
+        `OUTCOME_VERIFIED_NEXT_READY` only; else 0. May be empty: all are 0.
+        """
+
+    @_builtins.property
+    def wanted_shapes(self) -> _containers.RepeatedCompositeFieldContainer[_token_tree_pb2.TreeShape]:
+        """Shapes that are wanted in this batch, each once."""
+
+    @_builtins.property
+    def wanted_shape_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape that pays best for the next tree, in the target's estimate, counted
+        from 1 in `wanted_shapes`. The draft keeps to it as far as it can, and once
+        it is prepared for it: until then it goes on with another one, and says
+        which. 0 leaves it to the draft. May be empty: all are 0.
+        """
+
+    @_builtins.property
+    def paused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """No tree is wanted for the next round, because plain steps are faster. The
+        draft sends none and computes nothing but what it must to keep up, until a
+        verdict without this arrives. May be empty: trees are wanted for all.
+        """
+
+    @_builtins.property
+    def wanted_outcome_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most verdicts on the next tree that it pays to prepare for, at least 0, in
+        the target's estimate. The draft prepares for no more than it would by
+        itself. -1 leaves it to the draft. May be empty: all are -1.
+        """
+
+    @_builtins.property
+    def feature_row_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows of hidden states that come with each verdict: of the root and the
+        accepted path, as many as it commits, or 0. May be empty: all are 0.
+        """
+
+    @_builtins.property
+    def feature_ring_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of the first of these rows in the feature ring; -1 where they lie in
+        `features`, or there are none. May be empty: all are -1.
         """
 
     @_builtins.property
     def features(self) -> _tensor_pb2.Tensor:
-        """Hidden states of the newly computed positions, shape `[A + 1, W]`."""
+        """Rows `[R, W]` of all verdicts whose rows are not in the ring, end to end."""
 
     @_builtins.property
-    def wanted_shape(self) -> _token_tree_pb2.TreeShape:
-        """Shape that pays best for the next tree, in the target's estimate. The draft
-        keeps to it as far as it can, and once it is prepared for it: until then it
-        goes on with another one, and says which. Absent leaves it to the draft.
+    def runner_up_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the runner-ups of each verdict begin in the two columns after this, and
+        at the end their number: one entry more than `sequence_ids`, from 0,
+        ascending. May be empty: there are none.
         """
 
     @_builtins.property
-    def ring_rows(self) -> Global___RingRows:
-        """In place of `features`: the same rows, in the ring."""
+    def runner_up_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens beside the bonus token that the target finds most probable where it
+        drew that, best first.
+        """
+
+    @_builtins.property
+    def runner_up_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural-log probability of each runner-up in the distribution that the bonus
+        token was drawn from.
+        """
 
     def __init__(
         self,
         *,
-        sequence_id: _builtins.int = ...,
-        round: _builtins.int = ...,
-        outcome: Global___Verdict.Outcome.ValueType = ...,
-        accepted_node_indices: _abc.Iterable[_builtins.int] | None = ...,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        rounds: _abc.Iterable[_builtins.int] | None = ...,
+        outcomes: _abc.Iterable[Global___VerdictBatch.Outcome.ValueType] | None = ...,
+        committed_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        committed_offsets: _abc.Iterable[_builtins.int] | None = ...,
         committed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        committed_token_count: _builtins.int = ...,
+        accepted_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_node_indices: _abc.Iterable[_builtins.int] | None = ...,
+        candidate_ids: _abc.Iterable[_builtins.int] | None = ...,
+        next_candidate_ids: _abc.Iterable[_builtins.int] | None = ...,
+        wanted_shapes: _abc.Iterable[_token_tree_pb2.TreeShape] | None = ...,
+        wanted_shape_numbers: _abc.Iterable[_builtins.int] | None = ...,
+        paused: _abc.Iterable[_builtins.bool] | None = ...,
+        wanted_outcome_counts: _abc.Iterable[_builtins.int] | None = ...,
+        feature_row_counts: _abc.Iterable[_builtins.int] | None = ...,
+        feature_ring_starts: _abc.Iterable[_builtins.int] | None = ...,
         features: _tensor_pb2.Tensor | None = ...,
-        wanted_shape: _token_tree_pb2.TreeShape | None = ...,
-        paused: _builtins.bool = ...,
-        candidate_id: _builtins.int | None = ...,
-        next_candidate_id: _builtins.int | None = ...,
-        ring_rows: Global___RingRows | None = ...,
-        wanted_outcome_count: _builtins.int | None = ...,
+        runner_up_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        runner_up_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        runner_up_log_probs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "_wanted_outcome_count", b"_wanted_outcome_count", "candidate_id", b"candidate_id", "features", b"features", "next_candidate_id", b"next_candidate_id", "ring_rows", b"ring_rows", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id", "_next_candidate_id", b"_next_candidate_id", "_wanted_outcome_count", b"_wanted_outcome_count", "accepted_node_indices", b"accepted_node_indices", "candidate_id", b"candidate_id", "committed_token_count", b"committed_token_count", "committed_token_ids", b"committed_token_ids", "features", b"features", "next_candidate_id", b"next_candidate_id", "outcome", b"outcome", "paused", b"paused", "ring_rows", b"ring_rows", "round", b"round", "sequence_id", b"sequence_id", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_node_indices", b"accepted_node_indices", "accepted_offsets", b"accepted_offsets", "candidate_ids", b"candidate_ids", "committed_offsets", b"committed_offsets", "committed_token_counts", b"committed_token_counts", "committed_token_ids", b"committed_token_ids", "feature_ring_starts", b"feature_ring_starts", "feature_row_counts", b"feature_row_counts", "features", b"features", "next_candidate_ids", b"next_candidate_ids", "outcomes", b"outcomes", "paused", b"paused", "rounds", b"rounds", "runner_up_log_probs", b"runner_up_log_probs", "runner_up_offsets", b"runner_up_offsets", "runner_up_token_ids", b"runner_up_token_ids", "sequence_ids", b"sequence_ids", "wanted_outcome_counts", b"wanted_outcome_counts", "wanted_shape_numbers", b"wanted_shape_numbers", "wanted_shapes", b"wanted_shapes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__candidate_id: _TypeAlias = _typing.Literal["candidate_id"]  # noqa: Y015
-    _WhichOneofArgType__candidate_id: _TypeAlias = _typing.Literal["_candidate_id", b"_candidate_id"]  # noqa: Y015
-    _WhichOneofReturnType__next_candidate_id: _TypeAlias = _typing.Literal["next_candidate_id"]  # noqa: Y015
-    _WhichOneofArgType__next_candidate_id: _TypeAlias = _typing.Literal["_next_candidate_id", b"_next_candidate_id"]  # noqa: Y015
-    _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
-    _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate_id) -> _WhichOneofReturnType__candidate_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_candidate_id) -> _WhichOneofReturnType__next_candidate_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__wanted_outcome_count) -> _WhichOneofReturnType__wanted_outcome_count | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+Global___VerdictBatch: _TypeAlias = VerdictBatch  # noqa: Y015
 
 @_typing.final
 class FeatureChunk(_message.Message):
