@@ -430,7 +430,7 @@ async def test_message_before_attach_ends_the_stream(folder: Path) -> None:
     [
         ([1, 2], [-1, 1], "node 1 has parent 1"),
         ([1, 2], [1, 0], "node 0 has parent 1"),
-        ([1], [-1, 0], "2 parent indices"),
+        ([1], [-1, 0], "parent_indices has 2 entries"),
         ([VOCAB], [-1], f"token {VOCAB}"),
         ([1] * 9, [-1] * 9, "9 nodes; the target accepts 8"),
         ([1], [-2], "below -1"),
