@@ -76,15 +76,20 @@ class CandidateColumns:
     @classmethod
     def of_rows(cls, rows: Iterable[CandidateRow]) -> CandidateColumns:
         """Returns candidates in columns."""
-        trees: tuple[TokenTree, ...]
         columns = list(zip(*rows, strict=True))
         if not columns:
             return cls()
-        *numbers, shapes, trees = columns
+        ids, rounds, counts, own_ids, nodes, bonuses, named, shapes, trees = map(list, columns)
         parents = chain.from_iterable([each.parent_indices for each in trees])
         return cls(
-            *map(list, numbers),
-            shapes=list(shapes),
+            sequence_ids=ids,
+            rounds=rounds,
+            committed_token_counts=counts,
+            candidate_ids=own_ids,
+            node_indices=nodes,
+            bonus_token_ids=bonuses,
+            conditioned_ids=named,
+            shapes=shapes,
             node_offsets=list(accumulate([len(each.token_ids) for each in trees], initial=0)),
             token_ids=list(chain.from_iterable([each.token_ids for each in trees])),
             parent_indices=[-1 if each is None else each for each in parents],

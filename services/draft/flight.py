@@ -20,15 +20,16 @@ class Flight:
 
     candidate_id: int
     tree: TokenTree
-    _pushed: dict[ConditionKey, Flight] = field(default_factory=dict)
+    _pushed: dict[ConditionKey, tuple[int, TokenTree]] = field(default_factory=dict)
 
     def push(self, condition: ConditionKey, candidate_id: int, tree: TokenTree) -> ConditionKey:
         """Notes a candidate for a verdict on this one; returns the condition that names it."""
         node_index, bonus_token_id, _ = condition
         named = node_index, bonus_token_id, self.candidate_id
-        self._pushed[named] = Flight(candidate_id, tree)
+        self._pushed[named] = candidate_id, tree
         return named
 
     def successor(self, verdict: Verdict) -> Flight | None:
         """Returns what the target verifies next; None when nothing was pushed for the verdict."""
-        return self._pushed.get(condition_key(verdict.condition))
+        found = self._pushed.get(condition_key(verdict.condition))
+        return None if found is None else Flight(*found)

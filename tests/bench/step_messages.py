@@ -80,7 +80,8 @@ class StepMessages:
 
     def step(self, number: int) -> None:
         """Drafts, verifies and answers once."""
-        requests = self._timed("candidates out", self._draft)
+        proposals = self._drafted()
+        requests = self._timed("candidates out", lambda: self._answer(proposals))
         self._timed("candidates in", lambda: self._take(requests, float(number)))
         committed = (*self.tree.token_ids[:2], VOCAB_SIZE - 1 - number % self.num_conditional)
         for sequence in self.sequences:
@@ -89,8 +90,7 @@ class StepMessages:
         responses = self._timed("verdicts out", self._said)
         self._timed("verdicts in", lambda: self._hear(responses))
 
-    def _draft(self) -> list[bytes]:
-        answers = Answers(self.roster, self.outputs.append, is_launched=lambda _: True)
+    def _drafted(self) -> list[Proposal]:
         due = list(self.roster.due.values())
         proposals = [Proposal(each, self.tree) for each in due]
         for sequence in (*due, *self.roster.flying.values()):
@@ -98,6 +98,10 @@ class StepMessages:
                 Proposal(sequence, self.tree, Condition(1, VOCAB_SIZE - 1 - rank))
                 for rank in range(self.num_conditional)
             ]
+        return proposals
+
+    def _answer(self, proposals: list[Proposal]) -> list[bytes]:
+        answers = Answers(self.roster, self.outputs.append, is_launched=lambda _: True)
         self.outputs.clear()
         answers.give(proposals, DraftReport(0.001))
         return [request_from_output(each).SerializeToString() for each in self.outputs]

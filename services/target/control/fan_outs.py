@@ -141,6 +141,8 @@ class FanOuts:
     def of(self, num_sequences: int) -> FanOut:
         """Returns the choice for so many; that of an octave is one."""
         octave = num_sequences.bit_length()
-        found = self._by_size.setdefault(octave, FanOut(1 << max(octave - 1, 0)))
+        found = self._by_size.get(octave)
+        if found is None:
+            found = self._by_size[octave] = FanOut(1 << max(octave - 1, 0))
         found.num_trials = self.num_trials
         return found

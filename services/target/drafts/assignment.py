@@ -8,7 +8,7 @@ verdict, so that a block on its way is not drafted again.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 
 from services.target.control.course import Course
@@ -16,7 +16,7 @@ from services.target.control.kept import Kept, narrowed
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
-from shared.candidate_columns import CandidateColumns, ConditionKey, Run, condition_key
+from shared.candidate_columns import CandidateColumns, ConditionKey, Run
 from shared.draft_wishes import OUTCOMES
 from shared.tokens import EMPTY_TREE, Candidate, Outcome, TokenTree, TreeWish, Verdict
 
@@ -28,12 +28,12 @@ MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest
 class _Decided:
     """The last verdict with the fence of its round."""
 
-    verdict: Verdict
+    round: int
     num_before: int
+    condition: ConditionKey
 
     def fences(self, run: Run) -> bool:
-        is_same_round = run.round == self.verdict.round
-        return is_same_round and run.committed_token_count == self.num_before
+        return run.round == self.round and run.committed_token_count == self.num_before
 
 
 @dataclass(slots=True)
@@ -165,9 +165,8 @@ class Assignment:
         fell last; None where there is none."""
         if self._decided is None or not self._decided.fences(run):
             return None
-        wanted = condition_key(self._decided.verdict.condition)
         pairs = zip(run.places, columns.keys(run.places), strict=True)
-        return next((place for place, key in pairs if key == wanted), None)
+        return next((place for place, key in pairs if key == self._decided.condition), None)
 
     def decide(
         self,
@@ -186,24 +185,26 @@ class Assignment:
         Returns:
             The verdict, and which pushed candidate was selected for the next round, if one was.
         """
+        round_, num_tokens = self.sequence.round - 1, len(self.sequence.token_ids)
+        accepted = accepted_node_indices if was_verified else ()
+        verified = self.candidate if was_verified else None
+        verified_id = None if verified is None else verified.candidate_id
+        key = accepted[-1] if accepted else -1, committed_token_ids[-1], verified_id or 0
+        selected = self._pushed_for(key)
+        outcome, next_id = self._outcome(selected, was_verified=was_verified)
         verdict = Verdict(
             self.sequence.sequence_id,
-            self.sequence.round - 1,
-            Outcome.VERIFIED if was_verified else Outcome.MISSED,
-            accepted_node_indices if was_verified else (),
+            round_,
+            outcome,
+            accepted,
             committed_token_ids,
-            len(self.sequence.token_ids),
+            num_tokens,
             wish,
-            candidate_id=self.candidate.candidate_id if was_verified and self.candidate else None,
+            verified_id,
+            next_id,
         )
-        key = condition_key(verdict.condition)
-        selected = self._pushed_for(key)
-        foreseen = None
-        if selected is not None:
-            foreseen = Foreseen(len(accepted_node_indices), self._rank(key))
-        verdict = self._with_outcome(verdict, selected)
-        num_before = len(self.sequence.token_ids) - len(committed_token_ids)
-        self._decided = _Decided(verdict, num_before)
+        foreseen = None if selected is None else Foreseen(len(accepted), self._rank(key))
+        self._decided = _Decided(round_, num_tokens - len(committed_token_ids), key)
         self._pushed.clear()
         self._sealed.clear()
         self.candidate = self.allowed = self.kept = None
@@ -259,12 +260,12 @@ class Assignment:
     def _rank(self, key: ConditionKey) -> int:
         return [each for each in self._pushed if each[0] == key[0]].index(key)
 
-    def _with_outcome(self, verdict: Verdict, selected: Candidate | None) -> Verdict:
-        outcome, next_id = verdict.outcome, None
-        if selected is not None and outcome is Outcome.VERIFIED:
-            outcome, next_id = Outcome.VERIFIED_NEXT_READY, selected.candidate_id
-        elif outcome is Outcome.MISSED and self.stale_in_round:
-            outcome = Outcome.STALE
-        if outcome is verdict.outcome:
-            return verdict
-        return replace(verdict, outcome=outcome, next_candidate_id=next_id)
+    def _outcome(
+        self, selected: Candidate | None, *, was_verified: bool
+    ) -> tuple[Outcome, int | None]:
+        """Returns what happened to the candidate, and the one that is verified next already."""
+        if not was_verified:
+            return Outcome.STALE if self.stale_in_round else Outcome.MISSED, None
+        if selected is None:
+            return Outcome.VERIFIED, None
+        return Outcome.VERIFIED_NEXT_READY, selected.candidate_id
