@@ -102,6 +102,14 @@ def test_rounds_that_cannot_be_are_refused_where_they_are_asked_for(
         (("--disable-cuda-graph",), False, False),
         (("--device-rounds", "off"), False, False),
         (("--device-rounds", "on"), True, True),
+        (
+            (
+                *(*EMBEDDED, "--speculative-algorithm", "EAGLE3"),
+                *("--device-rounds", "on", "--tp-size", "2"),
+            ),
+            True,
+            True,
+        ),
     ],
 )
 def test_rounds_stay_on_the_device_where_they_can(
