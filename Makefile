@@ -169,7 +169,7 @@ tune: $(STAMP) ## the best tree shape, placement and concurrency for a workload;
 # Each in an environment of its own: their dependencies do not fit together, or ours.
 CLIENTS := sdk litellm aiperf guidellm lm_eval smg node
 
-fuzz: $(STAMP) ## nearly right requests to every route of a gateway; ARGS="--seconds 600 --seed 7"
+fuzz: $(STAMP) ## nearly right requests to every route of a gateway, drafts that break the protocol; ARGS="--requests 100000 --seed 7"
 	@$(PY) -m tests.fuzz $(ARGS)
 
 test-clients: $(STAMP) $(CLIENTS:%=.venv-clients/%/.installed) ## other people's clients; ARGS="--only aiperf"

@@ -36,6 +36,7 @@ from shared.version import package_version
 
 _DRAFT = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+_MAX_RECEIVE_BYTES = 64 * 2**20  # features of a prompt, for `ProposeTree`
 _ENGINE_WATCH_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,9 @@ class DraftProcess:
         Raises:
             SettingsError: a port is taken.
         """
-        public = await create_server([_DRAFT], self._register, self._lifecycle)
+        public = await create_server(
+            [_DRAFT], self._register, self._lifecycle, max_receive_bytes=_MAX_RECEIVE_BYTES
+        )
         admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
         settings = self._settings
         tls = settings.server_tls

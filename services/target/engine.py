@@ -18,7 +18,7 @@ from services.target.clock import Clock
 from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
-from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
 from services.target.engine_gauges import EngineGauges
 from services.target.fallback import NgramFallback
 from services.target.inbox import Inbox
@@ -146,6 +146,11 @@ class Engine:
         num_layers, hidden_size = config.num_layers, config.hidden_size
         spec.check(num_layers=num_layers, hidden_size=hidden_size)
         return spec.width(hidden_size)
+
+    @property
+    def largest_projection_bytes(self) -> int:
+        """Of a draft's, which has an output of one hidden state, in two bytes an element."""
+        return 2 * MAX_LAYERS * self._decoder.config.hidden_size**2
 
     def attach(self, attachment: Attachment) -> None:
         """Adds a draft; running sequences without one are handed to it.

@@ -42,6 +42,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.options import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
 from shared.rpc.server import bind, create_server
 from shared.rpc.shutdown import stop_servers
 from shared.telemetry.start_up import start_phase
@@ -155,7 +156,14 @@ class TargetProcess:
         Raises:
             SettingsError: a port is taken.
         """
-        public = await create_server(self._services, self._register, self._lifecycle)
+        public = await create_server(
+            self._services,
+            self._register,
+            self._lifecycle,
+            max_receive_bytes=min(
+                USUAL_MESSAGE_BYTES + self._engine.largest_projection_bytes, MAX_MESSAGE_BYTES
+            ),
+        )
         admin = await create_server([_ADMIN], self._register_admin, self._lifecycle)
         self._servers = [public, admin]
         settings, tls = self._settings, self._settings.server_tls

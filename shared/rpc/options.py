@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 # A draft uploads its feature projection once, when it attaches: 100 MB at a hidden size of 4096,
-# 400 MB at 8192. Everything else stays below 1 MiB.
+# 400 MB at 8192.
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
+# The longest prompts and their candidates, many times over.
+USUAL_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_INTERVAL_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 

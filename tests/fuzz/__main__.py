@@ -1,4 +1,5 @@
-"""`make fuzz`: nearly right requests, and raw bytes, to every route and RPC of a gateway.
+"""`make fuzz`: nearly right requests, and raw bytes, to every route and RPC of a gateway; beside
+them, drafts that break the protocol, at a target.
 
 No answer may be a 500 or take longer than two seconds, no worker may be left behind: at the end no
 request is live and no token reserved. The seed makes a run again; a finding is printed with what
@@ -15,8 +16,6 @@ import resource
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
@@ -29,6 +28,7 @@ from gateway.maintenance_service import maintenance_server
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
 from gateway.pool import PoolSettings, TargetPool
+from gateway.responses.store import ResponseStore, StoreLimits
 from gateway.serving import Gateway
 from gateway.text.model_text import ModelText
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
@@ -36,7 +36,9 @@ from shared.rpc.channel import open_channel
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind
 from shared.tokenizer_files import tokenizer_sha256
-from tests.fuzz.mutations import BODIES, mutated, written
+from tests.fuzz.findings import BugLog, Findings
+from tests.fuzz.mutations import BODIES, mutated, nasty_path, written
+from tests.fuzz.rogue_drafts import send_rogues, tiny_target
 from tests.gateway.conftest import write_model
 from tests.gateway.driving import eventually
 from tests.helpers.fake_target import FakeTarget
@@ -52,28 +54,16 @@ _RPCS = (
 )
 
 
-@dataclass
-class Findings:
-    """What went wrong, and how much was tried."""
-
-    lines: list[str] = field(default_factory=list)
-    num_http: int = 0
-    num_raw: int = 0
-    num_rpcs: int = 0
-    slowest_s: float = 0.0
-    statuses: Counter[int] = field(default_factory=Counter)
-
-    def add(self, what: str, sent: bytes) -> None:
-        self.lines.append(f"{what}: {sent[:2000]!r}")
-
-
 async def _send_http(client: httpx.AsyncClient, rng: random.Random, found: Findings) -> None:
-    path = rng.choice(list(BODIES))
-    content = written(mutated(BODIES[path], rng), rng)
+    path, method, content = rng.choice(list(BODIES)), "POST", b""
+    if rng.random() < 0.1:
+        path, method = nasty_path(rng), rng.choice(("GET", "DELETE", "POST"))
+    if method == "POST":
+        content = written(mutated(BODIES.get(path, {}), rng), rng)
     begin_s = time.monotonic()
     try:
         headers = {"content-type": "application/json"}
-        response = await client.post(path, content=content, headers=headers)
+        response = await client.request(method, path, content=content, headers=headers)
         found.statuses[response.status_code] += 1
         if response.status_code in _WRONG:
             found.add(f"{path} answered {response.status_code}", content)
@@ -121,8 +111,14 @@ async def _send_rpc(channel: grpc.aio.Channel, rng: random.Random, found: Findin
     found.num_rpcs += 1
 
 
-async def _fuzz(seconds: float, seed: int, folder: Path) -> Findings:
-    found, rng = Findings(), random.Random(seed)
+async def _watch_memory(found: Findings) -> None:
+    while True:
+        found.note_memory()
+        await asyncio.sleep(1.0)
+
+
+async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> None:
+    rng = random.Random(flags.seed)
     async with FakeTarget(tokenizer_sha256(folder)) as target:
         pool = TargetPool(PoolSettings((target.address,), target.tokenizer_sha256))
         gateway = Gateway(
@@ -134,6 +130,7 @@ async def _fuzz(seconds: float, seed: int, folder: Path) -> Findings:
             open_answers=OpenAnswers(),
             version="0",
             start_time_s=1.0,
+            response_store=ResponseStore(limits=StoreLimits(max_bytes=2**20)),
         )
         pool.start()
         await eventually(lambda: pool.is_serving)
@@ -145,10 +142,15 @@ async def _fuzz(seconds: float, seed: int, folder: Path) -> Findings:
         maintenance = await maintenance_server(info, Lifecycle([]), hooks)
         address = f"127.0.0.1:{bind(maintenance, '127.0.0.1:0')}"
         await maintenance.start()
-        end_s = time.monotonic() + seconds
+        end_s = time.monotonic() + flags.seconds
+
+        def go_on() -> bool:
+            if flags.requests is not None:
+                return found.num_http < flags.requests
+            return time.monotonic() < end_s
 
         async def work(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
-            while time.monotonic() < end_s:
+            while go_on():
                 for _ in range(20):
                     await _send_http(client, rng, found)
                 await _send_raw(http.port, rng, found)
@@ -158,8 +160,15 @@ async def _fuzz(seconds: float, seed: int, folder: Path) -> Findings:
         async with (
             httpx.AsyncClient(base_url=url, timeout=30.0) as client,
             open_channel(address) as channel,
+            tiny_target(folder / "tiny") as speculating,
         ):
-            await asyncio.gather(*(work(client, channel) for _ in range(_NUM_AT_ONCE)))
+            memory = asyncio.create_task(_watch_memory(found))
+            await asyncio.gather(
+                send_rogues(speculating, random.Random(flags.seed), found, go_on),
+                *(work(client, channel) for _ in range(_NUM_AT_ONCE)),
+            )
+            memory.cancel()
+            found.check_memory()
             if (await client.get("/health")).status_code != 200:
                 found.add("the gateway is not healthy at the end", b"")
         await eventually(lambda: gateway.open_answers.num_open == 0)
@@ -168,24 +177,27 @@ async def _fuzz(seconds: float, seed: int, folder: Path) -> Findings:
         await http.stop(1)
         await maintenance.stop(None)
         await pool.close()
-    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, help="HTTP requests to send, however long it takes")
     parser.add_argument("--seed", type=int, default=1)
     flags = parser.parse_args()
-    logging.disable(logging.ERROR)
+    found = Findings()
+    logging.basicConfig(handlers=[BugLog(found)], force=True)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        found = asyncio.run(_fuzz(flags.seconds, flags.seed, Path(folder)))
+        asyncio.run(_fuzz(flags, Path(folder), found))
     for line in found.lines[:20]:
         print(line)
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print("statuses:", dict(sorted(found.statuses.items())))
+    print(found.memory_line)
     print(
-        f"{found.num_http:,} requests, {found.num_raw:,} raw connections, {found.num_rpcs:,} RPCs; "
+        f"{found.num_http:,} requests, {found.num_raw:,} raw connections, {found.num_rpcs:,} RPCs, "
+        f"{found.num_drafts:,} rogue drafts; "
         f"slowest {found.slowest_s:.2f} s, {memory_mib} MiB at most; {len(found.lines)} findings"
     )
     return 1 if found.lines else 0

@@ -81,6 +81,10 @@ BODIES: dict[str, dict[str, Any]] = {
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}},
         "metadata": {"a": "b"},
+        "store": True,
+        "background": True,
+        "previous_response_id": None,
+        "conversation": None,
     },
     "/v1/messages": {
         **_SAMPLING,
@@ -115,6 +119,16 @@ BODIES: dict[str, dict[str, Any]] = {
         "rid": "r",
         "stream": False,
     },
+    "/v1/responses/input_tokens": {"model": "fake", "input": "then", "instructions": "the"},
+    "/v1/responses/compact": {
+        "model": "fake",
+        "input": [{"role": "user", "content": "then"}],
+        "max_output_tokens": 4,
+    },
+    "/v1/conversations": {
+        "items": [{"type": "message", "role": "user", "content": "then"}],
+        "metadata": {"a": "b"},
+    },
     "/tokenize": {"prompt": "then", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6], "skip_special_tokens": True},
     "/abort_request": {"rid": "nobody"},
@@ -135,6 +149,27 @@ _WORDS = (
 )
 _NUMBERS = (0, -1, 1, 2**31 - 1, 2**31, -(2**31) - 1, 2**53, 2**63, -(2**63) - 1, 2**64, 10**30)
 _FLOATS = (0.5, -0.0, 1e-320, 1e308, -1e308, float("nan"), float("inf"))
+
+
+_PATHS = (
+    "/v1/responses/{}",
+    "/v1/responses/{}/cancel",
+    "/v1/responses/{}/input_items",
+    "/v1/responses/{}?stream=true&starting_after=-1",
+    "/v1/responses/{}/input_items?limit=0&after={}",
+    "/v1/conversations/{}",
+    "/v1/conversations/{}/items",
+    "/v1/conversations/{}/items/{}?order=asc",
+    "/v1/models/{}",
+    "/{}",
+)
+_NAMES = ("resp_1", "conv_1", "msg_1", "%00", "%ff%fe", "a" * 3000, "%2f..%2f", "%F0%9F%A6%8A", "")
+
+
+def nasty_path(rng: random.Random) -> str:
+    """Returns a path of a route with odd names in it."""
+    path = rng.choice(_PATHS)
+    return path.format(*(rng.choice(_NAMES) for _ in range(path.count("{}"))))
 
 
 def _deep(depth: int) -> Any:

@@ -562,6 +562,27 @@ async def test_drain_asks_drafts_to_leave(folder: Path) -> None:
         draft.call.cancel()
 
 
+async def test_a_message_beyond_what_a_draft_sends_is_not_read(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        call = channel.unary_stream("/outrider.target.v1.TargetService/Generate")(bytes(17 * 2**20))
+        with pytest.raises(aio.AioRpcError, match="larger than max") as failure:
+            await call.read()
+        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(await _tokens(channel, _generate([1]))) == 8
+
+
+@pytest.mark.parametrize(
+    "method", ["target.v1.TargetService/Session", "speculation.v1.SpeculationService/Speculate"]
+)
+async def test_bytes_that_are_no_message_are_an_invalid_argument(folder: Path, method: str) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        call = channel.stream_stream(f"/outrider.{method}")()
+        await call.write(b"\xff\xff\xff")
+        error = error_from_rpc(await _failure(call))
+        assert (error.reason, error.code.name) == ("MESSAGE_UNDECODABLE", "INVALID_ARGUMENT")
+        assert len(await _tokens(channel, _generate([1]))) == 8
+
+
 async def test_taken_port_is_named(folder: Path) -> None:
     async with _serve(folder) as (process, _, _admin):
         with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{process.port}"):
