@@ -8,10 +8,16 @@ offline mode (`HF_HUB_OFFLINE=1`) and progress bars. A path that exists is taken
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from shared.errors import SettingsError
+
+BUILT_IN: Mapping[str, Path] = MappingProxyType(
+    {"demo-moe": Path(__file__).parent / "demo" / "demo-moe"}
+)
+"""Models of this repository that are named without a path."""
 
 _MODEL_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _FILE_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)/(.+)")
@@ -39,6 +45,8 @@ def local_path(path: Path, *, flag: str, revision: str | None = None) -> Path:
     Raises:
         SettingsError: it is neither here nor to be had, or a folder is given with a revision.
     """
+    if str(path) in BUILT_IN and not path.exists():
+        path = BUILT_IN[str(path)]
     if not is_hub_id(path):
         if revision is not None and not _is_snapshot(path):
             raise SettingsError(
