@@ -34,6 +34,7 @@ from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.text.model_text import ModelText
 from gateway.wanted_output import WantedOutput
 from shared.errors import InvalidArgument
+from shared.tokens import ThinkingBudget
 
 _PROMPT_IN_CHAT = {"prompt": "messages"}  # what a client knows its prompt by
 _INLINE_MESSAGES = 64  # a template writes that many in about a millisecond
@@ -79,7 +80,13 @@ class Planner:
             text = self.text.tokenizer.decode(body.input_ids, skip_special_tokens=False)
         output = style.output(text, toolbox)
         wanted = WantedOutput(
-            body, model, trace_id, top_logprobs, length or _chat_length(body), output
+            body,
+            model,
+            trace_id,
+            top_logprobs,
+            length or _chat_length(body),
+            output,
+            thinking=self._thinking(body, text, model),
         )
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompt = body.input_ids
@@ -97,6 +104,20 @@ class Planner:
             what = "separate_reasoning: false beside tools or a grammar"
             raise unimplemented("separate_reasoning", what)
         return replace(style, reasoning=ReasoningParser.NONE)
+
+    def _thinking(
+        self, body: ChatCompletionRequest, prompt: str, model: TargetModel
+    ) -> ThinkingBudget | None:
+        """Returns the bound of what the model thinks; None where it is free, or does not think."""
+        asked, read = body.thinking_token_budget, self.text.style.output(prompt, None)
+        if asked is None or read is None:
+            return None
+        marks = self.text.thinking_marks
+        if marks is None:
+            what = "thinking_token_budget of a model whose marks of reasoning are not single tokens"
+            raise unimplemented("thinking_token_budget", what)
+        max_tokens = min(asked, model.max_context_tokens)
+        return ThinkingBudget(max_tokens, marks[1], None if read.starts_inside else marks[0])
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Returns the token ids of a chat."""
@@ -130,6 +151,9 @@ class Planner:
         default_tokens: `max_tokens` where the body has none.
         """
         refuse_unimplemented(body)
+        if body.thinking_token_budget is not None:
+            what = "thinking_token_budget in this interface"
+            raise unimplemented("thinking_token_budget", what)
         num_drawn = self._num_drawn(body)
         top_logprobs = None
         if body.logprobs is not None:
@@ -187,7 +211,7 @@ class Planner:
             for prompt in (
                 truncated(each, body, wanted.model, wanted.num_asked) for each in prompts
             )
-            for generation in wanted.generations(prompt, grammar, self.text.defaults)
+            for generation in wanted.generations(prompt, grammar, self.text)
         ]
         return Plan(
             request_id=request_id,

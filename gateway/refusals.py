@@ -65,9 +65,7 @@ _HARMLESS = frozenset(
 
 _UNIMPLEMENTED = frozenset(
     {
-        "allowed_token_ids",
         "audio",
-        "bad_words",
         "cache_salt",
         "custom_logit_processor",
         "custom_params",
@@ -89,7 +87,6 @@ _UNIMPLEMENTED = frozenset(
         "session_params",
         "stop_regex",
         "suffix",
-        "thinking_token_budget",
         "token_ids_logprob",
         "use_beam_search",
         "web_search_options",

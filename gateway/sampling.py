@@ -2,46 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, fields
 from typing import TypeVar
 
 from gateway.generation import TargetModel
-from gateway.schema import GenerationBody, Speculation
+from gateway.schema import GenerationBody, SamplingFields, Speculation
 from shared.errors import InvalidArgument
 from shared.sampling_defaults import SamplingDefaults
-from shared.tokens import MAX_TOP_LOGPROBS, SamplingParams, StopParams
+from shared.text.tokenizer import Tokenizer
+from shared.tokens import (
+    MAX_BAD_WORDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    StopParams,
+    ThinkingBudget,
+)
 
 T = TypeVar("T")
 
+_NAMES = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+_MAX_BAD_WORDS = MAX_BAD_WORDS // 2  # each has two spellings
+_MAX_WORD_CHARACTERS = 64
 _SEED_LIMIT = 2**63
 _MAX_ALGORITHM_CHARACTERS = 64
 _INT32_LIMIT = 2**31
 
 
 def sampling_params(
-    body: GenerationBody, defaults: SamplingDefaults, model: TargetModel
+    body: GenerationBody,
+    defaults: SamplingDefaults,
+    model: TargetModel,
+    tokenizer: Tokenizer,
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
-    """Raises:
-    InvalidArgument: a value is out of its range; names the field.
+    """Returns what a body says, the model's defaults for the rest.
+
+    Fields of bodies have the names of the parameters; those that need more than that stand here.
+
+    Raises:
+        InvalidArgument: a value is out of its range; names the field.
     """
-    bias = body.logit_bias or {}
-    _check_token_ids("logit_bias", bias, model)
-    seed = 0 if body.seed is None else body.seed
+    given = {name: getattr(body, name) for name in _NAMES}
+    said = {name: value for name, value in given.items() if value is not None}
+    seed, top_k = said.get("seed", 0), said.get("top_k", 0)
     if not -_SEED_LIMIT <= seed < _SEED_LIMIT:
         raise InvalidArgument.out_of_range("seed", seed, "[-2^63, 2^63)")
-    top_k = _given(body.top_k, defaults.top_k)
     if top_k >= _INT32_LIMIT:
         raise InvalidArgument.out_of_range("top_k", top_k, "[-1, 2^31)")
-    return SamplingParams(
-        temperature=_given(body.temperature, defaults.temperature),
-        top_k=0 if top_k == -1 else top_k,
-        top_p=_given(body.top_p, defaults.top_p),
-        min_p=_given(body.min_p, defaults.min_p),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=bias,
-        seed=seed,
-    )
+    if top_k == -1:
+        said["top_k"] = 0
+    if "allowed_token_ids" in said:
+        said["allowed_token_ids"] = _allowed(said["allowed_token_ids"])
+    if "bad_words" in said:
+        said["bad_words"] = _word_tokens(said["bad_words"], tokenizer)
+    params = SamplingParams(**{**asdict(defaults), **said}, thinking=thinking)
+    for name, token_ids in params.named_token_ids.items():
+        _check_token_ids(name, token_ids, model)
+    return params
+
+
+def _allowed(token_ids: Sequence[int]) -> tuple[int, ...]:
+    if not token_ids:
+        message = "allowed_token_ids is empty; it must hold a token"
+        raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of words, at the beginning of a text and behind a space."""
+    if len(words) > _MAX_BAD_WORDS:
+        limit = f"at most {_MAX_BAD_WORDS} words"
+        raise InvalidArgument.out_of_range("bad_words", len(words), limit)
+    runs: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        if not 1 <= len(bare) <= _MAX_WORD_CHARACTERS:
+            limit = f"words of [1, {_MAX_WORD_CHARACTERS}] characters"
+            raise InvalidArgument.out_of_range("bad_words", len(bare), limit)
+        for spelled in (bare, f" {bare}"):
+            runs[tuple(tokenizer.encode_word(spelled))] = None
+    return tuple(runs)
 
 
 def stop_params(
@@ -110,9 +151,7 @@ def check_priority(priority: int | None) -> int:
     return priority
 
 
-def _check_token_ids(
-    field: str, token_ids: list[int] | dict[int, float], model: TargetModel
-) -> None:
+def _check_token_ids(field: str, token_ids: Collection[int], model: TargetModel) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < model.vocab_size:
             raise InvalidArgument.out_of_range(field, token_id, f"[0, {model.vocab_size})")

@@ -118,6 +118,13 @@ class SamplingFields(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Bias | None = None
+    allowed_token_ids: Items[int] | None = Field(
+        default=None, description="no other token is drawn"
+    )
+    bad_words: Items[str] | None = Field(default=None, description="words the answer never holds")
+    thinking_token_budget: int | None = Field(
+        default=None, description="tokens of reasoning, after which the answer begins"
+    )
     min_tokens: int | None = None
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None

@@ -21,12 +21,12 @@ from gateway.schema import (
     GenerationBody,
     Speculation,
 )
+from gateway.text.model_text import ModelText
 from shared.draft_wishes import OUTCOMES, TREE_STEPS, TREE_TOKENS
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
-from shared.sampling_defaults import SamplingDefaults
 from shared.seeds import choice_seed
-from shared.tokens import StopParams
+from shared.tokens import StopParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class WantedOutput:
         output: how calls and reasoning are told from text; None when all of it is text.
         echo_scoring: which prompt tokens an echo needs log probabilities of.
         num_drawn: `best_of`; None where it is `n`.
+        thinking: bounds the reasoning; None leaves it free.
     """
 
     body: GenerationBody
@@ -49,6 +50,7 @@ class WantedOutput:
     output: ChatOutput | None = None
     echo_scoring: PromptScoring | None = None
     num_drawn: int | None = None
+    thinking: ThinkingBudget | None = None
 
     @property
     def num_shown(self) -> int:
@@ -86,7 +88,7 @@ class WantedOutput:
         )
 
     def generations(
-        self, prompt: list[int], grammar: Grammar | None, defaults: SamplingDefaults
+        self, prompt: list[int], grammar: Grammar | None, text: ModelText
     ) -> list[Generation]:
         """Returns the choices of one prompt.
 
@@ -94,7 +96,7 @@ class WantedOutput:
             InvalidArgument: a value is out of its range; names the field.
         """
         body, speculation = self.body, self.body.speculation or Speculation()
-        sampling = sampling_params(body, defaults, self.model)
+        sampling = sampling_params(body, text.defaults, self.model, text.tokenizer, self.thinking)
         self.length.check(len(prompt), self.model)
         generation = Generation(
             prompt_token_ids=prompt,

@@ -6,7 +6,7 @@ Plain frozen data without torch, protobuf or grpc, so that policies can be read 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -14,6 +14,29 @@ from shared.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How long the model may think before it answers.
+
+    Attributes:
+        max_tokens: of thoughts, at least 0; then the next token is `end_token_id`.
+        end_token_id: the mark behind thoughts.
+        start_token_id: the mark before them, where the model writes it; None where the prompt has
+            opened them.
+    """
+
+    max_tokens: int
+    end_token_id: int
+    start_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            limit = "0 or more"
+            raise InvalidArgument.out_of_range("thinking_token_budget", self.max_tokens, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +53,10 @@ class SamplingParams:
         repetition_penalty: in (0, 2]; divides positive and multiplies negative logits of tokens
             that occur in prompt or output; 1 is off.
         logit_bias: token id to a value in [-100, 100], added to the logit.
+        allowed_token_ids: no other token is drawn; empty is off.
+        bad_words: runs of tokens, each of at least one, that the output never holds: the last token
+            of a run is not drawn after the others.
+        thinking: bounds the thoughts; None leaves them free.
         seed: keys the noise; the output is a function of weights, prompt, parameters and seed.
     """
 
@@ -41,6 +68,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking: ThinkingBudget | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,6 +84,19 @@ class SamplingParams:
             raise InvalidArgument.out_of_range("top_k", self.top_k, "0 (off) or more")
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        self._check_words()
+
+    def _check_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            limit = f"at most {MAX_BAD_WORDS} entries"
+            raise InvalidArgument.out_of_range("bad_words", len(self.bad_words), limit)
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                limit = f"entries of [1, {MAX_BAD_WORD_TOKENS}] tokens"
+                raise InvalidArgument.out_of_range("bad_words", len(word), limit)
+        if self.allowed_token_ids and not set(self.allowed_token_ids) - self.bad_token_ids:
+            message = "bad_words leaves none of allowed_token_ids"
+            raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
 
     @property
     def is_greedy(self) -> bool:
@@ -65,6 +108,35 @@ class SamplingParams:
             self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
             or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def named_token_ids(self) -> dict[str, Collection[int]]:
+        """The tokens that each field names; all must be in the vocabulary."""
+        thinking = self.thinking
+        marks = () if thinking is None else (thinking.end_token_id, thinking.start_token_id or 0)
+        return {
+            "logit_bias": self.logit_bias.keys(),
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": [token_id for word in self.bad_words for token_id in word],
+            "thinking_token_budget": marks,
+        }
+
+    @property
+    def bad_token_ids(self) -> frozenset[int]:
+        """The bad words of one token."""
+        return frozenset(word[0] for word in self.bad_words if len(word) == 1)
+
+    @property
+    def bad_phrases(self) -> tuple[tuple[int, ...], ...]:
+        """The bad words of several tokens: what they ban depends on the tokens before."""
+        return tuple(word for word in self.bad_words if len(word) > 1)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether more than temperature and cuts shapes the law of every token."""
+        return bool(
+            self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_token_ids
         )
 
 

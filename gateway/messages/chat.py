@@ -12,6 +12,7 @@ from gateway.generation import TargetModel
 from gateway.messages.context_edits import edited
 from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoice
 from gateway.messages.turns import chat_messages
+from gateway.notices import give_notice
 from gateway.output.families import ReasoningParser
 from gateway.output.style import OutputStyle
 from gateway.output_length import OutputLength
@@ -33,6 +34,7 @@ from gateway.schema import (
     ResponseFormat,
     ToolDefinition,
 )
+from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 
 _FIELDS = KnownFields(
@@ -57,6 +59,7 @@ async def messages_plan(
         update={
             "stream": body.stream,
             **body.sampling_fields,
+            "thinking_token_budget": _budget(body, planner.text),
             "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "response_format": response_format,
             "reasoning_effort": body.output_config and body.output_config.effort,
@@ -67,6 +70,18 @@ async def messages_plan(
         length = OutputLength(body.max_tokens, "max_tokens", is_capped=True)
         plan = await planner.chat(chat, name, model, trace_id, length=length)
     return replace(plan, request_id=f"msg_{uuid.uuid4().hex}", grammar_field=field)
+
+
+def _budget(body: MessagesRequest, text: ModelText) -> int | None:
+    """Returns the bound of thoughts, which Anthropic's clients give whatever the model is."""
+    if body.thinking_token_budget is not None:
+        return body.thinking_token_budget
+    if body.thinking is None or body.thinking.budget_tokens is None:
+        return None
+    if text.thinking_marks is None:
+        give_notice("thinking.budget_tokens has no effect: thoughts of this model have no bound")
+        return None
+    return body.thinking.budget_tokens
 
 
 def _response_format(body: MessagesRequest) -> tuple[ResponseFormat | None, str]:

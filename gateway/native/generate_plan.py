@@ -13,7 +13,7 @@ from gateway.native.schema import GenerateRequest, NativeSampling
 from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.refusals import KnownFields, unimplemented
-from gateway.schema import CompletionRequest
+from gateway.schema import CompletionRequest, SamplingFields
 from shared.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -57,11 +57,8 @@ _SAMPLING_FIELDS = KnownFields(
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _PROMPT_NAMES = {"prompt_logprob_start": "logprob_start_len"}
-_SAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "logit_bias"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("regex", "ebnf", "json_schema", "structural_tag"),
-)
+_CONSTRAINTS = ("regex", "ebnf", "json_schema", "structural_tag")
+_SAME = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +120,15 @@ def _completion(
     num_top: int | None,
 ) -> CompletionRequest:
     given = {name: getattr(sampling, name) for name in _SAME}
+    renamed = {"min_tokens": sampling.min_new_tokens, "seed": sampling.sampling_seed}
+    renamed["priority"] = body.priority
+    given |= {name: value for name, value in renamed.items() if value is not None}
     return CompletionRequest(
         **given,
         prompt=prompt,
         stream=body.stream,
         max_tokens=sampling.max_new_tokens,
-        min_tokens=sampling.min_new_tokens,
-        seed=sampling.sampling_seed,
-        ignore_eos=sampling.ignore_eos,
-        skip_special_tokens=sampling.skip_special_tokens,
-        include_stop_str_in_output=sampling.no_stop_trim,
         logprobs=num_top,
-        priority=body.priority,
         speculation=body.speculation,
     )
 

@@ -6,7 +6,15 @@ from typing import Any
 
 from pydantic import Field
 
-from gateway.schema import Bias, Body, ChatMessage, Flag, Items, Speculation, ToolDefinition
+from gateway.schema import (
+    Body,
+    ChatMessage,
+    Flag,
+    Items,
+    SamplingFields,
+    Speculation,
+    ToolDefinition,
+)
 
 
 class TokenizeRequest(Body):
@@ -41,30 +49,17 @@ class AbortRequest(Body):
     abort_all: Flag = False
 
 
-class NativeSampling(Body):
+class NativeSampling(SamplingFields):
     """`sampling_params` of `/generate`, by SGLang's names."""
 
     max_new_tokens: int | None = Field(default=None, description="128 by default")
-    min_new_tokens: int | None = None
+    min_new_tokens: int | None = Field(default=None, description="SGLang's name of `min_tokens`")
+    sampling_seed: int | None = Field(default=None, description="SGLang's name of `seed`")
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(default=None, description="0 or -1 is off")
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Bias | None = None
-    sampling_seed: int | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: Flag = False
-    skip_special_tokens: bool | None = None
     regex: str | None = None
     ebnf: str | None = Field(default=None, description="GBNF, EBNF or Lark")
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
-    no_stop_trim: Flag = Field(default=False, description="keep the stop string in the text")
 
 
 class GenerateRequest(Body):

@@ -26,6 +26,16 @@ class ModelText:
     defaults: SamplingDefaults
     style: OutputStyle
 
+    @property
+    def thinking_marks(self) -> tuple[int, int] | None:
+        """The tokens before and behind reasoning; None where they are not one each."""
+        tags, encode = self.style.reasoning.tags, self.tokenizer.encode_word
+        start, end = encode(tags.begin), encode(tags.end)
+        parts = ReasoningParser.NONE, ReasoningParser.HARMONY  # which have other marks
+        if self.style.reasoning in parts or len(start) != 1 or len(end) != 1:
+            return None
+        return start[0], end[0]
+
     @classmethod
     def read(
         cls,

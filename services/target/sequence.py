@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.target.grammars.matcher import GrammarMatcher
 from services.target.requests.request import GenerationRequest, ModelLimits, SpeculationStats
+from services.target.token_rules import TokenRules
 from shared.errors import OutriderError
 from shared.kv.leases import KvLease
 from shared.tokens import FinishReason, SamplingParams
@@ -34,6 +35,7 @@ class Sequence:
             steps have scored those before. The prompt's length when none is left.
         matcher: how far the output has got in the request's grammar, if it has one.
         weight_version: of the weights that the last tokens were drawn with.
+        rules: of the request about what follows what, while there are any.
         decided_s: engine clock at the last commit, or when it left the queue.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_output_tokens: the request's bound, clamped to the context.
@@ -55,6 +57,7 @@ class Sequence:
     decided_s: float = 0.0
     weight_version: str | None = None
     matcher: GrammarMatcher | None = None
+    rules: TokenRules | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     num_prompt_tokens: int = field(init=False)
     next_scored: int = field(init=False)
@@ -76,7 +79,9 @@ class Sequence:
     def of(cls, sequence_id: int, request: GenerationRequest, limits: ModelLimits) -> Sequence:
         """Starts a sequence at its prompt."""
         matcher = None if request.grammar is None else request.grammar.matcher()
-        return cls(sequence_id, request, limits, list(request.prompt_token_ids), matcher=matcher)
+        rules = TokenRules.of(request.sampling)
+        prompt = list(request.prompt_token_ids)
+        return cls(sequence_id, request, limits, prompt, matcher=matcher, rules=rules)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -126,25 +131,29 @@ class Sequence:
 
         Then the next step is launched when this one's tokens are read, not before.
         """
-        return self.matcher is not None
+        return self.matcher is not None or self.rules is not None
 
     @property
     def failure(self) -> OutriderError | None:
         """Why the sequence cannot go on."""
         return None if self.matcher is None else self.matcher.failure
 
-    def banned_token_ids(self, num_ahead: int) -> frozenset[int]:
-        """Tokens that may not be drawn `num_ahead` tokens after the committed and pending ones.
+    def banned_token_ids(self, path: SequenceOf[int]) -> frozenset[int]:
+        """Tokens that may not be drawn after a path of a tree, which hangs off the committed and
+        pending ones.
 
         Before the minimum length no stop token can be drawn; that holds at each depth of a tree
         on its own.
         """
-        if (
-            self.num_output_tokens + self.num_pending + num_ahead
-            >= self.request.stop.min_output_tokens
-        ):
-            return frozenset()
-        return self.stop_token_ids
+        banned = frozenset[int]() if self.rules is None else self.rules.banned_after(path)
+        num_before = self.num_output_tokens + self.num_pending + len(path)
+        if num_before >= self.request.stop.min_output_tokens:
+            return banned
+        return banned | self.stop_token_ids
+
+    def forced_token_id(self, path: SequenceOf[int]) -> int | None:
+        """The only token that may be drawn after a path of a tree; None where there are others."""
+        return None if self.rules is None else self.rules.forced_after(path)
 
     def cancel(self) -> None:
         """Ends the sequence; what is in flight for it will not be committed."""
@@ -163,6 +172,7 @@ class Sequence:
         for token_id in drawn_token_ids:
             committed.append(token_id)
             self.token_ids.append(token_id)
+            self._follow_rules(token_id)
             if token_id in stop_token_ids:
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token_id
                 break
@@ -174,6 +184,12 @@ class Sequence:
                 break
         self.round += 1
         return tuple(committed)
+
+    def _follow_rules(self, token_id: int) -> None:
+        if self.rules is not None:
+            self.rules.advance(token_id)
+            if self.rules.is_idle:
+                self.rules = None
 
     def _ends_grammar(self, token_id: int) -> bool:
         """Follows the grammar by one committed token; returns whether nothing can come after."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from services.target.draw import CoupledDraw, Draw, FreshDraw, RowLaws
 from services.target.flag_choices import VerificationMode as VerificationMode
 from services.target.path_rules import DrawnChainRule, PathRule, PointMassRule
 from services.target.running_counts import RunningCounts
+from services.target.sequence import Sequence as TargetSequence
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import TokenMasks
 from shared.speculation.block_verification import BLOCK
 from shared.speculation.rejection import REJECTION
 from shared.speculation.row_sampling import RowSampling, row_sampling
-from shared.speculation.tree import row_depths
+from shared.speculation.tree import row_paths
 from shared.speculation.verify import EXACT, Thresholds
 
 
@@ -92,26 +94,39 @@ class _LastSampling:
 
     def of(self, drawn: Sequence[ScheduledSequence], device: torch.device) -> RowSampling:
         """Returns the parameters of every row."""
-        banned = _banned(drawn)
+        rules = _RowRules.of(drawn)
         num_rows = [(each.sequence.sequence_id, 1 + len(each.tree)) for each in drawn]
-        if self._sampling is None or banned or num_rows != self._num_rows:
-            # What is banned changes with every token.
-            self._num_rows = [] if banned else num_rows
+        if self._sampling is None or rules is not None or num_rows != self._num_rows:
+            # What is ruled changes with every token.
+            self._num_rows = num_rows if rules is None else []
             self._sampling = row_sampling(
                 [entry.sequence.sampling for entry in drawn],
                 [count for _, count in num_rows],
                 device=device,
-                banned_token_ids=banned,
+                banned_token_ids=() if rules is None else rules.banned,
+                forced_token_ids=() if rules is None else rules.forced,
             )
         return self._sampling
 
 
-def _banned(drawn: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
-    """Returns the banned tokens of each row, or nothing when no row has any."""
-    if not any(entry.sequence.banned_token_ids(0) for entry in drawn):
-        return []
-    return [
-        tuple(sorted(entry.sequence.banned_token_ids(depth)))
-        for entry in drawn
-        for depth in row_depths(entry.tree)
-    ]
+@dataclass(frozen=True, slots=True)
+class _RowRules:
+    """What each row may not draw, and the one token that it must."""
+
+    banned: list[list[int]]
+    forced: list[int | None]
+
+    @classmethod
+    def of(cls, drawn: Sequence[ScheduledSequence]) -> _RowRules | None:
+        """Returns the rules of all rows; None when no row has any."""
+        if not any(_has_rules(entry.sequence) for entry in drawn):
+            return None
+        rows = [(entry.sequence, path) for entry in drawn for path in row_paths(entry.tree)]
+        return cls(
+            [sorted(sequence.banned_token_ids(path)) for sequence, path in rows],
+            [sequence.forced_token_id(path) for sequence, path in rows],
+        )
+
+
+def _has_rules(sequence: TargetSequence) -> bool:
+    return sequence.rules is not None or bool(sequence.banned_token_ids(()))

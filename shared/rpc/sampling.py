@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence
+from dataclasses import asdict, fields
 from types import MappingProxyType
+from typing import Any
 
 from shared.pb.outrider.types.v1 import sampling_pb2 as pb
-from shared.tokens import SamplingParams, StopParams
+from shared.tokens import SamplingParams, StopParams, ThinkingBudget
 
 
 def sampling_from_message(
     message: pb.SamplingParams, *, draw_seed: Callable[[], int]
 ) -> SamplingParams:
-    """Returns the parameters, with defaults for absent fields.
+    """Returns the parameters. Fields of the message have their names, and defaults hold for those
+    that are absent.
 
     Args:
         draw_seed: called when the message has no seed.
@@ -20,34 +23,34 @@ def sampling_from_message(
     Raises:
         InvalidArgument: a value is out of range or not a number.
     """
-    return SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        repetition_penalty=(
-            message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-        ),
-        logit_bias=MappingProxyType(dict(message.logit_bias)),
-        seed=message.seed if message.HasField("seed") else draw_seed(),
-    )
+    given = {field.name: _plain(value) for field, value in message.ListFields()}
+    if "seed" not in given:
+        given["seed"] = draw_seed()
+    return SamplingParams(**given)
 
 
 def sampling_message(params: SamplingParams) -> pb.SamplingParams:
     """Returns the message with every field set, the seed included."""
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
-        seed=params.seed,
-    )
+    names = [field.name for field in fields(params)]
+    values = {name: getattr(params, name) for name in names}
+    values["bad_words"] = [pb.TokenRun(token_ids=word) for word in params.bad_words]
+    if params.thinking is not None:
+        values["thinking"] = pb.ThinkingBudget(**asdict(params.thinking))
+    return pb.SamplingParams(**values)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a field's value as the dataclass holds it."""
+    if isinstance(value, MutableMapping):
+        return MappingProxyType(dict(value))
+    if isinstance(value, MutableSequence):
+        return tuple(
+            tuple(each.token_ids) if isinstance(each, pb.TokenRun) else each for each in value
+        )
+    if isinstance(value, pb.ThinkingBudget):
+        start = value.start_token_id if value.HasField("start_token_id") else None
+        return ThinkingBudget(value.max_tokens, value.end_token_id, start)
+    return value
 
 
 def stop_from_message(message: pb.StopParams, *, max_output_tokens: int) -> StopParams:

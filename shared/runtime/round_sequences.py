@@ -48,12 +48,8 @@ class Newcomer:
     @property
     def is_shaped(self) -> bool:
         """Whether more than temperature and cuts shapes what it draws from."""
-        sampling = self.sampling
-        return bool(
-            sampling.has_penalties
-            or sampling.logit_bias
-            or (self.stop_token_ids and len(self.token_ids) < self.min_length)
-        )
+        is_early = bool(self.stop_token_ids) and len(self.token_ids) < self.min_length
+        return self.sampling.shapes_logits or is_early
 
     @property
     def in_slot(self) -> SlotSequence:

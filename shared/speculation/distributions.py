@@ -4,7 +4,8 @@ The order, all of it per row:
 
 1. repetition penalty, then frequency and presence penalties;
 2. logit bias, so that a bias of 100 decides whatever the penalties say;
-3. banned tokens (stop tokens before the minimum length);
+3. removed tokens: those that are not among the allowed ones, bad words, and stop tokens before the
+   minimum length;
 4. temperature;
 5. top-k, then top-p over the renormalised rest, then min-p.
 
@@ -53,7 +54,7 @@ def target_log_probs(
 def shaped_logits(
     logits: Tensor, sampling: RowSampling, counts: TokenCounts | None = None
 ) -> Tensor:
-    """Returns `[R, V]` float32 logits after penalties, bias and bans (steps 1 to 3)."""
+    """Returns `[R, V]` float32 logits after penalties, bias and removals (steps 1 to 3)."""
     logits = logits.to(torch.float32)
     if sampling.penalties is not None:
         assert counts is not None, "rows with penalties need token counts"
@@ -61,9 +62,7 @@ def shaped_logits(
     if sampling.bias is not None:
         rows, token_ids, values = sampling.bias
         logits = logits.index_put((rows, token_ids), values, accumulate=True)
-    if sampling.banned is not None:
-        logits = _without_banned(logits, *sampling.banned)
-    return logits
+    return _allowed_only(logits, sampling)
 
 
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
@@ -91,8 +90,15 @@ def _one_hot(logits: Tensor) -> Tensor:
     return torch.full_like(logits, -math.inf).scatter_(-1, best, 0.0)
 
 
-def _without_banned(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
-    """Removes banned tokens, except in a row that would have none left."""
-    remaining = logits.index_put((rows, token_ids), logits.new_full((), -math.inf))
+def _allowed_only(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """Removes tokens (step 3), except from a row that would have none left."""
+    remaining = logits
+    if sampling.allowed is not None:
+        is_allowed = sampling.allowed.of_rows(logits.shape[-1])
+        remaining = remaining.masked_fill(~is_allowed, -math.inf)
+    if sampling.banned is not None:
+        remaining = remaining.index_put(sampling.banned, logits.new_full((), -math.inf))
+    if remaining is logits:
+        return logits
     is_empty = (remaining == -math.inf).all(dim=-1, keepdim=True)
     return torch.where(is_empty, logits, remaining)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,32 @@ from shared.tokens import SamplingParams
 # Below this a temperature is as good as 0, and dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-5
 _NO_TOP_K = 2**31 - 1
+_FORCE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The tokens that some of R rows may draw, the others any.
+
+    Attributes:
+        sets: `[R]` int64, which set of tokens a row draws from; set 0 is all of them.
+        members: set `[N]` and token id `[N]` int64, for each token of each set but the first.
+        num_sets: the first one included.
+        max_token_id: the greatest of the ids.
+    """
+
+    sets: Tensor
+    members: tuple[Tensor, Tensor]
+    num_sets: int
+    max_token_id: int
+
+    def of_rows(self, vocab_size: int) -> Tensor:
+        """Returns `[R, V]` bool."""
+        width = max(vocab_size, self.max_token_id + 1)  # a draft may know fewer tokens
+        table = torch.zeros(self.num_sets, width, dtype=torch.bool, device=self.sets.device)
+        table[0] = True
+        table.index_put_(self.members, table.new_ones(()))
+        return table[:, :vocab_size].index_select(0, self.sets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +56,7 @@ class RowSampling:
         penalties: None when no row has any.
         seeds: `[R]` int64.
         bias: rows `[N]`, token ids `[N]` int64 and values `[N]` float32; None without bias.
+        allowed: None when every row may draw any token.
         banned: rows and token ids, `[M]` int64 each; None when nothing is banned.
         all_greedy: no row draws.
         has_top_k: some drawing row cuts by top-k.
@@ -46,6 +73,7 @@ class RowSampling:
     penalties: Penalties | None
     seeds: Tensor
     bias: tuple[Tensor, Tensor, Tensor] | None
+    allowed: AllowedTokens | None
     banned: tuple[Tensor, Tensor] | None
     all_greedy: bool
     has_top_k: bool
@@ -56,7 +84,12 @@ class RowSampling:
     @property
     def shapes_logits(self) -> bool:
         """Whether steps 1 to 3 do anything."""
-        return not (self.penalties is None and self.bias is None and self.banned is None)
+        return not (
+            self.penalties is None
+            and self.bias is None
+            and self.allowed is None
+            and self.banned is None
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -70,6 +103,7 @@ def row_sampling(
     *,
     device: torch.device,
     banned_token_ids: Sequence[Sequence[int]] = (),
+    forced_token_ids: Sequence[int | None] = (),
 ) -> RowSampling:
     """Returns the parameters of each sequence repeated over its rows.
 
@@ -77,8 +111,9 @@ def row_sampling(
         params: one for each sequence.
         row_counts: rows of each sequence (its tree's nodes and the root).
         device: where the logits are.
-        banned_token_ids: for each row the tokens it must not draw, see `tree.banned_by_min_tokens`;
-            empty when no row bans any.
+        banned_token_ids: for each row further tokens it must not draw, see
+            `tree.banned_by_min_tokens`; empty when no row bans any.
+        forced_token_ids: for each row the token that it must draw, or None; empty for no row.
     """
     assert len(params) == len(row_counts)
     assert len(banned_token_ids) in (0, sum(row_counts))
@@ -97,8 +132,9 @@ def row_sampling(
         min_ps=floats[:, 3:4],
         penalties=_penalties(floats) if any(p.has_penalties for p in params) else None,
         seeds=uploaded(seeds.repeat_interleave(counts), device),
-        bias=_bias(params, row_counts, device),
-        banned=_banned(banned_token_ids, device),
+        bias=_bias(params, row_counts, forced_token_ids, device),
+        allowed=_allowed(params, row_counts, device),
+        banned=_banned(_with_bad_words(params, row_counts, banned_token_ids), device),
         all_greedy=not drawing,
         has_top_k=any(p.top_k for p in drawing),
         max_top_k=max(p.top_k for p in drawing) if has_all_top_k else None,
@@ -133,6 +169,7 @@ def sampling_of_columns(
         penalties=None,
         seeds=seeds,
         bias=None,
+        allowed=None,
         banned=None,
         all_greedy=not has_draws,
         has_top_k=has_cuts,
@@ -164,14 +201,24 @@ def _penalties(columns: Tensor) -> Penalties:
 
 
 def _bias(
-    params: Sequence[SamplingParams], row_counts: Sequence[int], device: torch.device
+    params: Sequence[SamplingParams],
+    row_counts: Sequence[int],
+    forced: Sequence[int | None],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    if not any(each.logit_bias for each in params):
+    """A forced token has a bias beyond all logits, so that one that is removed stays so."""
+    if not (any(each.logit_bias for each in params) or any(each is not None for each in forced)):
         return None
     owners = [each for each, count in zip(params, row_counts, strict=True) for _ in range(count)]
-    rows = [row for row, each in enumerate(owners) for _ in each.logit_bias]
-    token_ids = [token_id for each in owners for token_id in each.logit_bias]
-    values = [value for each in owners for value in each.logit_bias.values()]
+    triples = [
+        (row, token_id, value)
+        for row, each in enumerate(owners)
+        for token_id, value in each.logit_bias.items()
+    ]
+    triples += [
+        (row, token_id, _FORCE) for row, token_id in enumerate(forced) if token_id is not None
+    ]
+    rows, token_ids, values = zip(*triples, strict=True)
     return (
         uploaded_ids(rows, device),
         uploaded_ids(token_ids, device),
@@ -179,8 +226,38 @@ def _bias(
     )
 
 
+def _allowed(
+    params: Sequence[SamplingParams], row_counts: Sequence[int], device: torch.device
+) -> AllowedTokens | None:
+    limited = [each.allowed_token_ids for each in params if each.allowed_token_ids]
+    if not limited:
+        return None
+    numbers = iter(range(1, len(limited) + 1))
+    own = [next(numbers) if each.allowed_token_ids else 0 for each in params]
+    sets = [number for number, count in zip(own, row_counts, strict=True) for _ in range(count)]
+    owners = [number for number, ids in enumerate(limited, start=1) for _ in ids]
+    token_ids = [token_id for ids in limited for token_id in ids]
+    return AllowedTokens(
+        uploaded_ids(sets, device),
+        (uploaded_ids(owners, device), uploaded_ids(token_ids, device)),
+        1 + len(limited),
+        max(token_ids),
+    )
+
+
+def _with_bad_words(
+    params: Sequence[SamplingParams], row_counts: Sequence[int], banned: Sequence[Iterable[int]]
+) -> Sequence[Iterable[int]]:
+    """Returns what each row must not draw, its bad words of one token included."""
+    if not any(each.bad_words for each in params):
+        return banned
+    owners = [each for each, count in zip(params, row_counts, strict=True) for _ in range(count)]
+    others = banned or [()] * len(owners)
+    return [sorted({*ids, *each.bad_token_ids}) for ids, each in zip(others, owners, strict=True)]
+
+
 def _banned(
-    banned_token_ids: Sequence[Sequence[int]], device: torch.device
+    banned_token_ids: Sequence[Iterable[int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     rows = [row for row, ids in enumerate(banned_token_ids) for _ in ids]
     token_ids = [token_id for ids in banned_token_ids for token_id in ids]

@@ -97,6 +97,11 @@ class Tokenizer:
             )
             raise DeadlineExceeded(message, reason="TOKENIZING_TOO_SLOW") from error
 
+    def encode_word(self, word: str) -> list[int]:
+        """Returns the token ids of a few characters."""
+        assert len(word) <= _INLINE_CHARACTERS
+        return self._encode(word, add_special_tokens=False)
+
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             num_tokens = -(-len(text) // self.longest_token)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
 from gateway.text.model_text import ModelText
@@ -168,16 +171,24 @@ async def test_thoughts_that_are_not_set_apart_are_text(
     [
         ("/v1/responses", {"model": "fake", "input": "then", "max_output_tokens": 9}),
         ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 9}),
+        ("/v1/completions", {**COMPLETION, "max_tokens": 9}),
     ],
 )
 async def test_every_interface_takes_the_sampling_fields(
-    client: httpx.AsyncClient, target: FakeTarget, url: str, body: dict[str, Any]
+    client: httpx.AsyncClient,
+    target: FakeTarget,
+    tokenizer: Tokenizer,
+    url: str,
+    body: dict[str, Any],
 ) -> None:
     fields = {
         "top_k": 7,
         "min_p": 0.25,
         "presence_penalty": 1.0,
         "logit_bias": {"3": 2.0},
+        "allowed_token_ids": [3, 4, 3],
+        "bad_words": ["fox"],
         "min_tokens": 2,
         "stop_token_ids": [9],
         "ignore_eos": True,
@@ -189,6 +200,9 @@ async def test_every_interface_takes_the_sampling_fields(
     params, stop = request.sampling_params, request.stop_params
     assert (params.top_k, params.min_p, params.presence_penalty) == (7, 0.25, 1.0)
     assert dict(params.logit_bias) == {3: 2.0}
+    assert list(params.allowed_token_ids) == [3, 4]
+    runs = [await ids_of(tokenizer, word) for word in ("fox", " fox")]
+    assert [list(run.token_ids) for run in params.bad_words] == runs
     assert (stop.min_output_token_count, list(stop.stop_token_ids)) == (2, [9])
     assert (stop.ignore_eos, request.priority) == (True, 3)
     refused = await client.post(url, json={**body, "min_p": 2})
@@ -229,3 +243,80 @@ async def test_a_model_has_further_names(make_gateway: MakeGateway, target: Fake
         assert (answer.status_code, answer.json()["model"]) == (200, "fake")
         unknown = await client.post("/v1/chat/completions", json={**body, "model": "other"})
         assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["x"] * 257}, "bad_words"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    ],
+)
+async def test_wrong_limits_of_tokens_are_refused_by_name(
+    make_gateway: MakeGateway, target: FakeTarget, marked: ModelText, fields: Any, named: str
+) -> None:
+    gateway = await make_gateway(target, text=marked)
+    response = await post(gateway, "/v1/chat/completions", {**CHAT, **fields})
+    assert (await error_of(response))[:2] == (400, named)
+
+
+@pytest.fixture(scope="session")
+def marked(thinking_text: ModelText, model_folder: Path) -> ModelText:
+    """The thinking model with marks of one token each, as models that think have them."""
+    tokenizer = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return replace(thinking_text, tokenizer=Tokenizer(tokenizer))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_thoughts_have_a_budget(
+    make_gateway: MakeGateway, target: FakeTarget, marked: ModelText, is_open: bool
+) -> None:
+    gateway = await make_gateway(target, text=marked)
+    end = "<think>" if is_open else ""
+    messages = [{"role": "user", "content": "then"}, {"role": "assistant", "content": end or "so"}]
+    chat = {**CHAT, "messages": messages, "max_tokens": 9}
+    start, stop = (marked.tokenizer.encode_word(mark)[0] for mark in ("<think>", "</think>"))
+    for body in (
+        {"continue_final_message": True},
+        {"continue_final_message": True, "stream": True},
+    ):
+        asked = {**chat, **body, "thinking_token_budget": 2**40}
+        assert (await post(gateway, "/v1/chat/completions", asked)).status_code == 200
+        budget = target.submits[-1].request.sampling_params.thinking
+        assert (budget.max_tokens, budget.end_token_id) == (4096, stop)
+        assert budget.HasField("start_token_id") != is_open
+        assert is_open or budget.start_token_id == start
+
+
+async def test_a_model_without_thoughts_needs_no_budget(
+    client: httpx.AsyncClient,
+    make_gateway: MakeGateway,
+    target: FakeTarget,
+    thinking_text: ModelText,
+) -> None:
+    asked = {**CHAT, "max_tokens": 2, "thinking_token_budget": 4}
+    assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert not target.submits[-1].request.sampling_params.HasField("thinking")
+    gateway = await make_gateway(target, text=thinking_text)  # whose marks are many tokens
+    for url, body in (("/v1/chat/completions", asked), ("/v1/completions", COMPLETION)):
+        response = await post(gateway, url, {**body, "thinking_token_budget": 4})
+        assert (await error_of(response))[:3] == (400, "thinking_token_budget", "not_implemented")
+
+
+async def test_anthropics_budget_bounds_the_thoughts(
+    make_gateway: MakeGateway, target: FakeTarget, marked: ModelText, thinking_text: ModelText
+) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"model": "fake", "messages": MESSAGES, "max_tokens": 2000, "thinking": thinking}
+    gateway = await make_gateway(target, text=marked)
+    assert (await post(gateway, "/v1/messages", body)).status_code == 200
+    assert target.submits[-1].request.sampling_params.thinking.max_tokens == 1024
+    gateway = await make_gateway(target, text=thinking_text)
+    answer = await post(gateway, "/v1/messages", body)
+    assert answer.status_code == 200
+    assert "budget_tokens" in answer.headers["x-outrider-notice"]

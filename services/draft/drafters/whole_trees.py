@@ -21,9 +21,9 @@ def grows_whole(sequence: DraftSequence) -> bool:
         # One tree of a shape that somebody has made up is not worth a graph.
         return False
     sampling = pass_sampling(sequence)
-    is_plain = not (sampling.has_penalties or sampling.logit_bias)
     is_coupled = sequence.mirrors_noise and not _cuts_deep(sampling)
-    return is_plain and (sampling.is_greedy or is_coupled) and not sequence.draws_chains
+    is_drawn_whole = not sampling.shapes_logits and (sampling.is_greedy or is_coupled)
+    return is_drawn_whole and not sequence.draws_chains
 
 
 def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:

@@ -119,13 +119,22 @@ class ModelLimits:
         """
         self.check_prompt(request.prompt_token_ids)
         self._check_token_ids("stop_token_ids", request.stop.stop_token_ids)
-        self._check_token_ids("logit_bias", request.sampling.logit_bias)
+        for name, token_ids in request.sampling.named_token_ids.items():
+            self._check_token_ids(name, token_ids)
+        self._check_minimum(request)
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidArgument.out_of_range(
                 "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
             )
         if request.prompt_scoring is not None:
             self._check_scoring(request.prompt_scoring, len(request.prompt_token_ids))
+
+    def _check_minimum(self, request: GenerationRequest) -> None:
+        stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
+        ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+        if stop.min_output_tokens and allowed and allowed <= ends:
+            message = "allowed_token_ids holds only tokens that min_tokens forbids at first"
+            raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
 
     def _check_scoring(self, scoring: PromptScoring, num_prompt_tokens: int) -> None:
         if not 0 <= scoring.start < num_prompt_tokens:

@@ -111,7 +111,9 @@ class DeviceRounds:
             rows = self._runners.max_tree_rows
             can_serve = can_be_round(sequence.request, self._algorithm, rows)
             self._can_serve[sequence_id] = can_serve
-        if not can_serve or len(sequence.token_ids) > self._max_context_tokens:
+        if not can_serve or sequence.needs_host_before_next_step:
+            return False
+        if len(sequence.token_ids) > self._max_context_tokens:
             return False
         # Where there was no room, there may be some once pages have come free.
         return self._refused.get(sequence_id) != self._leases.num_returns

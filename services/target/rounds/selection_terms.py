@@ -45,6 +45,7 @@ class SelectionTerms:
         wanted = sequence.request.draft_algorithm or ""
         algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
         is_decoding = sequence.num_uncomputed == 1 and sequence.num_computed > 0
+        is_decoding = is_decoding and not sequence.needs_host_before_next_step
         return is_decoding and can_be_round(sequence.request, algorithm)
 
     @property

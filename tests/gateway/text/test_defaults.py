@@ -12,6 +12,7 @@ from gateway.sampling import sampling_params
 from gateway.schema import CompletionRequest
 from shared.errors import CheckpointError
 from shared.sampling_defaults import SamplingDefaults
+from shared.text.tokenizer import Tokenizer
 
 MODEL = TargetModel("m", "0", 100, 50, frozenset({0}))
 
@@ -21,10 +22,12 @@ def read(folder: Path, config: object) -> SamplingDefaults:
     return SamplingDefaults.read(folder)
 
 
-def test_a_request_says_more_than_the_model_and_the_model_more_than_openai(tmp_path: Path) -> None:
+def test_a_request_says_more_than_the_model_and_the_model_more_than_openai(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     defaults = read(tmp_path, {"temperature": 0.6, "top_k": 20, "do_sample": False, "x": 1})
     body = CompletionRequest.model_validate({"prompt": "x", "top_k": 5})
-    sampling = sampling_params(body, defaults, MODEL)
+    sampling = sampling_params(body, defaults, MODEL, tokenizer)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 5, 1.0)
 
 
@@ -39,6 +42,6 @@ def test_defaults_out_of_range_stop_the_start(tmp_path: Path, config: object) ->
         read(tmp_path, config)
 
 
-def test_minus_one_switches_top_k_off(tmp_path: Path) -> None:
+def test_minus_one_switches_top_k_off(tokenizer: Tokenizer) -> None:
     body = CompletionRequest.model_validate({"prompt": "x", "top_k": -1})
-    assert sampling_params(body, SamplingDefaults(top_k=7), MODEL).top_k == 0
+    assert sampling_params(body, SamplingDefaults(top_k=7), MODEL, tokenizer).top_k == 0

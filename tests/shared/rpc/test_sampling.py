@@ -19,7 +19,7 @@ from shared.rpc.sampling import (
     stop_from_message,
     stop_message,
 )
-from shared.tokens import SamplingParams, StopParams
+from shared.tokens import SamplingParams, StopParams, ThinkingBudget
 
 
 def floats(low: float, high: float, *, exclude_min: bool = False) -> st.SearchStrategy[float]:
@@ -36,6 +36,17 @@ params = st.builds(
     presence_penalty=floats(-2, 2),
     repetition_penalty=floats(0, 2, exclude_min=True),
     logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), floats(-100, 100), max_size=5),
+    allowed_token_ids=st.lists(st.integers(0, 9), unique=True, max_size=5).map(tuple),
+    bad_words=st.lists(
+        st.lists(st.integers(10, 2**31 - 1), min_size=1, max_size=4).map(tuple), max_size=3
+    ).map(tuple),
+    thinking=st.none()
+    | st.builds(
+        ThinkingBudget,
+        st.integers(0, 2**31 - 1),
+        st.integers(0, 9),
+        st.none() | st.integers(0, 9),
+    ),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
 

@@ -215,3 +215,26 @@ def test_flags_say_what_some_drawing_row_needs() -> None:
     mixed = sampling_of(greedy, SamplingParams(top_k=7), SamplingParams(top_k=3, top_p=0.2))
     assert (mixed.all_greedy, mixed.max_top_k, mixed.has_top_p) == (False, 7, True)
     assert sampling_of(SamplingParams(top_k=7), SamplingParams()).max_top_k is None
+
+
+def test_rows_without_allowed_tokens_are_left_as_they_are() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 3)
+    params = [SamplingParams(), SamplingParams(allowed_token_ids=(0, 3, 9)), SamplingParams()]
+    log_probs = target_log_probs(logits, sampling_of(*params)).exp()
+    assert log_probs[1].tolist() == pytest.approx([0.731059, 0, 0, 0.268941], abs=1e-5)
+    assert torch.equal(log_probs[0], log_probs[2])
+    assert log_probs[0].count_nonzero() == 4
+
+
+def test_bad_words_of_one_token_are_removed_with_the_banned_ones() -> None:
+    params = SamplingParams(bad_words=((1,), (2, 3)))
+    assert law([1.0, 3.0, 1.0, 1.0], params, banned_token_ids=[(0,)]) == [0.0, 0.0, 0.5, 0.5]
+    assert law([1.0, 3.0], SamplingParams(bad_words=((0,), (1,)))) == pytest.approx(
+        law([1.0, 3.0], SamplingParams())
+    )
+
+
+def test_a_forced_token_is_drawn_unless_a_grammar_forbids_it() -> None:
+    assert law([9.0, 0.0, -80.0], SamplingParams(), forced_token_ids=[2]) == [0.0, 0.0, 1.0]
+    probs = law([1.0, 1.0, -math.inf], SamplingParams(), forced_token_ids=[2])
+    assert probs == [0.5, 0.5, 0.0]

@@ -164,6 +164,8 @@ def test_lanes_shape_the_distributions_of_those_who_ask(pair: Pair) -> None:
         request([5, 4, 3], BIASED, StopParams(20), top_logprobs=3),
         request([8, 8], SAMPLINGS["truncated"], stop, top_logprobs=0),
         request([2, 9], cut, StopParams(25)),
+        request([6, 1], replace(cut, allowed_token_ids=(3, 4, 8, 9, 11)), StopParams(25)),
+        request([6, 2], SamplingParams(bad_words=((3,), (17,)), seed=1), StopParams(25)),
     ]
     setup, collector = _setup(pair), Collector()
     for key, each in enumerate(requests):
@@ -191,8 +193,9 @@ def test_lanes_shape_the_distributions_of_those_who_ask(pair: Pair) -> None:
         replace(request([5, 4, 3], stop=StopParams(9)), num_draft_steps=2),
         replace(request([5, 4, 3], stop=StopParams(9)), num_draft_tokens=2),
         replace(request([5, 4, 3], stop=StopParams(9)), wants_trace=True),
+        request([5, 4, 3], SamplingParams(bad_words=((3, 4),), seed=1), StopParams(9)),
     ],
-    ids=["disabled", "depth", "width", "trace"],
+    ids=["disabled", "depth", "width", "trace", "phrase"],
 )
 def test_a_request_that_no_lane_can_serve_steps_beside_the_lanes(
     pair: Pair, other: GenerationRequest

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n outrider/types/v1/sampling.proto\x12\x11outrider.types.v1\"\xf7\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x03\x88\x01\x01\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.outrider.types.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"\x98\x01\n\nStopParams\x12#\n\x16max_output_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1e\n\x16min_output_token_count\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\x19\n\x17_max_output_token_countb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n outrider/types/v1/sampling.proto\x12\x11outrider.types.v1\"\xf7\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x03\x88\x01\x01\x12\x44\n\nlogit_bias\x18\t \x03(\x0b\x32\x30.outrider.types.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\x05\x12.\n\tbad_words\x18\x0b \x03(\x0b\x32\x1b.outrider.types.v1.TokenRun\x12\x33\n\x08thinking\x18\x0c \x01(\x0b\x32!.outrider.types.v1.ThinkingBudget\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"j\n\x0eThinkingBudget\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x14\n\x0c\x65nd_token_id\x18\x02 \x01(\x05\x12\x1b\n\x0estart_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_start_token_id\"\x1d\n\x08TokenRun\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x98\x01\n\nStopParams\x12#\n\x16max_output_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1e\n\x16min_output_token_count\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\x19\n\x17_max_output_token_countb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,9 +24,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS']._serialized_start=56
-  _globals['_SAMPLINGPARAMS']._serialized_end=431
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=325
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=373
-  _globals['_STOPPARAMS']._serialized_start=434
-  _globals['_STOPPARAMS']._serialized_end=586
+  _globals['_SAMPLINGPARAMS']._serialized_end=559
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=453
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=501
+  _globals['_THINKINGBUDGET']._serialized_start=561
+  _globals['_THINKINGBUDGET']._serialized_end=667
+  _globals['_TOKENRUN']._serialized_start=669
+  _globals['_TOKENRUN']._serialized_end=698
+  _globals['_STOPPARAMS']._serialized_start=701
+  _globals['_STOPPARAMS']._serialized_end=853
 # @@protoc_insertion_point(module_scope)
