@@ -44,6 +44,8 @@ class Generation:
         grammar: what the output must match; None lets it be anything.
         priority: whose turn it is on the target; the least value first.
         prompt_scoring: which prompt tokens get log probabilities; None for none.
+        cache_salt: what the target keeps of it is for those of the same salt only.
+        predicted: tokens that the output may hold in long runs.
         trace_id: for logs and traces.
         traceparent: the gateway's span, or the client's; None when nobody traces.
         timeout_s: most time it may take on a target, queueing included.
@@ -64,6 +66,8 @@ class Generation:
     grammar: Grammar | None = None
     priority: int = 0
     prompt_scoring: PromptScoring | None = None
+    cache_salt: str = ""
+    predicted: Sequence[int] = ()
     trace_id: str = ""
     traceparent: str | None = None
     timeout_s: float | None = None

@@ -30,7 +30,7 @@ from gateway.output_length import OutputLength
 from gateway.plan import Plan
 from gateway.refusals import refuse_unimplemented, unimplemented
 from gateway.sampling import check_top_logprobs
-from gateway.schema import ChatCompletionRequest, CompletionRequest
+from gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationBody
 from gateway.text.model_text import ModelText
 from gateway.wanted_output import WantedOutput
 from shared.errors import InvalidArgument
@@ -87,6 +87,7 @@ class Planner:
             length or _chat_length(body),
             output,
             thinking=self._thinking(body, text, model),
+            predicted=await self._predicted(body, model),
         )
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         prompt = body.input_ids
@@ -104,6 +105,16 @@ class Planner:
             what = "separate_reasoning: false beside tools or a grammar"
             raise unimplemented("separate_reasoning", what)
         return replace(style, reasoning=ReasoningParser.NONE)
+
+    async def _predicted(self, body: GenerationBody, model: TargetModel) -> Sequence[int]:
+        """Returns the tokens that the output may hold in long runs; no more than can come."""
+        if body.prediction is None:
+            return ()
+        with client_names({"prompt": "prediction"}):
+            token_ids = await self.text.tokenizer.encode(
+                body.prediction.text, add_special_tokens=False
+            )
+        return token_ids[: model.max_context_tokens]
 
     def _thinking(
         self, body: ChatCompletionRequest, prompt: str, model: TargetModel
@@ -168,7 +179,17 @@ class Planner:
         length = OutputLength(body.max_tokens, "max_tokens")
         if body.max_tokens is None:
             length = OutputLength(default_tokens)
-        wanted = WantedOutput(body, model, trace_id, top_logprobs, length, None, scoring, num_drawn)
+        wanted = WantedOutput(
+            body,
+            model,
+            trace_id,
+            top_logprobs,
+            length,
+            None,
+            scoring,
+            num_drawn,
+            predicted=await self._predicted(body, model),
+        )
         plan = self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
         return replace(
             plan,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.notices import give_notice
-from gateway.schema import ChatMessage, GenerationBody, Speculation
+from gateway.schema import ChatMessage, ContentPart, GenerationBody, Speculation
 from shared.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ _HARMLESS = frozenset(
 _UNIMPLEMENTED = frozenset(
     {
         "audio",
-        "cache_salt",
         "custom_logit_processor",
         "custom_params",
         "chat_template",
@@ -81,7 +80,6 @@ _UNIMPLEMENTED = frozenset(
         "lora_path",
         "lora_request",
         "logits_processors",
-        "prediction",
         "prompt_embeds",
         "return_hidden_states",
         "session_params",
@@ -110,6 +108,11 @@ def refuse_unimplemented(body: GenerationBody) -> None:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
     """
     OPENAI_FIELDS.refuse(body.unknown_fields)
+    parts = () if body.prediction is None else body.prediction.content
+    for index, part in enumerate(parts):
+        if isinstance(part, ContentPart) and part.type != "text":
+            name = f"prediction.content[{index}].type"
+            raise unimplemented(name, f"content of type {part.type[:64]!r}")
     if body.speculation is not None:
         for name in body.speculation.unknown_fields:
             raise unimplemented(f"speculation.{name}")

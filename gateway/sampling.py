@@ -13,6 +13,7 @@ from shared.sampling_defaults import SamplingDefaults
 from shared.text.tokenizer import Tokenizer
 from shared.tokens import (
     MAX_BAD_WORDS,
+    MAX_SALT_CHARACTERS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
     StopParams,
@@ -149,6 +150,18 @@ def check_priority(priority: int | None) -> int:
     if not -_INT32_LIMIT <= priority < _INT32_LIMIT:
         raise InvalidArgument.out_of_range("priority", priority, "[-2^31, 2^31)")
     return priority
+
+
+def check_salt(salt: str | None) -> str:
+    """Returns the salt; empty where there is none.
+
+    Raises:
+        InvalidArgument: it is empty or too long.
+    """
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+        limit = f"[1, {MAX_SALT_CHARACTERS}] characters"
+        raise InvalidArgument.out_of_range("cache_salt", len(salt), limit)
+    return salt or ""
 
 
 def _check_token_ids(field: str, token_ids: Collection[int], model: TargetModel) -> None:

@@ -134,23 +134,56 @@ class SamplingFields(Body):
     )
     ignore_eos: Flag = False
     skip_special_tokens: bool | None = None
-    priority: int | None = Field(
-        default=None, description="whose turn it is when requests wait; the least first, 0 if none"
-    )
-    truncate_prompt_tokens: int | None = Field(
-        default=None, description="only so many tokens of the prompt's end; -1: what fits"
-    )
-
-    @property
-    def sampling_fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SamplingFields.model_fields}
 
     @property
     def keeps_stop(self) -> bool:
         return self.include_stop_str_in_output or self.no_stop_trim
 
 
-class GenerationBody(SamplingFields):
+class ContentPart(Body):
+    """Part of a message; the gateway reads text only."""
+
+    type: str
+    text: str | None = None
+
+
+class Prediction(Body):
+    """Text that the answer is likely to hold in long runs: it is then there sooner."""
+
+    type: Literal["content"] = "content"
+    content: str | Items[ContentPart]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
+
+
+class ServingFields(Body):
+    """How a request is served: the same in every interface."""
+
+    priority: int | None = Field(
+        default=None, description="whose turn it is when requests wait; the least first, 0 if none"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None, description="only so many tokens of the prompt's end; -1: what fits"
+    )
+    cache_salt: str | None = Field(
+        default=None, description="shares computed prefixes with requests of the same salt only"
+    )
+    prediction: Prediction | None = None
+
+
+class SharedFields(SamplingFields, ServingFields):
+    """What every interface but `/generate` has in its body."""
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SharedFields.model_fields}
+
+
+class GenerationBody(SharedFields):
     """Fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     model: str | None = None
@@ -194,13 +227,6 @@ class CompletionRequest(GenerationBody):
     echo: Flag = False
     logprobs: int | None = None
     add_special_tokens: bool | None = None
-
-
-class ContentPart(Body):
-    """Part of a message; the gateway reads text only."""
-
-    type: str
-    text: str | None = None
 
 
 class CalledFunction(Body):

@@ -62,6 +62,8 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
         stop_params=stop_message(generation.stop),
         top_logprob_count=generation.top_logprobs,
         priority=generation.priority,
+        cache_salt=generation.cache_salt,
+        predicted_token_ids=generation.predicted,
         speculation_params=pb.SpeculationParams(
             disabled=generation.is_speculation_disabled,
             trace=generation.wants_rounds,

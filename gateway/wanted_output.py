@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.generation import Generation, PromptScoring, TargetModel
@@ -11,6 +12,7 @@ from gateway.plan import TextOptions
 from gateway.sampling import (
     check_algorithm,
     check_priority,
+    check_salt,
     check_top_logprobs,
     sampling_params,
     stop_params,
@@ -40,6 +42,7 @@ class WantedOutput:
         echo_scoring: which prompt tokens an echo needs log probabilities of.
         num_drawn: `best_of`; None where it is `n`.
         thinking: bounds the reasoning; None leaves it free.
+        predicted: tokens of `prediction`.
     """
 
     body: GenerationBody
@@ -51,6 +54,7 @@ class WantedOutput:
     echo_scoring: PromptScoring | None = None
     num_drawn: int | None = None
     thinking: ThinkingBudget | None = None
+    predicted: Sequence[int] = ()
 
     @property
     def num_shown(self) -> int:
@@ -112,6 +116,8 @@ class WantedOutput:
             wants_rounds=speculation.trace,
             grammar=grammar,
             priority=check_priority(body.priority),
+            cache_salt=check_salt(body.cache_salt),
+            predicted=self.predicted,
             prompt_scoring=self.prompt_scoring,
             trace_id=self.trace_id,
         )

@@ -203,4 +203,5 @@ def _opening(sequence: OpenedSequence) -> Opening:
         wish=sequence.wish,
         request_id=sequence.request_id,
         traceparent=sequence.traceparent,
+        cache_salt=sequence.cache_salt,
     )

@@ -14,6 +14,7 @@ from shared.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_SALT_CHARACTERS = 256
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_TOKENS = 64
 

@@ -58,7 +58,7 @@ async def messages_plan(
     chat = prompt_chat(body, planner.text.style).model_copy(
         update={
             "stream": body.stream,
-            **body.sampling_fields,
+            **body.shared_fields,
             "thinking_token_budget": _budget(body, planner.text),
             "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "response_format": response_format,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gateway.schema import Body, ContentPart, Flag, Items, SamplingFields, Speculation
+from gateway.schema import Body, ContentPart, Flag, Items, SharedFields, Speculation
 
 
 class Block(Body):
@@ -94,7 +94,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Prompt, SamplingFields):
+class MessagesRequest(Prompt, SharedFields):
     """Body of `/v1/messages`."""
 
     max_tokens: int

@@ -25,7 +25,6 @@ _FIELDS = KnownFields(
             "background",
             "custom_labels",
             "data_parallel_rank",
-            "extra_key",
             "log_metrics",
             "routed_dp_rank",
             "routing_key",
@@ -121,11 +120,15 @@ def _completion(
 ) -> CompletionRequest:
     given = {name: getattr(sampling, name) for name in _SAME}
     renamed = {"min_tokens": sampling.min_new_tokens, "seed": sampling.sampling_seed}
-    renamed["priority"] = body.priority
+    salt = body.extra_key if body.cache_salt is None else body.cache_salt
     given |= {name: value for name, value in renamed.items() if value is not None}
     return CompletionRequest(
         **given,
         prompt=prompt,
+        priority=body.priority,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        cache_salt=salt,
+        prediction=body.prediction,
         stream=body.stream,
         max_tokens=sampling.max_new_tokens,
         logprobs=num_top,

@@ -12,6 +12,7 @@ from gateway.schema import (
     Flag,
     Items,
     SamplingFields,
+    ServingFields,
     Speculation,
     ToolDefinition,
 )
@@ -62,7 +63,7 @@ class NativeSampling(SamplingFields):
     structural_tag: dict[str, Any] | str | None = None
 
 
-class GenerateRequest(Body):
+class GenerateRequest(ServingFields):
     """Body of `/generate`: one prompt or a batch, as `text` or as `input_ids`."""
 
     model: str | None = None
@@ -76,6 +77,6 @@ class GenerateRequest(Body):
     logprob_start_len: int | Items[int] | None = Field(
         default=None, description="from this position of the prompt on; -1: of the output only"
     )
-    priority: int | None = Field(default=None, description="the least value goes first")
+    extra_key: str | None = Field(default=None, description="SGLang's name of `cache_salt`")
     return_text_in_logprobs: Flag = False
     speculation: Speculation | None = None

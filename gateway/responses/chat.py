@@ -48,9 +48,7 @@ _FIELDS = KnownFields(
         {"client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"}
         | {"prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"}
     ),
-    unimplemented=frozenset(
-        {"cache_salt", "context_management", "image", "lora_path", "moderation", "prompt"}
-    ),
+    unimplemented=frozenset({"context_management", "image", "lora_path", "moderation", "prompt"}),
     neutral={
         "truncation": ("disabled",),
     },
@@ -93,7 +91,7 @@ async def response_plan(
     chat = ChatCompletionRequest(
         messages=_messages(body, history),
         stream=body.stream,
-        **body.sampling_fields,
+        **body.shared_fields,
         verbosity=None if body.text is None else body.text.verbosity,
         logprobs=_wants_logprobs(body),
         top_logprobs=body.top_logprobs or None,

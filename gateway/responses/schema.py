@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gateway.schema import Body, ContentPart, Flag, Items, SamplingFields, Speculation
+from gateway.schema import Body, ContentPart, Flag, Items, SharedFields, Speculation
 
 
 class InputItem(Body):
@@ -90,7 +90,7 @@ class ConversationId(Body):
     id: str
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SharedFields):
     """Body of `/v1/responses`."""
 
     model: str | None = None

@@ -87,6 +87,7 @@ class Opening:
         shape: of a probe; overrides the live tree shape.
         is_probe: see `DraftSequence`.
         features: of the first positions, when they are known at once.
+        cache_salt: see `DraftSequence`.
     """
 
     sequence_id: int
@@ -100,6 +101,7 @@ class Opening:
     wish: TreeWish = ANY_TREE
     request_id: str = ""
     traceparent: str | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

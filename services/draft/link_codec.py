@@ -171,6 +171,7 @@ def _opening(message: pb.SequenceOpened) -> Opening:
         wish=opening_wish(message),
         request_id=message.trace_request_id,
         traceparent=message.traceparent or None,
+        cache_salt=message.cache_salt,
     )
 
 

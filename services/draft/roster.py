@@ -154,6 +154,7 @@ class Roster:
             shape=opening.shape,
             is_probe=opening.is_probe,
             wish=opening.wish,
+            cache_salt=opening.cache_salt,
             max_conditional=terms.max_conditional,
             # A greedy target takes the likeliest token, so that is what to propose.
             draws_chains=terms.draws_chains and not opening.sampling.is_greedy,

@@ -41,6 +41,7 @@ class DraftSequence:
         shape: of a probe; overrides the engine's shape.
         is_probe: asked for one tree by `ProposeTree`: answered however long it takes, and never
             at the cost of another sequence.
+        cache_salt: what is kept of the sequence is for those of the same salt only.
         draft_s: time the drafter has spent on forwards that included this sequence, in seconds.
     """
 
@@ -55,6 +56,7 @@ class DraftSequence:
     shape: TreeShape | None = None
     is_probe: bool = False
     draws_chains: bool = False
+    cache_salt: str = ""
     draft_s: float = 0.0
     wish: TreeWish = ANY_TREE
     max_conditional: int = 0

@@ -44,7 +44,7 @@ class Committer:
         """
         sequence, has_tree = entry.sequence, bool(entry.tree.token_ids)
         was_verified = has_tree and self._attachments.assignments.has_tree(sequence)
-        was_prompt = not sequence.has_output
+        was_prompt, was_predicted = not sequence.has_output, sequence.prediction is not None
         committed = sequence.commit(decision.token_ids)
         accepted = decision.accepted_nodes[: len(committed)]
         trace = self._trace(entry, accepted, start_s, now_s)
@@ -53,7 +53,8 @@ class Committer:
         sequence.num_computed += min(len(accepted), len(committed) - 1)
         sequence.stats.num_rounds += 1
         if has_tree:
-            self._ladder.counted(len(committed), is_local=not was_verified)
+            if not was_predicted:
+                self._ladder.counted(len(committed), is_local=not was_verified)
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
@@ -68,6 +69,9 @@ class Committer:
             return len(committed)
         if was_prompt:
             self._publish(sequence)
+        if was_predicted and sequence.prediction is None:
+            self._attachments.assignments.assign(sequence, now_s)
+            return len(committed)
         self._attachments.verdicts.decided(
             sequence,
             committed,

@@ -44,7 +44,8 @@ class NgramFallback:
         """Returns the tree for the sequence's current round, perhaps empty."""
         text = self._texts.get(sequence.sequence_id)
         if text is None:
-            text = self._texts[sequence.sequence_id] = _Text(self._index.cursor())
+            cursor = self._index.cursor(sequence.request.cache_salt)
+            text = self._texts[sequence.sequence_id] = _Text(cursor)
         if text.num_tokens != len(sequence.token_ids):
             text.tree = self._grow(text, sequence)
         return text.tree

@@ -66,9 +66,11 @@ class MissLadder:
     def tree(self, sequence: Sequence) -> TokenTree:
         """Returns the target's own tree for a round that no draft has one for, as much of it as the
         request allows, perhaps nothing."""
-        if self._fallback is None or sequence.request.speculation_disabled:
+        if sequence.request.speculation_disabled:
             return EMPTY_TREE
-        tree = self._fallback.tree(sequence)
+        tree = EMPTY_TREE if sequence.prediction is None else sequence.prediction.tree()
+        if self._fallback is not None and not tree.token_ids:
+            tree = self._fallback.tree(sequence)
         allowed = narrowed(tree, sequence.request.num_draft_tokens)
         return tree if allowed is None else allowed.tree
 

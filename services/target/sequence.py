@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from services.target.grammars.matcher import GrammarMatcher
+from services.target.prediction import Prediction
 from services.target.requests.request import GenerationRequest, ModelLimits, SpeculationStats
 from services.target.token_rules import TokenRules
 from shared.errors import OutriderError
@@ -36,6 +37,7 @@ class Sequence:
         matcher: how far the output has got in the request's grammar, if it has one.
         weight_version: of the weights that the last tokens were drawn with.
         rules: of the request about what follows what, while there are any.
+        prediction: of the output, while it is of use; then drafts take over.
         decided_s: engine clock at the last commit, or when it left the queue.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_output_tokens: the request's bound, clamped to the context.
@@ -58,6 +60,7 @@ class Sequence:
     weight_version: str | None = None
     matcher: GrammarMatcher | None = None
     rules: TokenRules | None = None
+    prediction: Prediction | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     num_prompt_tokens: int = field(init=False)
     next_scored: int = field(init=False)
@@ -81,7 +84,17 @@ class Sequence:
         matcher = None if request.grammar is None else request.grammar.matcher()
         rules = TokenRules.of(request.sampling)
         prompt = list(request.prompt_token_ids)
-        return cls(sequence_id, request, limits, prompt, matcher=matcher, rules=rules)
+        predicted = () if request.speculation_disabled else request.predicted_token_ids
+        prediction = Prediction(predicted) if predicted else None
+        return cls(
+            sequence_id,
+            request,
+            limits,
+            prompt,
+            matcher=matcher,
+            rules=rules,
+            prediction=prediction,
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -127,11 +140,12 @@ class Sequence:
 
     @property
     def needs_host_before_next_step(self) -> bool:
-        """Whether the law of the next token depends on tokens in a way only the host computes.
+        """Whether the law of the next token, or its tree, depends on tokens in a way only the host
+        computes.
 
         Then the next step is launched when this one's tokens are read, not before.
         """
-        return self.matcher is not None or self.rules is not None
+        return not (self.matcher is None and self.rules is None and self.prediction is None)
 
     @property
     def failure(self) -> OutriderError | None:
@@ -172,7 +186,7 @@ class Sequence:
         for token_id in drawn_token_ids:
             committed.append(token_id)
             self.token_ids.append(token_id)
-            self._follow_rules(token_id)
+            self._follow(token_id)
             if token_id in stop_token_ids:
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token_id
                 break
@@ -185,7 +199,12 @@ class Sequence:
         self.round += 1
         return tuple(committed)
 
-    def _follow_rules(self, token_id: int) -> None:
+    def _follow(self, token_id: int) -> None:
+        """Takes rules and prediction on by one committed token."""
+        if self.prediction is not None:
+            self.prediction.advance(token_id)
+            if self.prediction.is_over:
+                self.prediction = None
         if self.rules is not None:
             self.rules.advance(token_id)
             if self.rules.is_idle:

@@ -23,6 +23,7 @@ class KvLease:
             `[num_shared_pages, …)` are this lease's own.
         num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
         cache: what `prefix` is in; a retired one takes no pages any more.
+        salt: prefixes are shared with leases of the same salt only.
         version: grows with every change of `pages`.
     """
 
@@ -31,6 +32,7 @@ class KvLease:
     num_shared_pages: int
     prefix: PrefixNode = field(repr=False)
     cache: PrefixCache = field(repr=False)
+    salt: str = ""
     version: int = 0
 
     def slots(self, start: int, end: int, page_size: int) -> list[int]:
@@ -93,14 +95,15 @@ class KvLeases:
     def num_held_pages(self) -> int:
         return self.num_pages - self.num_free_pages - self.num_cached_pages
 
-    def open(self, token_ids: Sequence[int]) -> KvLease:
-        """Opens a lease on the longest cached prefix of `token_ids`.
+    def open(self, token_ids: Sequence[int], salt: str = "") -> KvLease:
+        """Opens a lease on the longest cached prefix of `token_ids`, of those with this salt.
 
         At least one token is left to compute, because its logits are wanted.
         """
-        node, pages = self._cache.match(token_ids[:-1])
+        node, pages = self._cache.match(token_ids[:-1], salt)
         self._cache.lock(node)
-        lease = KvLease(pages, len(pages) * self.page_size, len(pages), node, self._cache)
+        num_shared = len(pages)
+        lease = KvLease(pages, num_shared * self.page_size, num_shared, node, self._cache, salt)
         self._leases[id(lease)] = lease
         return lease
 
@@ -164,7 +167,7 @@ class KvLeases:
         self._pool.release(lease.pages[num_kept:])
         if num_computed_pages > lease.num_shared_pages:
             tokens = token_ids[: num_kept * self.page_size]
-            self._pool.release(self._cache.insert(tokens, lease.pages[:num_kept]))
+            self._pool.release(self._cache.insert(tokens, lease.pages[:num_kept], lease.salt))
         lease.cache.unlock(lease.prefix)
         if lease.cache is not self._cache:
             self._drop_retired()
@@ -179,8 +182,8 @@ class KvLeases:
             return
         self.num_returns += 1
         tokens = token_ids[: num_pages * self.page_size]
-        self._pool.release(self._cache.insert(tokens, lease.pages[:num_pages]))
-        node, pages = self._cache.match(tokens)
+        self._pool.release(self._cache.insert(tokens, lease.pages[:num_pages], lease.salt))
+        node, pages = self._cache.match(tokens, lease.salt)
         self._cache.lock(node)
         self._cache.unlock(lease.prefix)
         lease.pages[:num_pages] = pages

@@ -4,6 +4,8 @@ Every node below the root owns a run of whole pages with their tokens. Nodes in 
 are locked together with their ancestors; the rest is evicted leaf by leaf, least recently used
 first. The idea is SGLang's RadixAttention (arXiv 2312.07104); whole pages keep splits simple: two
 prefixes that part inside a page share nothing of that page.
+
+A *salt* stands before the first token: prefixes of different salts have nothing in common.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-PageTokens = tuple[int, ...]
+PageTokens = tuple[int | str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +38,7 @@ class PrefixCache:
         self._clock = 0
         self.num_pages = 0
 
-    def match(self, token_ids: Sequence[int]) -> tuple[PrefixNode, list[int]]:
+    def match(self, token_ids: Sequence[int], salt: str = "") -> tuple[PrefixNode, list[int]]:
         """Returns the node where the longest cached whole-page prefix ends, and its pages.
 
         A match that ends inside a node splits it, so that the returned node covers the match
@@ -44,7 +46,7 @@ class PrefixCache:
         """
         self._clock += 1
         node, pages = self._root, list[int]()
-        chunks = self._chunks(token_ids)
+        chunks = self._chunks(token_ids, salt)
         index = 0
         while index < len(chunks):
             child = node.children.get(chunks[index])
@@ -59,16 +61,16 @@ class PrefixCache:
             index += num_common
         return node, pages
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[int]:
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "") -> list[int]:
         """Takes over `pages`, which hold the KV of the whole pages of `token_ids`.
 
         Returns:
             Pages that were not taken because an equal prefix is cached already; the caller still
             owns them, unless they are the cached pages themselves.
         """
-        chunks = self._chunks(token_ids)
+        chunks = self._chunks(token_ids, salt)
         assert len(pages) == len(chunks)
-        node, cached = self.match(token_ids)
+        node, cached = self.match(token_ids, salt)
         num_cached = len(cached)
         duplicates = [page for page, kept in zip(pages, cached, strict=False) if page != kept]
         if num_cached < len(chunks):
@@ -127,9 +129,13 @@ class PrefixCache:
         for node in self._nodes():
             yield from node.pages
 
-    def _chunks(self, token_ids: Sequence[int]) -> list[PageTokens]:
+    def _chunks(self, token_ids: Sequence[int], salt: str) -> list[PageTokens]:
         size = self._page_size
-        return [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids) - size + 1, size)]
+        starts = range(0, len(token_ids) - size + 1, size)
+        chunks: list[PageTokens] = [tuple(token_ids[start : start + size]) for start in starts]
+        if salt and chunks:
+            chunks[0] = (salt, *chunks[0])
+        return chunks
 
     def _split(self, node: PrefixNode, num_pages: int) -> PrefixNode:
         parent = node.parent

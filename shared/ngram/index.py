@@ -1,14 +1,16 @@
 """N-gram index over many texts: finds what followed the same tokens before. No torch.
 
 One trie holds the n-grams of every text that was taken in. A *cursor* is where one text ends in
-it; one that is led on over tokens that are only supposed counts nothing.
+it; one that is led on over tokens that are only supposed counts nothing. Texts of one *salt* share
+a trie of their own below the root.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared.ngram.tree import grow_by_frequency, grow_by_recency
 from shared.ngram.trie import ROOT, NgramTrie
@@ -48,12 +50,16 @@ class Cursor:
     Attributes:
         nodes: element i is the node of the last i + 1 tokens taken in, None if it was evicted.
         num_seen: tokens taken in.
-        num_evictions: the trie's count when `nodes` was valid.
+        num_evictions: the trie's count when `nodes` and `root` were valid.
+        salt: the text's, as a path of the trie that no tokens have.
+        root: where that path ends.
     """
 
     nodes: list[int | None] = field(default_factory=list)
     num_seen: int = 0
     num_evictions: int = 0
+    salt: tuple[int, ...] = ()
+    root: int = ROOT
 
 
 class NgramIndex:
@@ -71,9 +77,11 @@ class NgramIndex:
     def num_evictions(self) -> int:
         return self._trie.num_evictions
 
-    def cursor(self) -> Cursor:
+    def cursor(self, salt: str = "") -> Cursor:
         """Returns the cursor of a text that begins."""
-        return Cursor(num_evictions=self._trie.num_evictions)
+        cursor = Cursor(salt=_salt_path(salt))
+        self._find_root(cursor)
+        return cursor
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """Takes a whole text in."""
@@ -105,9 +113,9 @@ class NgramIndex:
         It is good until the trie changes.
         """
         trie = self._trie
-        above: Iterable[int | None] = (ROOT, *cursor.nodes)
+        above: Iterable[int | None] = (cursor.root, *cursor.nodes)
         nodes = [None if node is None else trie.child(node, token) for node in above]
-        return Cursor(nodes[: trie.max_depth - 1], cursor.num_seen + 1, cursor.num_evictions)
+        return replace(cursor, nodes=nodes[: trie.max_depth - 1], num_seen=cursor.num_seen + 1)
 
     def grow_ahead(self, cursor: Cursor, shape: TreeShape) -> TokenTree:
         """`grow` for a cursor that nothing was taken in after."""
@@ -126,7 +134,7 @@ class NgramIndex:
 
     def _see(self, cursor: Cursor, token: int) -> None:
         trie = self._trie
-        extended: list[int | None] = [trie.see(ROOT, token)]
+        extended: list[int | None] = [trie.see(cursor.root, token)]
         for node in cursor.nodes:
             # An eviction may have given the node to another n-gram; the next refresh repairs it.
             is_valid = node is not None and trie.num_evictions == cursor.num_evictions
@@ -139,9 +147,24 @@ class NgramIndex:
         """Finds the cursor's nodes again after evictions."""
         if cursor.num_evictions == self._trie.num_evictions:
             return
+        self._find_root(cursor)
         end = cursor.num_seen
         cursor.nodes = [
-            self._trie.find(token_ids[end - length : end])
+            self._trie.find(token_ids[end - length : end], cursor.root)
             for length in range(1, min(end, self._trie.max_depth - 1) + 1)
         ]
+
+    def _find_root(self, cursor: Cursor) -> None:
+        """Makes the path of the salt again, which an eviction may have broken."""
+        cursor.root = ROOT
+        for part in cursor.salt:
+            cursor.root = self._trie.see(cursor.root, part)
         cursor.num_evictions = self._trie.num_evictions
+
+
+def _salt_path(salt: str) -> tuple[int, ...]:
+    """Returns numbers that are no token ids: 93 bits of a digest, negative."""
+    if not salt:
+        return ()
+    digest = hashlib.blake2b(salt.encode(), digest_size=12).digest()
+    return tuple(-1 - (int.from_bytes(digest[i : i + 4]) >> 1) for i in (0, 4, 8))

@@ -56,11 +56,11 @@ class NgramTrie:
 
     def child(self, node: int, token: int) -> int | None:
         """Returns the node of the n-gram of `node` followed by `token`, if it was seen."""
-        return self._index.get(node << 32 | token)
+        return self._index.get((node << 32) + token)
 
-    def find(self, token_ids: Sequence[int]) -> int | None:
-        """Returns the node of an n-gram, the root for none at all, if it was seen."""
-        node: int | None = ROOT
+    def find(self, token_ids: Sequence[int], root: int = ROOT) -> int | None:
+        """Returns the node of an n-gram below `root`, that for none at all, if it was seen."""
+        node: int | None = root
         for token in token_ids:
             if node is None:
                 return None
@@ -79,7 +79,7 @@ class NgramTrie:
 
         At capacity the least recently seen leaf makes way, never `node` itself.
         """
-        child = self._index.get(node << 32 | token)
+        child = self._index.get((node << 32) + token)
         if child is None:
             self._touch(node)
             child = self._insert(node, token)
@@ -97,7 +97,7 @@ class NgramTrie:
         node = self._free.pop() if self._free else self._append()
         self._token[node], self._count[node] = token, 0
         self._parent[node], self._first_child[node] = parent, _NONE
-        self._index[parent << 32 | token] = node
+        self._index[(parent << 32) + token] = node
         self._link_sibling(node)
         self._link_age(node)
         return node
@@ -159,7 +159,7 @@ class NgramTrie:
             node = self._newer[ROOT]
         self._unlink_sibling(node)
         self._unlink_age(node)
-        del self._index[self._parent[node] << 32 | self._token[node]]
+        del self._index[(self._parent[node] << 32) + self._token[node]]
         self._free.append(node)
         self.num_evictions += 1
 
@@ -171,7 +171,7 @@ class NgramTrie:
             parent = pending.pop()
             for node in self.children(parent):
                 assert self._parent[node] == parent
-                assert self._index[parent << 32 | self._token[node]] == node
+                assert self._index[(parent << 32) + self._token[node]] == node
                 listed.add(node)
                 pending.append(node)
         aged = set()

@@ -193,6 +193,8 @@ async def test_every_interface_takes_the_sampling_fields(
         "stop_token_ids": [9],
         "ignore_eos": True,
         "priority": 3,
+        "cache_salt": "mine",
+        "prediction": {"type": "content", "content": [{"type": "text", "text": "the fox"}]},
     }
     response = await client.post(url, json={**body, **fields})
     assert response.status_code == 200, response.text
@@ -205,6 +207,8 @@ async def test_every_interface_takes_the_sampling_fields(
     assert [list(run.token_ids) for run in params.bad_words] == runs
     assert (stop.min_output_token_count, list(stop.stop_token_ids)) == (2, [9])
     assert (stop.ignore_eos, request.priority) == (True, 3)
+    assert request.cache_salt == "mine"
+    assert list(request.predicted_token_ids) == await ids_of(tokenizer, "the fox")
     refused = await client.post(url, json={**body, "min_p": 2})
     assert refused.status_code == 400
     assert "min_p" in refused.text
@@ -254,6 +258,13 @@ async def test_a_model_has_further_names(make_gateway: MakeGateway, target: Fake
         ({"bad_words": ["x" * 65]}, "bad_words"),
         ({"bad_words": ["x"] * 257}, "bad_words"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        (
+            {"prediction": {"content": [{"type": "image_url", "text": "x"}]}},
+            "prediction.content[0].type",
+        ),
+        ({"prediction": {"content": "x" * 5_000_000}}, "prediction"),
     ],
 )
 async def test_wrong_limits_of_tokens_are_refused_by_name(

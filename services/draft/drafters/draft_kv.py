@@ -52,7 +52,7 @@ class DraftKv:
         start = 0
         if sequence.num_tokens > self._max_window_tokens:
             start = sequence.num_tokens - max(self._max_window_tokens // 2, 1)
-        lease = self.leases.open(sequence.token_ids[start:])
+        lease = self.leases.open(sequence.token_ids[start:], sequence.cache_salt)
         return SequenceKv(lease, start, lease.num_cached_tokens)
 
     def commit(self, kv: SequenceKv, sequence: DraftSequence) -> SequenceKv:

@@ -80,7 +80,8 @@ class HeadKv:
 
     def _open_at(self, sequence: DraftSequence, window_start: int) -> SequenceKv:
         num_rows = max(sequence.num_tokens - 1 - window_start, 0)
-        lease = self.leases.open(_row_keys(sequence, window_start, num_rows))
+        keys = _row_keys(sequence, window_start, num_rows)
+        lease = self.leases.open(keys, sequence.cache_salt)
         return SequenceKv(lease, window_start, lease.num_cached_tokens)
 
 

@@ -38,7 +38,7 @@ class NgramDrafter:
         self._index.learn(token_ids)
 
     def open(self, sequence: DraftSequence) -> None:
-        self._cursors[sequence.key] = self._index.cursor()
+        self._cursors[sequence.key] = self._index.cursor(sequence.cache_salt)
 
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None

@@ -90,7 +90,9 @@ class Assignments:
 
     def _willing(self, sequence: Sequence) -> list[Attachment]:
         """Returns the drafts that a sequence without one may go to."""
-        if sequence.request.speculation_disabled or sequence.sequence_id in self._by_sequence_id:
+        if sequence.request.speculation_disabled or sequence.prediction is not None:
+            return []
+        if sequence.sequence_id in self._by_sequence_id:
             return []
         return self._takers(sequence)
 
@@ -172,6 +174,7 @@ class Assignments:
                 course.asked,
                 request_id=sequence.request.request_id,
                 traceparent=sequence.request.traceparent,
+                cache_salt=sequence.request.cache_salt,
             )
         )
         # A first tree is never waited for: the draft may have a long prompt to read.

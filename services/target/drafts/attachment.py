@@ -51,6 +51,7 @@ class OpenedSequence:
     wish: TreeWish = ANY_TREE
     request_id: str = ""
     traceparent: str | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

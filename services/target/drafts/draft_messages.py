@@ -145,4 +145,5 @@ def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
         wanted_outcome_count=sequence.wish.num_outcomes,
         trace_request_id=sequence.request_id,
         traceparent=sequence.traceparent or "",
+        cache_salt=sequence.cache_salt,
     )

@@ -45,6 +45,8 @@ def generation_request(
         priority=message.priority,
         prompt_scoring=_prompt_scoring(message),
         logprobs_after_temperature=message.logprobs_after_temperature,
+        cache_salt=message.cache_salt,
+        predicted_token_ids=tuple(message.predicted_token_ids),
     )
 
 

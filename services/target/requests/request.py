@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.round_trace import RoundTrace
 from shared.errors import InvalidArgument, OutriderError
-from shared.tokens import MAX_TOP_LOGPROBS, FinishReason, SamplingParams, StopParams, TokenLogprobs
+from shared.tokens import (
+    MAX_SALT_CHARACTERS,
+    MAX_TOP_LOGPROBS,
+    FinishReason,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,8 @@ class GenerationRequest:
         wants_trace: every delta tells what its round did.
         traceparent: what drafts name as their parent; None when nobody traces.
         never_learnt: no learner is shown it.
+        cache_salt: what is kept of the sequence is for those of the same salt only.
+        predicted_token_ids: text that the output may hold in long runs.
     """
 
     request_id: str
@@ -65,6 +74,8 @@ class GenerationRequest:
     traceparent: str | None = None
     never_learnt: bool = False
     logprobs_after_temperature: bool = False
+    cache_salt: str = ""
+    predicted_token_ids: Sequence[int] = ()
 
     @property
     def logprob_temperature(self) -> float:
@@ -77,8 +88,8 @@ class GenerationRequest:
         """Whether log probabilities want more of the draw than its temperature."""
         if self.top_logprobs is None or not self.logprobs_after_temperature:
             return False
-        is_shaped = self.sampling.has_penalties or self.sampling.logit_bias
-        return bool(is_shaped or self.stop.min_output_tokens)
+        is_ruled = bool(self.sampling.bad_phrases or self.sampling.thinking)
+        return self.sampling.shapes_logits or is_ruled or bool(self.stop.min_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +129,27 @@ class ModelLimits:
         InvalidArgument: the request can never be served; names the field, value and limit.
         """
         self.check_prompt(request.prompt_token_ids)
+        self._check_token_ids("prediction", request.predicted_token_ids)
         self._check_token_ids("stop_token_ids", request.stop.stop_token_ids)
         for name, token_ids in request.sampling.named_token_ids.items():
             self._check_token_ids(name, token_ids)
         self._check_minimum(request)
+        self._check_kept(request)
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidArgument.out_of_range(
                 "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
             )
         if request.prompt_scoring is not None:
             self._check_scoring(request.prompt_scoring, len(request.prompt_token_ids))
+
+    def _check_kept(self, request: GenerationRequest) -> None:
+        if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+            limit = f"at most {MAX_SALT_CHARACTERS} characters"
+            raise InvalidArgument.out_of_range("cache_salt", len(request.cache_salt), limit)
+        predicted = request.predicted_token_ids
+        if len(predicted) > self.max_context_tokens:
+            limit = f"at most {self.max_context_tokens} tokens"
+            raise InvalidArgument.out_of_range("prediction", len(predicted), limit)
 
     def _check_minimum(self, request: GenerationRequest) -> None:
         stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
@@ -146,8 +168,8 @@ class ModelLimits:
                 "prompt_logprobs", scoring.num_top, f"[0, {MAX_TOP_LOGPROBS}]"
             )
 
-    def _check_token_ids(self, field_name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
+    def _check_token_ids(self, field_name: str, token_ids: Collection[int]) -> None:
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
                 message = self._unknown_token(field_name, token_id)
                 raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", field_name, message)

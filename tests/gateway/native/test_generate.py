@@ -70,6 +70,20 @@ async def test_sampling_params_reach_the_target_by_their_own_names(
     assert (list(stop.stop_token_ids), stop.ignore_eos) == ([9], True)
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+async def test_caches_are_shared_by_a_key_and_text_is_predicted(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer, name: str
+) -> None:
+    body = {name: "mine", "prediction": {"content": "the fox"}, "priority": 2}
+    sampling = {"allowed_token_ids": [3], "min_tokens": 1, "seed": 4, "max_new_tokens": 2}
+    await generate(client, input_ids=[5, 6], sampling_params=sampling, **body)
+    request = target.submits[0].request
+    assert (request.cache_salt, request.priority) == ("mine", 2)
+    assert list(request.predicted_token_ids) == await ids_of(tokenizer, "the fox")
+    assert list(request.sampling_params.allowed_token_ids) == [3]
+    assert (request.sampling_params.seed, request.stop_params.min_output_token_count) == (4, 1)
+
+
 async def test_the_default_length_is_sglangs(client: httpx.AsyncClient, target: FakeTarget) -> None:
     await generate(client, input_ids=[5, 6])
     assert target.submits[0].request.stop_params.max_output_token_count == 128

@@ -207,3 +207,14 @@ def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:
     # The first ends in the rounds its trees need: the prompt's token, then 4 a round.
     assert len(answers.events[0]) <= 2 + 1 + 8
     assert 1 in steps, "the two never stepped apart"
+
+
+def test_texts_of_another_salt_give_no_trees() -> None:
+    fallback, text = NgramFallback(), [1, 2, 3, 4, 5, 6]
+    for number, salt in enumerate(("", "mine", "yours")):
+        first = request(text)
+        own = Sequence.of(10 * number, replace(first, cache_salt=salt), LIMITS)
+        assert not fallback.tree(own).token_ids
+        again = request(text[:3])
+        seen = Sequence.of(10 * number + 1, replace(again, cache_salt=salt), LIMITS)
+        assert fallback.tree(seen).token_ids[0] == 4

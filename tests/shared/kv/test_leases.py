@@ -41,6 +41,20 @@ def test_closed_prefix_is_found_again_in_whole_pages() -> None:
     assert again.pages == pages[:2]
 
 
+def test_prefixes_of_another_salt_are_not_found() -> None:
+    leases, tokens = _leases(20), list(range(8))
+    for salt in ("", "a", "b"):
+        lease = leases.open([*tokens, 9], salt)
+        assert lease.num_cached_tokens == 0
+        leases.grow(lease, 9)
+        leases.publish(lease, tokens)
+        assert leases.open([*tokens, 9], salt).num_cached_tokens == 8
+        leases.close(lease, [*tokens, 9])
+    assert leases.num_cached_pages == 6
+    assert leases.open([*tokens, 9], "c").num_cached_tokens == 0
+    leases.check()
+
+
 def test_at_least_one_token_is_left_to_compute() -> None:
     leases = _leases()
     tokens = list(range(8))

@@ -18,14 +18,24 @@ CHAIN = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)
 WIDE = TreeShape(num_steps=17, topk=10, num_draft_tokens=12)
 
 
-def _sequence(token_ids: Sequence[int], number: int = 1) -> DraftSequence:
+def _sequence(token_ids: Sequence[int], number: int = 1, salt: str = "") -> DraftSequence:
     return DraftSequence(
-        SequenceKey(1, number), list(token_ids), len(token_ids), SamplingParams(), 0, True, 99, 64
+        SequenceKey(1, number),
+        list(token_ids),
+        len(token_ids),
+        SamplingParams(),
+        0,
+        True,
+        99,
+        64,
+        cache_salt=salt,
     )
 
 
-def _propose(drafter: NgramDrafter, text: Sequence[int], shape: TreeShape) -> TokenTree:
-    sequence = _sequence(text)
+def _propose(
+    drafter: NgramDrafter, text: Sequence[int], shape: TreeShape, salt: str = ""
+) -> TokenTree:
+    sequence = _sequence(text, salt=salt)
     drafter.open(sequence)
     (proposal,) = drafter.propose([sequence], shape)
     drafter.close(sequence)
@@ -46,6 +56,23 @@ def test_a_repeated_text_is_drafted_to_the_full_depth() -> None:
 def test_nothing_is_proposed_for_a_text_without_repetition() -> None:
     tree = _propose(NgramDrafter(NgramOptions()), [1, 2, 3, 4], WIDE)
     assert len(tree) == 0
+
+
+@pytest.mark.parametrize("match_type", MatchType)
+@pytest.mark.parametrize("capacity", [60, 10_000])
+def test_texts_of_another_salt_are_not_seen(match_type: MatchType, capacity: int) -> None:
+    """However often the paths of the salts are evicted and made again."""
+    drafter = NgramDrafter(NgramOptions(match_type, max_trie_depth=6, capacity=capacity))
+    own = {"": 10, "a": 20, "b": 30}
+    for number, salt in enumerate(("", "a", "b", "a", "b", "", "a", "", "b")):
+        text = [1, 2, 3, own[salt] + number, 1, 2, 3]
+        tree = _propose(drafter, text, CHAIN, salt)
+        assert {token // 10 for token in tree.token_ids} <= {0, own[salt] // 10}
+        assert capacity == 60 or tree.token_ids[0] == own[salt] + number
+        drafter.check()
+    if capacity > 60:
+        assert not len(_propose(drafter, [1, 2, 3], CHAIN, "c"))
+        assert len(_propose(drafter, [1, 2, 3], CHAIN, "a"))
 
 
 def test_the_longest_match_decides_the_first_candidate() -> None:

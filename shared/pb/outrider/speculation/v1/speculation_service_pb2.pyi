@@ -496,6 +496,7 @@ class SequenceOpened(_message.Message):
     TRACE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WANTED_OUTCOME_COUNT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Names one sequence on this attachment. It may be opened again after it was
     closed, when the target takes it to another draft for a while.
@@ -512,6 +513,10 @@ class SequenceOpened(_message.Message):
     """W3C trace context of the target's span; empty when nobody traces."""
     wanted_outcome_count: _builtins.int
     """As in `VerdictBatch`, for the first tree; absent leaves it to the draft."""
+    cache_salt: _builtins.str
+    """What the draft keeps of the sequence (computed prefixes, n-grams) is for
+    sequences of the same salt only.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens so far: the prompt and, when the draft attached in the
@@ -539,10 +544,11 @@ class SequenceOpened(_message.Message):
         trace_request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         wanted_outcome_count: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "sampling_params", b"sampling_params", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "paused", b"paused", "prompt_token_count", b"prompt_token_count", "round", b"round", "sampling_params", b"sampling_params", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "trace_request_id", b"trace_request_id", "traceparent", b"traceparent", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count", "cache_salt", b"cache_salt", "paused", b"paused", "prompt_token_count", b"prompt_token_count", "round", b"round", "sampling_params", b"sampling_params", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "trace_request_id", b"trace_request_id", "traceparent", b"traceparent", "wanted_outcome_count", b"wanted_outcome_count", "wanted_shape", b"wanted_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__wanted_outcome_count: _TypeAlias = _typing.Literal["wanted_outcome_count"]  # noqa: Y015
     _WhichOneofArgType__wanted_outcome_count: _TypeAlias = _typing.Literal["_wanted_outcome_count", b"_wanted_outcome_count"]  # noqa: Y015

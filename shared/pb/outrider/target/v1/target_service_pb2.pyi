@@ -68,6 +68,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     LOGPROBS_AFTER_TEMPERATURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_PARAMS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     top_logprob_count: _builtins.int
     """Log probabilities of the drawn tokens, and of this many most probable tokens
     at each position. Range [0, 20]; none are computed when absent.
@@ -80,6 +82,11 @@ class GenerateRequest(_message.Message):
     """Log probabilities of drawn tokens are those of the law that they are drawn
     from up to its temperature: after logit bias, penalties and temperature, and
     before top-k, top-p and min-p cut it. Else they are the model's own.
+    """
+    cache_salt: _builtins.str
+    """What is kept of the request, its computed prefix and its n-grams, is for
+    requests of the same salt only. At most 256 characters; without one the
+    request shares with all that have none.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -111,6 +118,13 @@ class GenerateRequest(_message.Message):
         prefix cache is read only up to the first of them.
         """
 
+    @_builtins.property
+    def predicted_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Text that the output is likely to hold in long runs, as in an edit: it is
+        verified as a draft's trees are, and changes no output. At most as many
+        tokens as the context.
+        """
+
     def __init__(
         self,
         *,
@@ -123,10 +137,12 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         logprobs_after_temperature: _builtins.bool = ...,
         prompt_logprob_params: Global___PromptLogprobParams | None = ...,
+        cache_salt: _builtins.str = ...,
+        predicted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "prompt_logprob_params", b"prompt_logprob_params", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "logprobs_after_temperature", b"logprobs_after_temperature", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "cache_salt", b"cache_salt", "grammar", b"grammar", "logprobs_after_temperature", b"logprobs_after_temperature", "predicted_token_ids", b"predicted_token_ids", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
