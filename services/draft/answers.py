@@ -12,14 +12,14 @@ from services.draft.candidates import (
 )
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import CandidatesReady, Output, ProbeDone
-from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence
+from services.draft.sequence_table import SequenceTable
 from shared.candidate_columns import CandidateColumns, CandidateRow
 from shared.tokens import DraftReport, TokenTree
 
 
 class Answers:
-    """Delivers proposals for the sequences of a roster.
+    """Delivers proposals for the sequences of a table.
 
     Args:
         is_launched: whether the verdicts on a sequence's tree are prepared for.
@@ -27,12 +27,12 @@ class Answers:
 
     def __init__(
         self,
-        roster: Roster,
+        table: SequenceTable,
         deliver: Callable[[Output], None],
         *,
         is_launched: Callable[[DraftSequence], bool],
     ) -> None:
-        self._roster = roster
+        self._table = table
         self._deliver = deliver
         self._is_launched = is_launched
 
@@ -45,13 +45,13 @@ class Answers:
         by_link: dict[int, list[CandidateRow]] = {}
         for proposal in proposals:
             sequence = proposal.sequence
-            if not self._roster.holds(sequence):
+            if not self._table.holds(sequence):
                 continue
             tree = drop_unknown_tokens(proposal.tree, sequence.vocab_size)
             if proposal.condition is None:
-                self._roster.due.pop(sequence.key, None)
+                self._table.due.pop(sequence.key, None)
             if sequence.is_probe:
-                self._roster.close(sequence.key)
+                self._table.close(sequence.key)
                 self._deliver(ProbeDone(sequence.key.link, tree, sequence.draft_s))
                 continue
             row = self._row(proposal, tree)
@@ -68,5 +68,5 @@ class Answers:
             return conditional_row(sequence, tree, condition, shape)
         if not self._is_launched(sequence) or not tree.token_ids:
             return current_row(sequence, tree, shape)
-        self._roster.flying[sequence.key] = sequence
+        self._table.unprepared[sequence.key] = sequence
         return launched_row(sequence, tree, shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.draft.flight import Flight
+from services.draft.in_flight_tree import InFlightTree
 from services.draft.sequence import DraftSequence
 from shared.candidate_columns import UNCONDITIONAL, CandidateRow, condition_key
 from shared.tokens import Condition, TokenTree, TreeShape
@@ -15,25 +15,25 @@ def current_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | Non
 
 def launched_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | None) -> CandidateRow:
     """Returns the tree for the current round, with an id that conditions can name, and makes it the
-    sequence's flight."""
+    the in-flight tree."""
     candidate_id = sequence.new_candidate_id()
-    sequence.flight = Flight(candidate_id, tree)
+    sequence.in_flight = InFlightTree(candidate_id, tree)
     return *_fence(sequence), candidate_id, *UNCONDITIONAL, shape, tree
 
 
 def conditional_row(
     sequence: DraftSequence, tree: TokenTree, condition: Condition, shape: TreeShape | None
 ) -> CandidateRow | None:
-    """Returns the tree for a verdict on the sequence's flight; None when it can be of no use.
+    """Returns the tree for a verdict on the in-flight tree; None when it can be of no use.
 
     Args:
         condition: names no candidate yet.
     """
     is_known = condition.bonus_token_id < sequence.vocab_size
-    if sequence.flight is None or not is_known or not tree.token_ids:
+    if sequence.in_flight is None or not is_known or not tree.token_ids:
         return None
     candidate_id = sequence.new_candidate_id()
-    key = sequence.flight.push(condition_key(condition), candidate_id, tree)
+    key = sequence.in_flight.push(condition_key(condition), candidate_id, tree)
     return *_fence(sequence), candidate_id, *key, shape, tree
 
 

@@ -28,8 +28,8 @@ from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.draft.inbox import Inbox
 from services.draft.probe import probe_opening, probe_terms, resolve_probe
 from services.draft.recorder import DraftRecorder
-from services.draft.roster import Roster
 from services.draft.rounds import Rounds
+from services.draft.sequence_table import SequenceTable
 from shared.errors import OutriderError
 from shared.tokens import SamplingParams, TreeShape
 
@@ -63,11 +63,11 @@ class DraftEngine:
         self._enter_thread = enter_thread
         self._drafter = drafter
         self.recorder = recorder or DraftRecorder()
-        self._roster = Roster(
+        self._table = SequenceTable(
             drafter, max_sequences=max_sequences, deliver=self._deliver, recorder=self.recorder
         )
         self._rounds = Rounds(
-            self._roster,
+            self._table,
             drafter,
             shape,
             chunk_tokens=chunk_tokens,
@@ -95,7 +95,7 @@ class DraftEngine:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._roster)
+        return len(self._table)
 
     @property
     def has_failed(self) -> bool:
@@ -177,7 +177,7 @@ class DraftEngine:
 
         def replace() -> None:
             self._rounds.shape, self._rounds.is_pinned = shape, is_pinned
-            for link in self._roster.links:
+            for link in self._table.links:
                 self._rounds.announce(link)
 
         return self._inbox.call(replace)
@@ -207,7 +207,7 @@ class DraftEngine:
         """Resolves to live figures for operators."""
         return self._inbox.call(
             lambda: {
-                "sequence_count": float(len(self._roster)),
+                "sequence_count": float(len(self._table)),
                 "unprepared_shape_count": float(self._rounds.num_unprepared),
                 **self._config_gauges(),
                 **self._drafter.gauges(),
@@ -262,7 +262,7 @@ class DraftEngine:
         """Applies every queued event and call. False when the engine is to stop."""
         mail = self._inbox.take(wait_s=wait_s)
         for event in mail.events:
-            self._roster.apply(event)
+            self._table.apply(event)
             if isinstance(event, LinkOpened) and self._rounds.is_pinned:
                 self._rounds.announce(event.link)
         for call in mail.calls:

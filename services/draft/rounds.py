@@ -23,8 +23,8 @@ from services.draft.events import Output
 from services.draft.fair_share import FairShare
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.draft.preparation import Preparation
-from services.draft.roster import Roster
 from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence_table import SequenceTable
 from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
 
 IDLE_S = 1.0
@@ -37,7 +37,7 @@ commits at most 33 tokens, so a sequence that was ready stays ready."""
 
 
 class Rounds:
-    """Plans the drafter's work over the sequences of a roster.
+    """Plans the drafter's work over the sequences of a table.
 
     Attributes:
         shape: bounds of every tree whose sequence does not bring its own; may be replaced
@@ -47,7 +47,7 @@ class Rounds:
 
     def __init__(
         self,
-        roster: Roster,
+        table: SequenceTable,
         drafter: Drafter,
         shape: TreeShape,
         *,
@@ -59,13 +59,13 @@ class Rounds:
     ) -> None:
         self.shape = shape
         self.is_pinned = is_pinned
-        self._roster = roster
+        self._table = table
         self._drafter = drafter
         self._chunk_tokens = chunk_tokens
         self._proposals = FairShare(max(chunk_tokens // 8, 1))
         self._prompts = FairShare(chunk_tokens)
         self._clock = clock
-        self._answers = Answers(roster, deliver, is_launched=lambda each: self._budget(each) > 0)
+        self._answers = Answers(table, deliver, is_launched=lambda each: self._budget(each) > 0)
         self._preparation = Preparation(drafter, self._warming_changed, clock)
         self._served_s = -math.inf
         self.fan_out = fan_out
@@ -88,9 +88,9 @@ class Rounds:
         True when another step has work without waiting for an event.
         """
         self._preparation.begin_step()
-        if self._roster.is_serving:
+        if self._table.is_serving:
             self._served_s = self._clock()
-        due = [each for each in self._roster.due.values() if not self._resumes(each)]
+        due = [each for each in self._table.due.values() if not self._resumes(each)]
         ready = [sequence for sequence in due if self._is_ready(sequence)]
         batch = self._turn(ready)
         late = [sequence for sequence in due if self._is_late(sequence)]
@@ -116,7 +116,7 @@ class Rounds:
     def prepare(self) -> bool:
         """Prepares one thing for a shape that is wished for, if it is time; whether there is more
         to do without waiting for an event."""
-        is_idle, is_owed = not len(self._roster), bool(self._roster.due)
+        is_idle, is_owed = not len(self._table), bool(self._table.due)
         if not self._preparation.is_due(is_idle=is_idle, is_owed=is_owed):
             return False
         self._preparation.advance()
@@ -129,7 +129,7 @@ class Rounds:
             How long to wait for an event until it is time for another; None where there is none.
         """
         # An open sequence is due once its target has verified a tree, which takes less time.
-        if len(self._roster):
+        if len(self._table):
             return None
         rest_s = self._served_s + IDLE_S - self._clock()
         if rest_s > 0.0:
@@ -147,19 +147,19 @@ class Rounds:
         self._answers.announce(link, self._report(None))
 
     def _warming_changed(self) -> None:
-        for link in self._roster.links:
+        for link in self._table.links:
             self.announce(link)
         if not self._preparation.is_warming:
-            self._roster.recorder.prepared(self._preparation.last_s)
+            self._table.recorder.prepared(self._preparation.last_s)
 
     def _foresee(self) -> bool:
         """Prepares for verdicts by one forward; whether there is more to do."""
-        foresight, flying = self._drafter.foresight, list(self._roster.flying.values())
-        self._roster.flying.clear()
+        foresight, unprepared = self._drafter.foresight, list(self._table.unprepared.values())
+        self._table.unprepared.clear()
         if foresight is None:
             return False
         start_s = self._clock()
-        for sequence in flying:
+        for sequence in unprepared:
             # May wait for what follows the nodes of a tree that is out.
             self._begin(foresight, sequence)
         if foresight.has_work:
@@ -167,18 +167,18 @@ class Rounds:
             proposals = foresight.advance()
             end_s = self._clock()
             num_pushed = sum(each.condition is not None for each in proposals)
-            self._roster.recorder.drafted_ahead(num_pushed, end_s - start_s)
+            self._table.recorder.drafted_ahead(num_pushed, end_s - start_s)
             self._answers.give(proposals, self._report(end_s - begun_s))
-        return foresight.has_work or bool(self._roster.flying)
+        return foresight.has_work or bool(self._table.unprepared)
 
     def _begin(self, foresight: Foresight, sequence: DraftSequence) -> None:
         budget = self._budget(sequence)
-        if not budget or sequence.flight is None:
+        if not budget or sequence.in_flight is None:
             return
-        fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._roster))
+        fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._table))
         fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
         if fan_out.budget:
-            foresight.begin(sequence, sequence.flight.tree, self._shape_for(sequence), fan_out)
+            foresight.begin(sequence, sequence.in_flight.tree, self._shape_for(sequence), fan_out)
 
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
@@ -211,27 +211,27 @@ class Rounds:
         proposals: list[Proposal] = []
         for (shape, _), sequences in by_shape.items():
             if any(self._needs_graphs(sequence) for sequence in sequences):
-                self._preparation.ensure(shape, len(self._roster))
+                self._preparation.ensure(shape, len(self._table))
             batch = self._with_room(sequences)
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []
             elapsed_s = self._clock() - start_s
             self._charge(batch, elapsed_s)
             if proposed:
-                self._roster.recorder.proposed(proposed, elapsed_s)
+                self._table.recorder.proposed(proposed, elapsed_s)
             proposals += (replace(proposal, shape=shape) for proposal in proposed)
         return proposals
 
     def _catch_up(self) -> int:
         """Takes in a chunk of the oldest backlogs; returns its tokens."""
-        behind = self._roster.behind(NUM_READY_TOKENS)
+        behind = self._table.behind(NUM_READY_TOKENS)
         batch = self._with_room(self._prompts.pick(behind, self._chunk_of, self._chunk_tokens))
         start_s = self._clock()
         num_taken = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
         elapsed_s = self._clock() - start_s
         self._charge(batch, elapsed_s)
         if num_taken:
-            self._roster.recorder.caught_up(num_taken, elapsed_s)
+            self._table.recorder.caught_up(num_taken, elapsed_s)
         return num_taken
 
     def _chunk_of(self, sequence: DraftSequence) -> int:
@@ -243,18 +243,18 @@ class Rounds:
         roomy: list[DraftSequence] = []
         for sequence in sequences:
             spared = {sequence.key, *(other.key for other in roomy)}
-            if self._roster.holds(sequence) and self._make_room(sequence, spared):
+            if self._table.holds(sequence) and self._make_room(sequence, spared):
                 roomy.append(sequence)
         return roomy
 
     def _make_room(self, sequence: DraftSequence, spared: set[SequenceKey]) -> bool:
         shape = self._shape_for(sequence)
         while not self._drafter.reserve(sequence, shape):
-            victim = self._roster.least_recently_used(spared=spared)
+            victim = self._table.least_recently_used(spared=spared)
             if victim is None or sequence.is_probe:
-                self._roster.release(sequence)
+                self._table.release(sequence)
                 return False
-            self._roster.release(victim)
+            self._table.release(victim)
         return True
 
     def _charge(self, batch: Iterable[DraftSequence], elapsed_s: float) -> None:
@@ -264,7 +264,7 @@ class Rounds:
     def _shape_for(self, sequence: DraftSequence) -> TreeShape:
         wished = None if self.is_pinned else sequence.wish.shape
         if wished is not None and self._needs_graphs(sequence):
-            wished = self._preparation.shape_for(wished, self.shape, len(self._roster))
+            wished = self._preparation.shape_for(wished, self.shape, len(self._table))
         shape = sequence.shape or wished or self.shape
         most = sequence.max_nodes + 1
         return replace(shape, num_draft_tokens=most) if shape.num_draft_tokens > most else shape

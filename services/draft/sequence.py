@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.draft.flight import Flight
+from services.draft.in_flight_tree import InFlightTree
 from shared.tokens import ANY_TREE, SamplingParams, TreeShape, TreeWish
 
 
@@ -37,7 +37,7 @@ class DraftSequence:
         max_nodes: most nodes of a tree the target takes.
         wish: what the target wants of the next tree.
         max_conditional: most candidates the target keeps for the verdicts of a round.
-        flight: the tree under verification; None when the target has none of this draft.
+        in_flight: the tree under verification; None when the target has none of this draft.
         shape: of a probe; overrides the engine's shape.
         is_probe: asked for one tree by `ProposeTree`: answered however long it takes, and never
             at the cost of another sequence.
@@ -60,7 +60,7 @@ class DraftSequence:
     draft_s: float = 0.0
     wish: TreeWish = ANY_TREE
     max_conditional: int = 0
-    flight: Flight | None = None
+    in_flight: InFlightTree | None = None
     _candidate_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property

@@ -20,7 +20,7 @@ from services.draft.answers import Answers
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import LinkOpened, LinkTerms, Output
 from services.draft.link_codec import event_from_response, request_from_output
-from services.draft.roster import Roster
+from services.draft.sequence_table import SequenceTable
 from services.target.drafts.attachment import Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_messages import draft_messages
@@ -54,7 +54,7 @@ class StepMessages:
 
     attachments: Attachments
     sequences: list[Sequence]
-    roster: Roster
+    table: SequenceTable
     outputs: list[Output]
     cpu_s: defaultdict[str, list[float]]
     tree: TokenTree
@@ -67,13 +67,13 @@ class StepMessages:
         tokens = tuple(source.randrange(VOCAB_SIZE // 2) for _ in range(6))
         tree = TokenTree(tokens, (None, 0, 1, None, 3, 2), (-0.5,) * 6)
         outputs: list[Output] = []
-        roster = Roster(ScriptedDrafter(), max_sequences=num_lanes, deliver=outputs.append)
-        roster.apply(LinkOpened(LINK, LinkTerms(VOCAB_SIZE, 64, num_lanes, mirrors_noise=True)))
+        table = SequenceTable(ScriptedDrafter(), max_sequences=num_lanes, deliver=outputs.append)
+        table.apply(LinkOpened(LINK, LinkTerms(VOCAB_SIZE, 64, num_lanes, mirrors_noise=True)))
         attachments, attachment = Attachments(), make_attachment(max_sequences=num_lanes)
         sequences = [make_sequence(each, num_tokens=1 << 20) for each in range(1, num_lanes + 1)]
         attachments.attach(attachment, sequences, 0.0)
         bench = cls(
-            attachments, sequences, roster, outputs, defaultdict(list), tree, num_conditional
+            attachments, sequences, table, outputs, defaultdict(list), tree, num_conditional
         )
         bench._hear(bench._said())
         return bench
@@ -91,9 +91,9 @@ class StepMessages:
         self._timed("verdicts in", lambda: self._hear(responses))
 
     def _drafted(self) -> list[Proposal]:
-        due = list(self.roster.due.values())
+        due = list(self.table.due.values())
         proposals = [Proposal(each, self.tree) for each in due]
-        for sequence in (*due, *self.roster.flying.values()):
+        for sequence in (*due, *self.table.unprepared.values()):
             proposals += [
                 Proposal(sequence, self.tree, Condition(1, VOCAB_SIZE - 1 - rank))
                 for rank in range(self.num_conditional)
@@ -101,7 +101,7 @@ class StepMessages:
         return proposals
 
     def _answer(self, proposals: list[Proposal]) -> list[bytes]:
-        answers = Answers(self.roster, self.outputs.append, is_launched=lambda _: True)
+        answers = Answers(self.table, self.outputs.append, is_launched=lambda _: True)
         self.outputs.clear()
         answers.give(proposals, DraftReport(0.001))
         return [request_from_output(each).SerializeToString() for each in self.outputs]
@@ -128,7 +128,7 @@ class StepMessages:
         for each in responses:
             event = event_from_response(LINK, pb.SpeculateResponse.FromString(each), None)
             assert event is not None
-            self.roster.apply(event)
+            self.table.apply(event)
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         start_s = time.thread_time()

@@ -58,10 +58,10 @@ def committed(sequence: DraftSequence, tokens: Sequence[int], *nodes: int) -> Ve
 
 
 def prepare_ahead(
-    drafter: Drafter, shape: TreeShape, *flights: tuple[DraftSequence, TokenTree]
+    drafter: Drafter, shape: TreeShape, *verified: tuple[DraftSequence, TokenTree]
 ) -> list[Proposal]:
     """Returns what a drafter prepares, each time `FAN_OUT`, while these trees are verified."""
-    for sequence, tree in flights:
+    for sequence, tree in verified:
         drafter.foresight.begin(sequence, tree, shape, FAN_OUT)
     proposals: list[Proposal] = []
     while drafter.foresight.has_work:

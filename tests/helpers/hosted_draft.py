@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, cast
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import Deliver, DraftEngine
 from services.draft.events import Event, LinkClosed, LinkOpened, LinkTerms, Output
-from services.draft.roster import Roster
 from services.draft.rounds import Rounds
+from services.draft.sequence_table import SequenceTable
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.drafts.attachment_terms import AttachmentTerms
@@ -26,8 +26,8 @@ class SteppedDraftEngine:
     """Stands in for `DraftEngine` with one link; steps when it is told to."""
 
     def __init__(self, drafter: Drafter, shape: TreeShape, *, max_sequences: int) -> None:
-        self.roster = Roster(drafter, max_sequences=max_sequences, deliver=self._deliver)
-        self.rounds = Rounds(self.roster, drafter, shape, chunk_tokens=512, deliver=self._deliver)
+        self.table = SequenceTable(drafter, max_sequences=max_sequences, deliver=self._deliver)
+        self.rounds = Rounds(self.table, drafter, shape, chunk_tokens=512, deliver=self._deliver)
         self._outlet: Deliver = lambda output: None
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
@@ -39,7 +39,7 @@ class SteppedDraftEngine:
         self.submit(LinkClosed(link))
 
     def submit(self, event: Event) -> None:
-        self.roster.apply(event)
+        self.table.apply(event)
 
     def step(self) -> None:
         """Does all there is to do."""

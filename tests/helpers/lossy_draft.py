@@ -79,5 +79,5 @@ class LossyDraft(WiredDraft):
         """Loses the stream with all that is on it; the next one is open, but not attached."""
         self.detach()
         self._heard.clear()
-        self.roster.apply(LinkClosed(LINK))
+        self.table.apply(LinkClosed(LINK))
         self.open_link()

@@ -12,8 +12,8 @@ from services.draft.events import (
 )
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.draft.link_codec import attach_request, event_from_response, request_from_output
-from services.draft.roster import Roster
 from services.draft.rounds import Rounds
+from services.draft.sequence_table import SequenceTable
 from services.draft.worker import WorkerIdentity
 from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
@@ -49,9 +49,9 @@ class WiredDraft:
         self.engine = engine
         self.name = name
         self.spec = drafter.limits.feature_spec
-        self.roster = Roster(drafter, max_sequences=8, deliver=self._deliver)
+        self.table = SequenceTable(drafter, max_sequences=8, deliver=self._deliver)
         self.rounds = Rounds(
-            self.roster, drafter, shape, chunk_tokens=16, fan_out=fan_out, deliver=self._deliver
+            self.table, drafter, shape, chunk_tokens=16, fan_out=fan_out, deliver=self._deliver
         )
         self.open_link()
 
@@ -60,7 +60,7 @@ class WiredDraft:
         terms = LinkTerms(
             VOCAB_SIZE, 64, 8, mirrors_noise=True, max_conditional=MAX_CONDITIONAL_CANDIDATES
         )
-        self.roster.apply(LinkOpened(LINK, terms))
+        self.table.apply(LinkOpened(LINK, terms))
 
     def attach(self) -> None:
         worker = WorkerIdentity("w", "m", "EAGLE", None, 8, 128, feature_spec=self.spec)
@@ -83,7 +83,7 @@ class WiredDraft:
         """Takes the bytes of one message in."""
         event = event_from_response(LINK, pb.SpeculateResponse.FromString(response), self.spec)
         assert event is not None
-        self.roster.apply(event)
+        self.table.apply(event)
 
     def close(self) -> None:
         raise AssertionError("the target gave the draft up")

@@ -36,7 +36,7 @@ for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Flying:
+class _InFlight:
     """A tree under verification whose verdicts are not prepared for yet."""
 
     sequence: DraftSequence
@@ -54,7 +54,7 @@ class _Work:
         paths: by block, the tokens that its verdict commits.
     """
 
-    flying: _Flying
+    in_flight: _InFlight
     verdicts: Sequence[LikelyVerdict]
     paths: Sequence[Path]
     rows: BlockRows
@@ -73,7 +73,7 @@ class BlockForesight:
         self._contexts = contexts
         self._block_size = block_size
         self._shares = RankShares()
-        self._flying: dict[SequenceKey, _Flying] = {}
+        self._flying: dict[SequenceKey, _InFlight] = {}
         self._choices: dict[SequenceKey, BlockChoices] = {}
         self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
 
@@ -90,7 +90,7 @@ class BlockForesight:
     ) -> None:
         choices = self._choices.get(sequence.key)
         if choices is not None:
-            self._flying[sequence.key] = _Flying(sequence, tree, shape, fan_out, choices)
+            self._flying[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """What was computed ahead lacks features that are here now."""
@@ -137,19 +137,21 @@ class BlockForesight:
         sequences = [each.sequence for each in self._flying.values()]
         contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
 
-    def _lay_out(self, flying: _Flying) -> _Work | None:
+    def _lay_out(self, in_flight: _InFlight) -> _Work | None:
         """Returns the rows of as many verdicts as there is memory for; None for none."""
-        sequence, contexts = flying.sequence, self._contexts
-        verdicts = likely_verdicts(flying.tree, _by_node(flying), self._shares, flying.fan_out)
+        sequence, contexts = in_flight.sequence, self._contexts
+        verdicts = likely_verdicts(
+            in_flight.tree, _by_node(in_flight), self._shares, in_flight.fan_out
+        )
         while verdicts:
-            work = self._work(flying, verdicts)
+            work = self._work(in_flight, verdicts)
             if contexts.reserve(sequence, len(work.rows)):
                 return work
             verdicts = verdicts[: len(verdicts) // 2]
         return None
 
-    def _work(self, flying: _Flying, verdicts: Sequence[LikelyVerdict]) -> _Work:
-        sequence, tree = flying.sequence, flying.tree
+    def _work(self, in_flight: _InFlight, verdicts: Sequence[LikelyVerdict]) -> _Work:
+        sequence, tree = in_flight.sequence, in_flight.tree
         rows = BlockRows(
             self._contexts.pages_of(sequence),
             block_size=self._block_size,
@@ -166,17 +168,17 @@ class BlockForesight:
         for verdict in verdicts:
             rows.add_block(known[verdict.place], verdict.token, self._block_size - 1)
         committed = [(*paths[verdict.place], verdict.token) for verdict in verdicts]
-        return _Work(flying, verdicts, committed, rows)
+        return _Work(in_flight, verdicts, committed, rows)
 
     def _draft(self, work: Sequence[_Work]) -> list[Proposal]:
-        sequences = [each.flying.sequence for each in work]
+        sequences = [each.in_flight.sequence for each in work]
         logits = self._contexts.run([each.rows.lay_out() for each in work])
         for each in work:
-            self._contexts.trim(each.flying.sequence, self._block_size)
+            self._contexts.trim(each.in_flight.sequence, self._block_size)
         scores = DraftScores(sequences, logits.device).of_blocks(
             logits, [each.paths for each in work], self._block_size - 1
         )
-        width = max(each.flying.shape.topk for each in work) + self.budget
+        width = max(each.in_flight.shape.topk for each in work) + self.budget
         blocks = iter(best_choices(scores, width))
         return [
             proposal
@@ -185,7 +187,7 @@ class BlockForesight:
         ]
 
     def _proposals(self, work: _Work, blocks: Sequence[BlockChoices]) -> list[Proposal]:
-        sequence, shape = work.flying.sequence, work.flying.shape
+        sequence, shape = work.in_flight.sequence, work.in_flight.shape
         self._prepared[sequence.key] = dict(zip(work.paths, blocks, strict=True))
         return [
             Proposal(sequence, choices.tree(shape), verdict.condition)
@@ -193,11 +195,11 @@ class BlockForesight:
         ]
 
 
-def _by_node(flying: _Flying) -> list[Sequence[tuple[int, float]]]:
+def _by_node(in_flight: _InFlight) -> list[Sequence[tuple[int, float]]]:
     """Returns what may follow the last committed token, then each node; nothing behind the last
     position that the block scored."""
-    depths = (0, *flying.tree.depths)
-    return [flying.choices.at(depth) for depth in depths]
+    depths = (0, *in_flight.tree.depths)
+    return [in_flight.choices.at(depth) for depth in depths]
 
 
 def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ _CHOICES = TreeShape(num_steps=1, topk=16, num_draft_tokens=17)
 
 
 @dataclass(frozen=True, slots=True)
-class _Flying:
+class _InFlight:
     sequence: DraftSequence
     tree: TokenTree
     shape: TreeShape
@@ -37,7 +37,7 @@ class NgramForesight:
         self._index = index
         self._current = current
         self._shares = RankShares()
-        self._flying: dict[SequenceKey, _Flying] = {}
+        self._flying: dict[SequenceKey, _InFlight] = {}
 
     @property
     def has_work(self) -> bool:
@@ -46,7 +46,7 @@ class NgramForesight:
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
-        self._flying[sequence.key] = _Flying(sequence, tree, shape, fan_out)
+        self._flying[sequence.key] = _InFlight(sequence, tree, shape, fan_out)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """A new tree costs no more than an old one."""
@@ -76,16 +76,18 @@ class NgramForesight:
             self._shares.observe(rank_of(choices, token))
             cursor = self._index.supposed(cursor, token)
 
-    def _prepare(self, flying: _Flying) -> Iterator[Proposal]:
-        cursors = [self._current(flying.sequence)]
-        for parent, token in zip(flying.tree.parent_indices, flying.tree.token_ids, strict=True):
+    def _prepare(self, in_flight: _InFlight) -> Iterator[Proposal]:
+        cursors = [self._current(in_flight.sequence)]
+        for parent, token in zip(
+            in_flight.tree.parent_indices, in_flight.tree.token_ids, strict=True
+        ):
             above = cursors[0 if parent is None else parent + 1]
             cursors.append(self._index.supposed(above, token))
         choices = [self._choices(cursor) for cursor in cursors]
-        for each in likely_verdicts(flying.tree, choices, self._shares, flying.fan_out):
+        for each in likely_verdicts(in_flight.tree, choices, self._shares, in_flight.fan_out):
             cursor = self._index.supposed(cursors[each.place], each.token)
-            tree = self._index.grow_ahead(cursor, flying.shape)
-            yield Proposal(flying.sequence, tree, each.condition)
+            tree = self._index.grow_ahead(cursor, in_flight.shape)
+            yield Proposal(in_flight.sequence, tree, each.condition)
 
     def _choices(self, cursor: Cursor) -> list[Continuation]:
         tree = self._index.grow_ahead(cursor, _CHOICES)

@@ -26,9 +26,9 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.fan_out import FanOut
-from services.draft.roster import Roster
 from services.draft.rounds import IDLE_S, Rounds
 from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence_table import SequenceTable
 from shared.candidate_columns import CandidateColumns
 from shared.ngram.index import NgramOptions
 from shared.tokens import (
@@ -57,9 +57,11 @@ class Bench:
         self.drafter = drafter or ScriptedDrafter()
         self.outputs: list[Output] = []
         self.now_s, self.tick_s = 0.0, 1.0
-        self.roster = Roster(self.drafter, max_sequences=max_sequences, deliver=self.outputs.append)
+        self.table = SequenceTable(
+            self.drafter, max_sequences=max_sequences, deliver=self.outputs.append
+        )
         self.rounds = Rounds(
-            self.roster,
+            self.table,
             self.drafter,
             SHAPE,
             chunk_tokens=CHUNK,
@@ -74,7 +76,7 @@ class Bench:
 
     def apply(self, *events: Event) -> None:
         for event in events:
-            self.roster.apply(event)
+            self.table.apply(event)
 
     def step(self) -> list[Output]:
         """Steps once; returns what it delivered."""
@@ -277,7 +279,7 @@ def test_all_that_a_draft_does_is_accounted_for() -> None:
     terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
     bench.apply(LinkOpened(LINK, terms), _opened(7))
     bench.step()
-    counters = bench.roster.recorder.counters
+    counters = bench.table.recorder.counters
     # Choosing the verdicts, and between four readings of the clock.
     assert counters.ahead_s == 50.0 + 2.0
     bench.apply(_opened(8, CHUNK + 50))
@@ -327,7 +329,7 @@ def test_a_closed_sequence_is_forgotten() -> None:
     bench = Bench()
     bench.apply(_opened(1), SequencesClosed(LINK, (1, 99)), _decided(1, 0, (9,), 6))
     assert bench.step() == []
-    assert len(bench.roster) == 0
+    assert len(bench.table) == 0
     assert bench.drafter.num_seen == {}
 
 
@@ -401,7 +403,7 @@ def test_an_id_used_twice_releases_it() -> None:
     bench = Bench()
     bench.apply(_opened(1), _opened(1))
     assert bench.outputs == [SequencesReleased(LINK, (1,))]
-    assert len(bench.roster) == 0
+    assert len(bench.table) == 0
 
 
 def test_trees_keep_to_the_targets_node_limit_and_vocabulary() -> None:
@@ -435,7 +437,7 @@ def test_a_probe_waits_for_its_prompt_and_is_gone_when_answered() -> None:
     outputs = [output for _ in range(4) for output in bench.step()]
     # Two chunks and the proposal, a second each by this clock.
     assert outputs == [ProbeDone(9, TokenTree.chain([250]), 3.0)]
-    assert len(bench.roster) == 0
+    assert len(bench.table) == 0
 
 
 def test_a_probe_never_costs_another_sequence_its_memory() -> None:
@@ -444,17 +446,17 @@ def test_a_probe_never_costs_another_sequence_its_memory() -> None:
     bench.step()
     bench.apply(*_probe(5))
     assert bench.step() == [ProbeDone(9, None, 0.0)]
-    assert len(bench.roster) == 1
+    assert len(bench.table) == 1
 
 
 def test_rounds_serve_a_real_drafter() -> None:
     outputs: list[Output] = []
     drafter = NgramDrafter(NgramOptions())
-    roster = Roster(drafter, max_sequences=4, deliver=outputs.append)
-    rounds = Rounds(roster, drafter, SHAPE, chunk_tokens=64, deliver=outputs.append)
-    roster.apply(LinkOpened(LINK, LinkTerms(100, 64, 100, mirrors_noise=True)))
+    table = SequenceTable(drafter, max_sequences=4, deliver=outputs.append)
+    rounds = Rounds(table, drafter, SHAPE, chunk_tokens=64, deliver=outputs.append)
+    table.apply(LinkOpened(LINK, LinkTerms(100, 64, 100, mirrors_noise=True)))
     opening = Opening(1, [1, 2, 3, 4, 1, 2], 6, SamplingParams(), 0)
-    roster.apply(SequencesOpened(LINK, (opening,)))
+    table.apply(SequencesOpened(LINK, (opening,)))
     rounds.step()
     (output,) = outputs
     assert isinstance(output, CandidatesReady)
@@ -566,8 +568,8 @@ def test_targets_hear_first_that_the_very_first_trees_will_be_late() -> None:
     bench.apply(_opened(1))
     assert _reports(bench.step()) == [True, False, False]
     assert bench.drafter.prepared == [SHAPE, SHAPE]
-    assert bench.roster.recorder.counters.num_prepared == 1
-    assert bench.roster.recorder.counters.prepared_s > 0.0
+    assert bench.table.recorder.counters.num_prepared == 1
+    assert bench.table.recorder.counters.prepared_s > 0.0
 
 
 def test_pinned_shape_is_not_named_with_each_tree() -> None:

@@ -76,14 +76,14 @@ def _values(
 
 
 def _prepared(
-    twins: TwinDrafters, shape: TreeShape, *flights: tuple[DraftSequence, TokenTree]
+    twins: TwinDrafters, shape: TreeShape, *verified: tuple[DraftSequence, TokenTree]
 ) -> list[Proposal]:
     """Returns what both prepare, the passes their own share of it, and alike."""
     found, expected = (
-        prepare_ahead(drafter, shape, *flights) for drafter in (twins.whole, twins.levels)
+        prepare_ahead(drafter, shape, *verified) for drafter in (twins.whole, twins.levels)
     )
     shared_proposals: list[Proposal] = []
-    for sequence, _ in flights:
+    for sequence, _ in verified:
         own, others = _values(sequence, found), _values(sequence, expected)
         assert len(own) == len(others) == FAN_OUT.budget
         # Nodes that one of them has not computed, and ranks it has not looked for, leave some

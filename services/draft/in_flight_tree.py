@@ -1,5 +1,4 @@
-"""The tree that the target verifies now, as far as the draft knows, and what was pushed for its
-verdicts. No torch."""
+"""The tree that the target verifies now, and the trees pushed for its verdicts. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +9,11 @@ from shared.tokens import TokenTree, Verdict
 
 
 @dataclass(slots=True)
-class Flight:
-    """A candidate on its way through the target.
+class InFlightTree:
+    """A candidate that was pushed and whose verdict has not arrived.
 
-    Both sides know it by `candidate_id`: the target selects a pushed candidate only for the
-    verdict on this one, and so does `successor`, so they agree on what is verified next whether
-    or not the candidate was there when the verdict fell.
+    Target and draft name it by `candidate_id`. Both choose the next tree by the verdict on this
+    one, so they agree on it even if a candidate arrived after the verdict.
     """
 
     candidate_id: int
@@ -29,7 +27,7 @@ class Flight:
         self._pushed[named] = candidate_id, tree
         return named
 
-    def successor(self, verdict: Verdict) -> Flight | None:
+    def successor(self, verdict: Verdict) -> InFlightTree | None:
         """Returns what the target verifies next; None when nothing was pushed for the verdict."""
         found = self._pushed.get(condition_key(verdict.condition))
-        return None if found is None else Flight(*found)
+        return None if found is None else InFlightTree(*found)

@@ -1,4 +1,4 @@
-"""Which sequences the draft holds for which link. No torch, no threads, no grpc."""
+"""The sequences that the draft holds, by link. No torch, no threads, no grpc."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from shared.tokens import Outcome, Verdict
 log = logging.getLogger(__name__)
 
 
-class Roster:
+class SequenceTable:
     """Sequences of every link, least recently used first, and those an answer is owed for.
 
     Attributes:
         due: sequences whose candidate is owed, in the order they became due.
-        flying: sequences with a tree under verification whose verdicts are not prepared for yet.
+        unprepared: sequences with an in-flight tree and no trees for its verdicts yet.
         recorder: is told what happens.
     """
 
@@ -48,7 +48,7 @@ class Roster:
         recorder: DraftRecorder | None = None,
     ) -> None:
         self.due: dict[SequenceKey, DraftSequence] = {}
-        self.flying: dict[SequenceKey, DraftSequence] = {}
+        self.unprepared: dict[SequenceKey, DraftSequence] = {}
         self.recorder = recorder or DraftRecorder()
         self._drafter = drafter
         self._max_sequences = max_sequences
@@ -97,7 +97,7 @@ class Roster:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.due.pop(key, None)
-            self.flying.pop(key, None)
+            self.unprepared.pop(key, None)
             self._drafter.close(sequence)
             self.recorder.closed(sequence)
 
@@ -200,7 +200,7 @@ class Roster:
         self._sequences.move_to_end(key)
         self._follow(sequence, verdict)
         self.due[key] = sequence
-        is_ahead = sequence.flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
+        is_ahead = sequence.in_flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
         if is_ahead or verdict.wish.is_paused:
             # A tree pushed ahead is verified next, or none is wanted; a later verdict makes the
             # next one due.
@@ -209,13 +209,13 @@ class Roster:
 
     def _follow(self, sequence: DraftSequence, verdict: Verdict) -> None:
         """Moves on to the tree that was pushed for the verdict, if one was."""
-        flight, sequence.flight = sequence.flight, None
-        self.flying.pop(sequence.key, None)
-        if flight is not None and not verdict.wish.is_paused:
-            sequence.flight = flight.successor(verdict)
-        if sequence.flight is not None:
+        in_flight, sequence.in_flight = sequence.in_flight, None
+        self.unprepared.pop(sequence.key, None)
+        if in_flight is not None and not verdict.wish.is_paused:
+            sequence.in_flight = in_flight.successor(verdict)
+        if sequence.in_flight is not None:
             self.recorder.foreseen()
-            self.flying[sequence.key] = sequence
+            self.unprepared[sequence.key] = sequence
 
     def _close_link(self, link: int) -> None:
         self._links.pop(link, None)
