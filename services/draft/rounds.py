@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from services.draft.answers import Answers
+from services.draft.deficit_round_robin import DeficitRoundRobin
 from services.draft.drafters.drafter import Drafter, Foresight, Proposal
 from services.draft.drafters.whole_trees import grows_whole
 from services.draft.events import Output
-from services.draft.fair_share import FairShare
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.draft.preparation import Preparation
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -62,8 +62,8 @@ class Rounds:
         self._table = table
         self._drafter = drafter
         self._chunk_tokens = chunk_tokens
-        self._proposals = FairShare(max(chunk_tokens // 8, 1))
-        self._prompts = FairShare(chunk_tokens)
+        self._proposals = DeficitRoundRobin(max(chunk_tokens // 8, 1))
+        self._prompts = DeficitRoundRobin(chunk_tokens)
         self._clock = clock
         self._answers = Answers(table, deliver, is_launched=lambda each: self._budget(each) > 0)
         self._preparation = Preparation(drafter, self._warming_changed, clock)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from services.draft.sequence import DraftSequence
 
 
-class FairShare:
+class DeficitRoundRobin:
     """Picks sequences link by link, so that each link with work gets as many tokens as another.
 
     Args:
