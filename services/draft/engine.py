@@ -75,7 +75,7 @@ class DraftEngine:
             fan_out=fan_out,
             deliver=self._deliver,
         )
-        if fan_out.budget and drafter.foresight is None:
+        if fan_out.budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
         self._inbox = Inbox(max_waiting_events)
         self._outlets: dict[int, Deliver] = {}

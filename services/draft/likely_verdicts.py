@@ -50,7 +50,7 @@ def likely_verdicts(
 
     Args:
         continuations: what may follow the last committed token, then each node, best first; where
-            there are none, no verdict is foreseen.
+            there are none, no verdict is prepared for.
     """
     # Bare tuples are compared several times as fast.
     best = heapq.nsmallest(fan_out.budget, _verdicts(tree, continuations, shares))

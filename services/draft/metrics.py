@@ -32,7 +32,7 @@ class DraftMetrics(Collector):
     | `outrider_draft_pushed_trees` | trees for verdicts to come | |
     | `outrider_draft_ahead_steps` | steps for them, mostly of a forward | |
     | `outrider_draft_ahead_seconds` | seconds of those | share of time: its rate |
-    | `outrider_draft_foreseen_verdicts` | verdicts one was for | hit rate: over verdicts |
+    | `outrider_draft_lookahead_hits` | verdicts one was for | hit rate: over verdicts |
     | `outrider_draft_preparations`, `…_preparation_seconds` | graphs captured for wishes | |
     | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
     | `outrider_draft_caught_up_tokens` | committed tokens taken in beside proposals | |
@@ -61,7 +61,7 @@ class DraftMetrics(Collector):
             ("pushed_trees", "Trees pushed ahead of their verdict", counters.num_pushed),
             ("ahead_steps", "Steps that drafted ahead of a verdict", counters.num_ahead),
             ("ahead_seconds", "Time of steps that drafted ahead of a verdict", counters.ahead_s),
-            ("foreseen_verdicts", "Verdicts whose tree had been pushed", counters.num_foreseen),
+            ("lookahead_hits", "Verdicts whose tree had been pushed", counters.num_lookahead_hits),
             ("preparations", "One-time preparations, such as CUDA graphs", counters.num_prepared),
             ("preparation_seconds", "Time of one-time preparations", counters.prepared_s),
             ("caught_up_tokens", "Committed tokens computed by the draft", counters.num_caught_up),

@@ -37,7 +37,7 @@ class DraftCounters:
         num_pushed: trees for verdicts to come, on top of the others.
         num_ahead: steps spent on them, mostly of one forward.
         ahead_s: time of those and of choosing the verdicts, beside that of its batches.
-        num_foreseen: verdicts that one of them was for.
+        num_lookahead_hits: verdicts that one of them was for.
         num_prepared: things done once, such as graphs captured, while sequences were open or for a
             shape that was wished for.
         prepared_s: time of those.
@@ -53,7 +53,7 @@ class DraftCounters:
     num_pushed: int = 0
     num_ahead: int = 0
     ahead_s: float = 0.0
-    num_foreseen: int = 0
+    num_lookahead_hits: int = 0
     num_prepared: int = 0
     prepared_s: float = 0.0
     num_opened: int = 0
@@ -150,9 +150,9 @@ class DraftRecorder:
         if self._log is not None:
             self._log.span("prepare", elapsed_s, trees=0)
 
-    def foreseen(self) -> None:
+    def lookahead_hit(self) -> None:
         """A verdict fell that a tree had been pushed for."""
-        self.counters.num_foreseen += 1
+        self.counters.num_lookahead_hits += 1
 
     def caught_up(self, num_tokens: int, elapsed_s: float) -> None:
         """The drafter took committed tokens in."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from services.draft.answers import Answers
 from services.draft.deficit_round_robin import DeficitRoundRobin
-from services.draft.drafters.drafter import Drafter, Foresight, Proposal
+from services.draft.drafters.drafter import Drafter, Lookahead, Proposal
 from services.draft.drafters.whole_trees import grows_whole
 from services.draft.events import Output
 from services.draft.fan_out import SYNCHRONOUS, FanOut
@@ -77,10 +77,10 @@ class Rounds:
 
     @fan_out.setter
     def fan_out(self, fan_out: FanOut) -> None:
-        foresight = self._drafter.foresight
-        self._fan_out = SYNCHRONOUS if foresight is None else fan_out
-        if foresight is not None:
-            foresight.budget = fan_out.budget
+        lookahead = self._drafter.lookahead
+        self._fan_out = SYNCHRONOUS if lookahead is None else fan_out
+        if lookahead is not None:
+            lookahead.budget = fan_out.budget
 
     def step(self) -> bool:
         """Answers what can be answered, catches up by a chunk, then drafts ahead by a forward.
@@ -100,7 +100,7 @@ class Rounds:
         answers = [*(Proposal(s, EMPTY_TREE) for s in late), *proposals]
         self._answers.give(answers, self._report(elapsed_s))
         num_taken = self._catch_up()
-        return self._foresee() or num_taken > 0 or len(batch) < len(ready)
+        return self._look_ahead() or num_taken > 0 or len(batch) < len(ready)
 
     def _turn(self, ready: list[DraftSequence]) -> list[DraftSequence]:
         """Returns what one proposal batch takes on. The sequences of one target belong together;
@@ -152,33 +152,33 @@ class Rounds:
         if not self._preparation.is_warming:
             self._table.recorder.prepared(self._preparation.last_s)
 
-    def _foresee(self) -> bool:
+    def _look_ahead(self) -> bool:
         """Prepares for verdicts by one forward; whether there is more to do."""
-        foresight, unprepared = self._drafter.foresight, list(self._table.unprepared.values())
+        lookahead, unprepared = self._drafter.lookahead, list(self._table.unprepared.values())
         self._table.unprepared.clear()
-        if foresight is None:
+        if lookahead is None:
             return False
         start_s = self._clock()
         for sequence in unprepared:
             # May wait for what follows the nodes of a tree that is out.
-            self._begin(foresight, sequence)
-        if foresight.has_work:
+            self._begin(lookahead, sequence)
+        if lookahead.has_work:
             begun_s = self._clock()
-            proposals = foresight.advance()
+            proposals = lookahead.advance()
             end_s = self._clock()
             num_pushed = sum(each.condition is not None for each in proposals)
             self._table.recorder.drafted_ahead(num_pushed, end_s - start_s)
             self._answers.give(proposals, self._report(end_s - begun_s))
-        return foresight.has_work or bool(self._table.unprepared)
+        return lookahead.has_work or bool(self._table.unprepared)
 
-    def _begin(self, foresight: Foresight, sequence: DraftSequence) -> None:
+    def _begin(self, lookahead: Lookahead, sequence: DraftSequence) -> None:
         budget = self._budget(sequence)
         if not budget or sequence.in_flight is None:
             return
         fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._table))
         fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
         if fan_out.budget:
-            foresight.begin(sequence, sequence.in_flight.tree, self._shape_for(sequence), fan_out)
+            lookahead.begin(sequence, sequence.in_flight.tree, self._shape_for(sequence), fan_out)
 
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
@@ -189,12 +189,12 @@ class Rounds:
 
     def _resumes(self, sequence: DraftSequence) -> bool:
         """Whether a due tree goes on from what was computed ahead."""
-        foresight = self._drafter.foresight
+        lookahead = self._drafter.lookahead
         return (
-            foresight is not None
+            lookahead is not None
             and not sequence.is_probe
             and self._fan_out.budget > 0
-            and foresight.resume(sequence, self._shape_for(sequence))
+            and lookahead.resume(sequence, self._shape_for(sequence))
         )
 
     def _is_ready(self, sequence: DraftSequence) -> bool:

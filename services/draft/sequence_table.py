@@ -214,7 +214,7 @@ class SequenceTable:
         if in_flight is not None and not verdict.wish.is_paused:
             sequence.in_flight = in_flight.successor(verdict)
         if sequence.in_flight is not None:
-            self.recorder.foreseen()
+            self.recorder.lookahead_hit()
             self.unprepared[sequence.key] = sequence
 
     def _close_link(self, link: int) -> None:

@@ -28,28 +28,28 @@ class TargetMetrics:
     | `outrider_target_step_seconds` | seconds | p99 by `histogram_quantile(0.99, …)` |
     | `outrider_target_rows` | rows computed | rows a step: its rate over that of steps |
     | `outrider_target_tokens` | tokens committed | tokens a second: its rate |
-    | `outrider_target_rounds` | draws | accepted length: rate of tokens over rate of rounds |
+    | `outrider_target_rounds` | rounds, each of one sequence | tokens a round: tokens over rounds |
     | `outrider_target_drafted_tokens` | tree nodes verified | |
     | `outrider_target_accepted_tokens` | tree nodes accepted | acceptance: over drafted |
-    | `outrider_target_busy_seconds` | seconds | share of time: its rate |
-    | `outrider_target_waiting_seconds` | seconds | lost to drafts: its rate |
-    | `outrider_target_paused_rounds` | rounds | without trees, because they would not pay |
-    | `outrider_target_probe_rounds` | rounds | with a tree, only to learn |
-    | `outrider_target_fallback_rounds` | rounds with a tree of its own | for want of a draft's |
-    | `outrider_target_fallback_tokens` | tokens of those, bonus included | a round: over these |
-    | `outrider_target_cut_nodes` | tree nodes | drafted, but not worth a row |
-    | `outrider_target_device_rounds` | rounds by `shape` of the trees | their share: over rounds |
-    | `outrider_target_speculation_trials` | trials | of speculation where it was off |
-    | `outrider_target_speculation_off_seconds` | seconds of steps | not faster beyond doubt |
-    | `outrider_target_preemptions` | sequences | should be near 0 |
-    | `outrider_target_foreseen_verdicts` | verdicts by position, rank | the next tree was here |
-    | `outrider_target_unforeseen_verdicts` | verdicts by position | prepared for in vain |
-    | `outrider_target_unprepared_verdicts` | verdicts | nothing was pushed ahead in time |
-    | `outrider_target_late_foreseen_verdicts` | verdicts | pushed ahead, but came after them |
-    | `outrider_target_wire_bytes`, `…_wire_messages` | to and from drafts, by `direction` | |
-    | `outrider_target_discarded_sequences` | computed after their end | a step for each request |
-    | `outrider_target_host_gap_seconds` | seconds the device waits for the host | near 0 |
-    | `outrider_target_hit_gap_seconds` | those behind a foreseen verdict | mean: sum over count |
+    | `outrider_target_busy_seconds` | seconds of steps | share of the time: its rate |
+    | `outrider_target_waiting_seconds` | seconds in which all sequences await a draft | its rate |
+    | `outrider_target_paused_rounds` | rounds | without a tree, because plain steps are faster |
+    | `outrider_target_probe_rounds` | rounds | with a tree, to measure whether it pays |
+    | `outrider_target_fallback_rounds` | rounds | with an n-gram tree of the target |
+    | `outrider_target_fallback_tokens` | tokens of those rounds | a round: over these |
+    | `outrider_target_cut_nodes` | tree nodes | drafted, not verified: they do not pay |
+    | `outrider_target_device_rounds` | rounds on the device by `shape` | share: over rounds |
+    | `outrider_target_speculation_trials` | trials | trials while speculation is off |
+    | `outrider_target_speculation_off_seconds` | seconds of steps | while speculation is off |
+    | `outrider_target_preemptions` | sequences | near 0 is good |
+    | `outrider_target_lookahead_hits` | verdicts | the next tree was here |
+    | `outrider_target_lookahead_misses` | verdicts | trees were here, none fits |
+    | `outrider_target_lookahead_absent` | verdicts | no tree was here |
+    | `outrider_target_lookahead_late` | verdicts | the tree came too late |
+    | `outrider_target_wire_bytes`, `…_wire_messages` | by `direction`: sent to drafts, received | |
+    | `outrider_target_discarded_sequences` | computed once after their end | |
+    | `outrider_target_host_gap_seconds` | seconds the device waits | near 0 is good |
+    | `outrider_target_hit_gap_seconds` | those after a lookahead hit | mean: sum over count |
     """
 
     def __init__(self, registry: CollectorRegistry, log: RoundLog | None = None) -> None:
@@ -63,41 +63,41 @@ class TargetMetrics:
         self._log = log
         self._steps = counter("steps", "Engine steps that ran a forward.")
         self._rows = counter("rows", "Rows computed: prompt, plain and tree.")
-        self._rounds = counter("rounds", "Times a sequence drew tokens.")
+        self._rounds = counter("rounds", "Rounds, each of one sequence: draw, verify, commit.")
         self._tokens = counter("tokens", "Tokens committed.")
         self._drafted = counter("drafted_tokens", "Draft nodes verified.")
         self._accepted = counter("accepted_tokens", "Draft nodes accepted.")
-        self._preempted = counter("preemptions", "Sequences that lost their pages.")
+        self._preempted = counter("preemptions", "Sequences preempted for want of KV pages.")
         self._hits = counter(
-            "foreseen_verdicts", "Verdicts whose next tree was here.", "position", "rank"
+            "lookahead_hits", "Verdicts whose next tree had been pushed ahead.", "position", "rank"
         )
         self._misses = counter(
-            "unforeseen_verdicts", "Verdicts that were prepared for in vain.", "position"
+            "lookahead_misses", "Verdicts that no tree pushed ahead fits.", "position"
         )
-        self._unprepared = counter(
-            "unprepared_verdicts", "Verdicts that nothing was pushed ahead for."
-        )
-        self._late = counter("late_foreseen_verdicts", "Verdicts whose next tree was on its way.")
-        self._discarded = counter(
-            "discarded_sequences", "Sequences that had ended when their step was read."
-        )
+        self._unprepared = counter("lookahead_absent", "Verdicts without any tree pushed ahead.")
+        self._late = counter("lookahead_late", "Verdicts whose next tree arrived too late.")
+        self._discarded = counter("discarded_sequences", "Sequences computed once after their end.")
         self._host_gap = counter("host_gap_seconds", "Time the device waited for the host.")
         self._busy = counter("busy_seconds", "Time of steps.")
-        self._waiting = counter("waiting_seconds", "Time in which every sequence awaited a draft.")
-        self._paused = counter("paused_rounds", "Rounds for which no tree was wanted.")
-        self._probes = counter("probe_rounds", "Rounds that were drafted for only to learn.")
+        self._waiting = counter(
+            "waiting_seconds", "Time in which all sequences waited for a draft."
+        )
+        self._paused = counter(
+            "paused_rounds", "Rounds without a tree because plain steps are faster."
+        )
+        self._probes = counter("probe_rounds", "Rounds with a tree to measure whether it pays.")
         self._fallback_rounds = counter(
-            "fallback_rounds", "Rounds that verified a tree of the target's own."
+            "fallback_rounds", "Rounds that verified an n-gram tree of the target."
         )
-        self._fallback_tokens = counter("fallback_tokens", "Tokens that those committed.")
-        self._cut = counter("cut_nodes", "Drafted nodes that were not worth their row.")
+        self._fallback_tokens = counter("fallback_tokens", "Tokens committed by these rounds.")
+        self._cut = counter(
+            "cut_nodes", "Drafted nodes that were not verified because they do not pay."
+        )
         self._device_rounds = counter(
-            "device_rounds", "Times a sequence had a round on the device.", "shape"
+            "device_rounds", "Rounds on the device, each of one sequence.", "shape"
         )
-        self._trials = counter("speculation_trials", "Trials of speculation where it was off.")
-        self._off = counter(
-            "speculation_off_seconds", "Time of steps in which the controller had drafts off."
-        )
+        self._trials = counter("speculation_trials", "Trials of speculation while it is off.")
+        self._off = counter("speculation_off_seconds", "Time of steps while speculation is off.")
         self._seconds = Histogram(
             "outrider_target_step_seconds",
             "Duration of a step.",
@@ -106,8 +106,8 @@ class TargetMetrics:
         )
         self._hit_gaps = Histogram(
             "outrider_target_hit_gap_seconds",
-            "Time the device waited for the host from verdicts that were all foreseen to the next "
-            "step.",
+            "Time the device waited for the host after a step whose verdicts were all lookahead "
+            "hits.",
             buckets=_GAP_SECONDS,
             registry=registry,
         )

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.bench.passes import Case, Mode, Pass
-from tests.bench.scrape import Foresight
+from tests.bench.scrape import Lookahead
 from tests.load.figures import table
 
-_VERDICTS = "outrider_target_{}_verdicts"
+_VERDICTS = "outrider_target_lookahead_{}"
 _BATCHES, _AHEAD = "outrider_draft_batch_seconds_sum", "outrider_draft_ahead_seconds_total"
 _CAUGHT_UP = "outrider_draft_caught_up_seconds_total"
 _AHEAD_STEPS = "outrider_draft_ahead_steps_total"
@@ -106,11 +106,10 @@ def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
 
 def hit_shares(one: Pass) -> tuple[float, float, float]:
     """Returns which share of the rounds had the next tree in time, late, and not at all."""
-    foreseen, late, unforeseen, unprepared = (
-        one.per_round(_VERDICTS.format(name))
-        for name in ("foreseen", "late_foreseen", "unforeseen", "unprepared")
+    hits, late, misses, absent = (
+        one.per_round(_VERDICTS.format(name)) for name in ("hits", "late", "misses", "absent")
     )
-    return foreseen, late, max(unforeseen + unprepared - late, 0.0)
+    return hits, late, max(misses + absent - late, 0.0)
 
 
 def _gap(one: Pass) -> str:
@@ -156,7 +155,7 @@ def foreseen(compared: Compared, mode: Mode) -> str:
     for each in compared.passes(mode):
         # A label appears when it is first counted, so later passes may have more.
         sums.update(each.counters)
-    found = Foresight.of(sums)
+    found = Lookahead.of(sums)
     total = sum(found.hits.values()) + sum(found.misses.values())
     if not total:
         return f"{mode.name}: nothing was there in time for any verdict"

@@ -91,7 +91,7 @@ class HeadBench:
             keeps_features=False,
             grower=TreeGrower(HeadModel(head, pool), limits) if way == PASSES else None,
         )
-        drafter.foresight.budget = plan.budget
+        drafter.lookahead.budget = plan.budget
         return drafter
 
     def _sequences(self, count: int) -> list[DraftSequence]:
@@ -152,12 +152,12 @@ class _Rounds:
         Args:
             times: of the first step of preparing, and of all of them.
         """
-        foresight, start_s, found_s = self._drafter.foresight, time.perf_counter(), []
+        lookahead, start_s, found_s = self._drafter.lookahead, time.perf_counter(), []
         for sequence, tree in zip(batch, trees, strict=True):
-            foresight.begin(sequence, tree, self._shape, self._fan_out)
+            lookahead.begin(sequence, tree, self._shape, self._fan_out)
         proposals = []
-        while foresight.has_work:
-            proposals += foresight.advance()
+        while lookahead.has_work:
+            proposals += lookahead.advance()
             found_s.append(time.perf_counter() - start_s)
         for kept, found in zip(times, (found_s[0], found_s[-1]), strict=False):
             kept.append(found)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_HIT = re.compile(r'outrider_target_foreseen_verdicts_total\{position="([^"]*)",rank="([^"]*)"\}')
-_MISS = re.compile(r'outrider_target_unforeseen_verdicts_total\{position="([^"]*)"\}')
+_HIT = re.compile(r'outrider_target_lookahead_hits_total\{position="([^"]*)",rank="([^"]*)"\}')
+_MISS = re.compile(r'outrider_target_lookahead_misses_total\{position="([^"]*)"\}')
 
 
 def add_counters(totals: dict[str, float], text: str) -> None:
@@ -22,7 +22,7 @@ def add_counters(totals: dict[str, float], text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
+class Lookahead:
     """Verdicts on trees by what had been prepared, as their labels call positions and ranks.
 
     Attributes:
@@ -34,7 +34,7 @@ class Foresight:
     misses: Mapping[str, int]
 
     @classmethod
-    def of(cls, counters: Mapping[str, float]) -> Foresight:
+    def of(cls, counters: Mapping[str, float]) -> Lookahead:
         """Reads gains of a target's counters."""
         hits: Counter[tuple[str, str]] = Counter()
         misses: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from tests.bench import ahead_report, delays, simulate, simulator_check
 from tests.bench.ahead_report import Compared
 from tests.bench.passes import PLAIN, Case, Load, Mode, Pass
 from tests.bench.scenario_file import read_scenarios, write_scenarios
-from tests.bench.scrape import Foresight, add_counters
+from tests.bench.scrape import Lookahead, add_counters
 from tests.bench.session import Answer
 from tests.helpers.series import every_series
 
@@ -26,9 +26,9 @@ outrider_target_waiting_seconds_total 0.008
 outrider_target_host_gap_seconds_total 0.004
 outrider_target_hit_gap_seconds_sum 0.0009
 outrider_target_hit_gap_seconds_count 3.0
-outrider_target_foreseen_verdicts_total{position="3",rank="0"} 2.0
-outrider_target_foreseen_verdicts_total{position="1",rank="1"} 1.0
-outrider_target_unforeseen_verdicts_total{position="1"} 1.0
+outrider_target_lookahead_hits_total{position="3",rank="0"} 2.0
+outrider_target_lookahead_hits_total{position="1",rank="1"} 1.0
+outrider_target_lookahead_misses_total{position="1"} 1.0
 outrider_target_wire_bytes_total{direction="sent"} 40.0
 outrider_target_wire_bytes_total{direction="received"} 80.0
 outrider_draft_batch_seconds_bucket{le="0.01"} 4.0
@@ -78,14 +78,14 @@ def test_every_series_that_the_benches_read_exists() -> None:
 
 def test_counters_are_summed_over_labels() -> None:
     totals = _counters()
-    assert totals["outrider_target_foreseen_verdicts_total"] == 3.0
+    assert totals["outrider_target_lookahead_hits_total"] == 3.0
     assert totals['outrider_target_wire_bytes_total{direction="sent"}'] == 40.0
     assert "process_cpu_seconds_total" not in totals
 
 
 def test_hits_are_read_by_position_and_rank() -> None:
-    found = Foresight.of(
-        _counters() | {'outrider_target_unforeseen_verdicts_total{position="8+"}': 2.0}
+    found = Lookahead.of(
+        _counters() | {'outrider_target_lookahead_misses_total{position="8+"}': 2.0}
     )
     assert found.hits == {("3", "0"): 2, ("1", "1"): 1}
     assert found.positions == ["1", "3", "8+"]

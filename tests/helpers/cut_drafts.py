@@ -110,9 +110,9 @@ def check_ahead(twins: TwinDrafters, shape: TreeShape) -> None:
         for number, length in enumerate((5, 18))
     ]
     twins.open(*batch)
-    foresight = twins.whole.foresight
-    assert foresight is not None
-    foresight.budget = 3
+    lookahead = twins.whole.lookahead
+    assert lookahead is not None
+    lookahead.budget = 3
     trees = twins.trees(shape, *batch)
     for _ in range(3):
         prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))

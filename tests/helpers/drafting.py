@@ -62,10 +62,10 @@ def prepare_ahead(
 ) -> list[Proposal]:
     """Returns what a drafter prepares, each time `FAN_OUT`, while these trees are verified."""
     for sequence, tree in verified:
-        drafter.foresight.begin(sequence, tree, shape, FAN_OUT)
+        drafter.lookahead.begin(sequence, tree, shape, FAN_OUT)
     proposals: list[Proposal] = []
-    while drafter.foresight.has_work:
-        proposals += drafter.foresight.advance()
+    while drafter.lookahead.has_work:
+        proposals += drafter.lookahead.advance()
         drafter.check()
     return proposals
 

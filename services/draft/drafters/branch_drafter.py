@@ -37,7 +37,7 @@ falls, the pass under way delays what it calls for by a forward."""
 
 
 class BranchDrafter:
-    """See `Foresight`. For sequences that `grows_whole`."""
+    """See `Lookahead`. For sequences that `grows_whole`."""
 
     def __init__(
         self, trees: StandaloneTrees, contexts: StandaloneContexts, *, vocab_size: int

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.block_choices import best_choices
 from services.draft.drafters.block_contexts import BlockContexts
-from services.draft.drafters.block_foresight import BlockForesight
+from services.draft.drafters.block_lookahead import BlockLookahead
 from services.draft.drafters.block_rows import BlockRows
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.events import FeatureRows
@@ -39,11 +39,11 @@ class DflashDrafter:
         self._block_size = block_size
         self._window_tokens = window_tokens
         self._contexts = BlockContexts(runner, num_pages, window_tokens=window_tokens)
-        self._foresight = BlockForesight(runner.head, self._contexts, block_size=block_size)
+        self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
 
     @property
-    def foresight(self) -> BlockForesight:
-        return self._foresight
+    def lookahead(self) -> BlockLookahead:
+        return self._lookahead
 
     @property
     def limits(self) -> DrafterLimits:
@@ -62,7 +62,7 @@ class DflashDrafter:
     ) -> None:
         if features is not None:
             self.add_features(sequence, features)
-        self._foresight.observe(sequence, verdict.committed_token_ids)
+        self._lookahead.observe(sequence, verdict.committed_token_ids)
         self._contexts.slide(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
@@ -91,7 +91,7 @@ class DflashDrafter:
         return [*grown, *(Proposal(sequence, EMPTY_TREE) for sequence in waiting)]
 
     def close(self, sequence: DraftSequence) -> None:
-        self._foresight.drop(sequence)
+        self._lookahead.drop(sequence)
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
@@ -116,7 +116,7 @@ class DflashDrafter:
         self._contexts.check()
 
     def _draft(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        contexts, budget = self._contexts, self._foresight.budget
+        contexts, budget = self._contexts, self._lookahead.budget
         contexts.take_in([(sequence, self.backlog(sequence)) for sequence in sequences])
         # A verdict's bonus token may lie one position behind the tree.
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
@@ -129,7 +129,7 @@ class DflashDrafter:
         ):
             proposals.append(Proposal(sequence, choices.tree(shape)))
             if budget:
-                self._foresight.keep(sequence, choices)
+                self._lookahead.keep(sequence, choices)
         return proposals
 
     def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:

@@ -129,7 +129,7 @@ class DraftKv:
             self._move(kv, tail.base, tail.reroot(path[-1]))
         kv.num_computed += len(path)
         if len(path) < len(token_ids):
-            # What comes after the path was not foreseen, so nothing hangs off it.
+            # No tree was prepared for this path.
             kv.tail = None
 
     def _move(self, kv: SequenceKv, base: int, rows: Sequence[tuple[int, int]]) -> None:

@@ -54,7 +54,7 @@ class DrafterLimits:
     feature_spec: FeatureSpec | None = None
 
 
-class Foresight(Protocol):
+class Lookahead(Protocol):
     """Prepares trees for the verdicts on a tree that is being verified.
 
     Attributes:
@@ -93,7 +93,7 @@ class Drafter(Protocol):
     def limits(self) -> DrafterLimits: ...
 
     @property
-    def foresight(self) -> Foresight | None:
+    def lookahead(self) -> Lookahead | None:
         """None for drafters that cannot draft ahead."""
 
     def open(self, sequence: DraftSequence) -> None:

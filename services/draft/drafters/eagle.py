@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from services.draft.chain_draws import LevelScores, level_scores
-from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
+from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal
 from services.draft.drafters.head_branches import HeadBranches
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_loan import HeadLoan
 from services.draft.drafters.head_tails import HeadTails, reroot
 from services.draft.drafters.head_trees import HeadTrees
-from services.draft.drafters.joint_foresight import JointForesight
+from services.draft.drafters.joint_lookahead import JointLookahead
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.pass_graphs import PassGraphs
@@ -81,20 +81,20 @@ class EagleDrafter:
             max_depth=CONTEXT_MARGIN - 1,
             keeps_rows=False,
         )
-        self._foresight: Foresight = self._outcomes
+        self._lookahead: Lookahead = self._outcomes
         self._branches: HeadBranches | None = None
         if grower is not None:
             trees, vocab_size = HeadTrees(grower, self._contexts), runner.head.vocabulary.size
             self._branches = HeadBranches(trees, self._contexts, vocab_size=vocab_size)
-            self._foresight = JointForesight(self._branches, self._outcomes)
+            self._lookahead = JointLookahead(self._branches, self._outcomes)
 
     @property
     def _graphs(self) -> PassGraphs | None:
         return None if self._branches is None else self._branches.graphs
 
     @property
-    def foresight(self) -> Foresight:
-        return self._foresight
+    def lookahead(self) -> Lookahead:
+        return self._lookahead
 
     @property
     def limits(self) -> DrafterLimits:

@@ -45,7 +45,7 @@ class _Walk:
 
 
 class HeadBranches:
-    """See `Foresight`. For sequences that `grows_whole`."""
+    """See `Lookahead`. For sequences that `grows_whole`."""
 
     def __init__(self, trees: HeadTrees, contexts: HeadContexts, *, vocab_size: int) -> None:
         """`vocab_size` is the head's own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
-from services.draft.drafters.ngram_foresight import NgramForesight
+from services.draft.drafters.ngram_lookahead import NgramLookahead
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram.index import Cursor, NgramIndex, NgramOptions
@@ -23,11 +23,11 @@ class NgramDrafter:
     def __init__(self, options: NgramOptions) -> None:
         self._index = NgramIndex(options)
         self._cursors: dict[SequenceKey, Cursor] = {}
-        self._foresight = NgramForesight(self._index, self._current)
+        self._lookahead = NgramLookahead(self._index, self._current)
 
     @property
-    def foresight(self) -> NgramForesight:
-        return self._foresight
+    def lookahead(self) -> NgramLookahead:
+        return self._lookahead
 
     @property
     def limits(self) -> DrafterLimits:
@@ -44,10 +44,10 @@ class NgramDrafter:
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
         """Committed tokens are taken in with the next proposal."""
-        self._foresight.drop(sequence)
+        self._lookahead.drop(sequence)
         num_committed = len(verdict.committed_token_ids)
-        if self._foresight.budget and self.backlog(sequence) == num_committed:
-            self._foresight.observe(self._cursors[sequence.key], verdict.committed_token_ids)
+        if self._lookahead.budget and self.backlog(sequence) == num_committed:
+            self._lookahead.observe(self._cursors[sequence.key], verdict.committed_token_ids)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         """Nothing to do: n-grams read tokens only."""
@@ -70,7 +70,7 @@ class NgramDrafter:
         return [Proposal(sequence, self._propose_one(sequence, shape)) for sequence in sequences]
 
     def close(self, sequence: DraftSequence) -> None:
-        self._foresight.drop(sequence)
+        self._lookahead.drop(sequence)
         del self._cursors[sequence.key]
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:

@@ -17,7 +17,7 @@ from services.draft.draft_scores import DraftScores
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.tail import Tail, TailNode
 from services.draft.fan_out import FanOut
-from services.draft.outcomes import GrowingTree, OutcomeGrowth
+from services.draft.lookahead_trees import GrowingTree, LookaheadTrees
 from services.draft.rank_shares import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.speculation.growth import choose_children
@@ -48,7 +48,7 @@ class _Block:
     """
 
     sequence: DraftSequence
-    growth: OutcomeGrowth
+    growth: LookaheadTrees
     width: int
     is_delivered: bool = False
 
@@ -64,7 +64,7 @@ class _Resumed:
 
 
 class OutcomeDrafter:
-    """Grows the outcomes of many sequences together. See `Foresight`.
+    """Grows the outcomes of many sequences together. See `Lookahead`.
 
     Args:
         tail_of: returns the tail whose root is the sequence's last committed token; None when
@@ -101,7 +101,7 @@ class OutcomeDrafter:
     ) -> None:
         tail = self._tail_of(sequence)
         if tail is not None:
-            growth = OutcomeGrowth(
+            growth = LookaheadTrees(
                 tail, tree, shape, fan_out, self._shares, max_depth=self._max_depth
             )
             width = shape.topk + fan_out.budget

@@ -16,8 +16,8 @@ import torch
 
 from services.draft.chain_draws import LevelScores, level_scores
 from services.draft.drafters.branch_drafter import BranchDrafter
-from services.draft.drafters.drafter import DrafterLimits, Foresight, Proposal
-from services.draft.drafters.joint_foresight import JointForesight
+from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal
+from services.draft.drafters.joint_lookahead import JointLookahead
 from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
 from services.draft.drafters.pass_graphs import PassGraphs
 from services.draft.drafters.standalone_contexts import StandaloneContexts
@@ -54,7 +54,7 @@ class StandaloneDrafter:
         """Args:
         grower: of the runner's model and pool; None grows all trees level by level.
         generator: of the host; the source of what is drawn for targets that verify by the
-            draft's laws. Unforeseeable when left out.
+            draft's laws. None: no lookahead.
         """
         self._vocab_size = runner.decoder.config.vocab_size
         self._generator = generator or fresh_generator()
@@ -65,20 +65,20 @@ class StandaloneDrafter:
         self._outcomes = OutcomeDrafter(
             self._tail, self._compute_tails, max_depth=CONTEXT_MARGIN - 1, keeps_rows=True
         )
-        self._foresight: Foresight = self._outcomes
+        self._lookahead: Lookahead = self._outcomes
         self._branches: BranchDrafter | None = None
         if grower is not None:
             trees = StandaloneTrees(grower, self._contexts)
             self._branches = BranchDrafter(trees, self._contexts, vocab_size=self._vocab_size)
-            self._foresight = JointForesight(self._branches, self._outcomes)
+            self._lookahead = JointLookahead(self._branches, self._outcomes)
 
     @property
     def _graphs(self) -> PassGraphs | None:
         return None if self._branches is None else self._branches.graphs
 
     @property
-    def foresight(self) -> Foresight:
-        return self._foresight
+    def lookahead(self) -> Lookahead:
+        return self._lookahead
 
     @property
     def limits(self) -> DrafterLimits:

@@ -47,7 +47,7 @@ class ScriptedDrafter:
         has_prepared: set once nothing is left of them.
     """
 
-    foresight = None
+    lookahead = None
 
     def __init__(
         self,

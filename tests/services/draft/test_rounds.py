@@ -216,7 +216,7 @@ def test_a_tree_has_the_shape_that_is_wanted_unless_an_operator_pinned_one() -> 
     assert answer.report.pinned_shape == SHAPE
 
 
-class _NotingForesight:
+class _NotingLookahead:
     """Notes for how many verdicts it is to prepare; computes nothing."""
 
     def __init__(self) -> None:
@@ -238,8 +238,8 @@ class _NotingForesight:
 
 
 def test_the_target_may_want_fewer_verdicts_prepared_for_unless_an_operator_pinned() -> None:
-    drafter, foresight = ScriptedDrafter(), _NotingForesight()
-    drafter.foresight = foresight  # type: ignore[assignment]
+    drafter, lookahead = ScriptedDrafter(), _NotingLookahead()
+    drafter.lookahead = lookahead  # type: ignore[assignment]
     bench = Bench(drafter)
     bench.rounds.fan_out = FanOut(8)
     terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
@@ -250,14 +250,14 @@ def test_the_target_may_want_fewer_verdicts_prepared_for_unless_an_operator_pinn
             _decided(7, round_, (9,), 6 + round_, wish=TreeWish(SHAPE, num_outcomes=wanted))
         )
         bench.step()
-    assert foresight.budgets == [8, 3, 8, 8], "none of 0"
+    assert lookahead.budgets == [8, 3, 8, 8], "none of 0"
     bench.rounds.is_pinned = True
     bench.apply(_decided(7, 4, (9,), 10, wish=TreeWish(SHAPE, num_outcomes=0)))
     bench.step()
-    assert foresight.budgets[-1] == 8
+    assert lookahead.budgets[-1] == 8
 
 
-class _SlowToBegin(_NotingForesight):
+class _SlowToBegin(_NotingLookahead):
     """Waits for a device before it knows what to prepare for."""
 
     has_work = True
@@ -274,7 +274,7 @@ class _SlowToBegin(_NotingForesight):
 
 def test_all_that_a_draft_does_is_accounted_for() -> None:
     bench = Bench()
-    bench.drafter.foresight = _SlowToBegin(bench)  # type: ignore[assignment]
+    bench.drafter.lookahead = _SlowToBegin(bench)  # type: ignore[assignment]
     bench.rounds.fan_out = FanOut(8)
     terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
     bench.apply(LinkOpened(LINK, terms), _opened(7))

@@ -29,7 +29,7 @@ def _report(host_gap_s: float, *verdicts: bool, shape: TreeShape | None = None) 
     )
 
 
-def test_gaps_behind_foreseen_verdicts_are_counted_apart() -> None:
+def test_gaps_behind_lookahead_hits_are_counted_apart() -> None:
     registry = CollectorRegistry()
     metrics = TargetMetrics(registry)
     for report in (

@@ -112,9 +112,9 @@ def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: 
         for number, (length, sampling) in enumerate([(5, GREEDY), (18, SAMPLED)])
     ]
     twins.open(*batch)
-    foresight = twins.whole.foresight
-    assert foresight is not None
-    foresight.budget = 3
+    lookahead = twins.whole.lookahead
+    assert lookahead is not None
+    lookahead.budget = 3
     trees = twins.trees(shape, *batch)
     for _ in range(1 if IS_INTERPRETING else 3):
         prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))
@@ -146,7 +146,7 @@ def test_heads_prepare_for_verdicts_in_passes_as_they_do_level_by_level(
     twins.open(*batch)
     twins.send_all(*batch)
     for drafter in (twins.whole, twins.levels):
-        drafter.foresight.budget = 3
+        drafter.lookahead.budget = 3
     trees = twins.trees(shape, *batch)
     for _ in range(3 if IS_INTERPRETING else 4):
         found, expected = (

@@ -503,10 +503,10 @@ FAN_OUT = FanOut(5)
 
 
 def _ahead(drafter: EagleDrafter, sequence: DraftSequence, tree: TokenTree) -> list[Proposal]:
-    drafter.foresight.begin(sequence, tree, TREE, FAN_OUT)
+    drafter.lookahead.begin(sequence, tree, TREE, FAN_OUT)
     proposals: list[Proposal] = []
-    while drafter.foresight.has_work:
-        proposals += drafter.foresight.advance()
+    while drafter.lookahead.has_work:
+        proposals += drafter.lookahead.advance()
     return proposals
 
 
@@ -536,7 +536,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
     """A drafter that has followed a row of verdicts prepares what a new one does that is told of
     the same tokens, features and tree."""
     source, drafter = random.Random(2), setup.drafter(in_passes=in_passes)
-    drafter.foresight.budget = FAN_OUT.budget
+    drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
     [tree] = propose(drafter, TREE, sequence)
@@ -547,7 +547,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
         _follow(drafter, setup, sequence, tree, chosen)
         tree = chosen.tree
         other = setup.drafter(in_passes=in_passes)
-        other.foresight.budget = FAN_OUT.budget
+        other.lookahead.budget = FAN_OUT.budget
         twin = draft_sequence(sequence.token_ids, sampling)
         _open(other, setup, twin)
         propose(other, TREE, twin)
@@ -565,7 +565,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
 @pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 def test_nothing_is_drafted_ahead_without_features(setup: Setup, in_passes: bool) -> None:
     drafter = setup.drafter(in_passes=in_passes)
-    drafter.foresight.budget = FAN_OUT.budget
+    drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9))
     _open(drafter, setup, sequence)
     [tree] = propose(drafter, TREE, sequence)

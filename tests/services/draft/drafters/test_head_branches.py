@@ -55,7 +55,7 @@ def twins(heads: dict[str, DraftHead]) -> TwinDrafters:
 def _ahead(head: DraftHead) -> TwinDrafters:
     twins = TwinDrafters.of_head(head)
     for drafter in (twins.whole, twins.levels):
-        drafter.foresight.budget = FAN_OUT.budget
+        drafter.lookahead.budget = FAN_OUT.budget
     return twins
 
 
@@ -99,7 +99,7 @@ def _prepared(
 
 
 def _under_way(twins: TwinDrafters) -> BranchPass:
-    under_way: BranchPass = twins.whole.foresight._whole._passes.under_way
+    under_way: BranchPass = twins.whole.lookahead._whole._passes.under_way
     return under_way
 
 
@@ -179,17 +179,17 @@ def test_a_verdict_falls_while_its_tree_grows(twins: TwinDrafters, num_forwards:
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
     expected = _values(sequence, prepare_ahead(twins.levels, TREE, (sequence, tree)))
-    foresight = twins.whole.foresight
-    foresight.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead = twins.whole.lookahead
+    lookahead.begin(sequence, tree, TREE, FAN_OUT)
     for _ in range(max(num_forwards, 1)):
-        assert foresight.advance() == []
+        assert lookahead.advance() == []
     wanted = _under_way(twins).branches[0].wanted
     twins.commit(sequence, wanted.path, is_late=False)
     is_late = num_forwards == 2
-    assert foresight.resume(sequence, TREE) == is_late
+    assert lookahead.resume(sequence, TREE) == is_late
     proposals: list[Proposal] = []
-    while foresight.has_work:
-        proposals += foresight.advance()
+    while lookahead.has_work:
+        proposals += lookahead.advance()
     if is_late:
         [late] = proposals
         assert late.condition is None
@@ -207,17 +207,17 @@ def test_a_verdict_after_one_whose_tree_is_growing(twins: TwinDrafters) -> None:
     """As when the target did not wait for the tree."""
     sequence, other = _opened(twins), _opened(twins, 9, 4)
     trees = twins.trees(TREE, sequence, other)
-    foresight = twins.whole.foresight
+    lookahead = twins.whole.lookahead
     for each, tree in zip((sequence, other), trees, strict=True):
-        foresight.begin(each, tree, TREE, FAN_OUT)
+        lookahead.begin(each, tree, TREE, FAN_OUT)
     for _ in range(2):
-        assert foresight.advance() == []
+        assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
-    assert foresight.resume(sequence, TREE)
+    assert lookahead.resume(sequence, TREE)
     twins.commit(sequence, (7, 9), is_late=False)
-    assert not foresight.resume(sequence, TREE)
-    while foresight.has_work:
-        assert all(each.sequence is other for each in foresight.advance())
+    assert not lookahead.resume(sequence, TREE)
+    while lookahead.has_work:
+        assert all(each.sequence is other for each in lookahead.advance())
     twins.trees(TREE, sequence)
     for each in (sequence, other):
         twins.close(each)
@@ -227,17 +227,17 @@ def test_a_verdict_after_one_whose_tree_is_growing(twins: TwinDrafters) -> None:
 def test_nobody_resumes_where_drafting_ahead_ends(twins: TwinDrafters) -> None:
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
-    foresight = twins.whole.foresight
-    foresight.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead = twins.whole.lookahead
+    lookahead.begin(sequence, tree, TREE, FAN_OUT)
     for _ in range(2):
-        assert foresight.advance() == []
+        assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
     for drafter in (twins.whole, twins.levels):
-        drafter.foresight.budget = 0
-    assert not foresight.resume(sequence, TREE)
+        drafter.lookahead.budget = 0
+    assert not lookahead.resume(sequence, TREE)
     twins.trees(TREE, sequence)
-    while foresight.has_work:
-        assert foresight.advance() == []
+    while lookahead.has_work:
+        assert lookahead.advance() == []
     twins.close(sequence)
     assert _held_pages(twins) == 0
 
@@ -246,15 +246,15 @@ def test_nobody_resumes_where_drafting_ahead_ends(twins: TwinDrafters) -> None:
 def test_a_sequence_ends_in_the_middle_of_a_pass(twins: TwinDrafters, num_forwards: int) -> None:
     sequence, other = _opened(twins), _opened(twins, 9, 4)
     trees = twins.trees(TREE, sequence, other)
-    foresight = twins.whole.foresight
+    lookahead = twins.whole.lookahead
     for each, tree in zip((sequence, other), trees, strict=True):
-        foresight.begin(each, tree, TREE, FAN_OUT)
+        lookahead.begin(each, tree, TREE, FAN_OUT)
     for _ in range(num_forwards):
-        foresight.advance()
+        lookahead.advance()
     twins.close(sequence)
     proposals: list[Proposal] = []
-    while foresight.has_work:
-        proposals += foresight.advance()
+    while lookahead.has_work:
+        proposals += lookahead.advance()
         twins.whole.check()
     assert all(each.sequence is other for each in proposals)
     twins.close(other)
@@ -275,13 +275,13 @@ def test_a_verdict_without_its_features_is_not_drafted_ahead_of(twins: TwinDraft
 def test_a_gap_in_the_features_ends_what_is_prepared(twins: TwinDrafters) -> None:
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
-    foresight = twins.whole.foresight
-    foresight.begin(sequence, tree, TREE, FAN_OUT)
-    assert foresight.advance() == []
+    lookahead = twins.whole.lookahead
+    lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    assert lookahead.advance() == []
     twins.commit(sequence, text(random.Random(1), 6), is_late=True)
     twins.send(sequence, sequence.num_tokens - 4, sequence.num_tokens - 1)
-    assert foresight.advance() == []
-    assert not foresight.has_work
+    assert lookahead.advance() == []
+    assert not lookahead.has_work
     [tree] = twins.trees(TREE, sequence)
     _prepared(twins, TREE, (sequence, tree))
 
@@ -307,13 +307,13 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
 ) -> None:
     sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
     [tree] = twins.trees(TREE, sequence)
-    foresight = twins.whole.foresight
-    foresight.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead = twins.whole.lookahead
+    lookahead.begin(sequence, tree, TREE, FAN_OUT)
     for _ in range(2):
-        assert foresight.advance() == []
+        assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
-    assert not foresight.resume(sequence, TREE)
-    assert foresight.advance() == []
+    assert not lookahead.resume(sequence, TREE)
+    assert lookahead.advance() == []
     twins.trees(TREE, sequence)
     twins.close(sequence)
     assert _held_pages(twins) == 0
@@ -325,7 +325,7 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
     """Nothing is computed behind the leaves of a tree of one level, but its root is."""
     sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
     [tree] = propose(twins.whole, TreeShape(CONTEXT_MARGIN - 1, 1, CONTEXT_MARGIN), sequence)
-    foresight = twins.whole.foresight
+    lookahead = twins.whole.lookahead
     chosen: list[LikelyVerdict] = []
 
     def at_the_end(*arguments: Any) -> list[LikelyVerdict]:
@@ -334,10 +334,10 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
         return chosen
 
     monkeypatch.setattr(likely_branches, "likely_verdicts", at_the_end)
-    foresight.begin(sequence, tree, TreeShape(1, 1, 2), FAN_OUT)
+    lookahead.begin(sequence, tree, TreeShape(1, 1, 2), FAN_OUT)
     proposals: list[Proposal] = []
-    while foresight.has_work:
-        proposals += foresight.advance()
+    while lookahead.has_work:
+        proposals += lookahead.advance()
     assert chosen
     assert proposals == []
     twins.close(sequence)
@@ -346,11 +346,11 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
 
 def test_branches_make_room_for_the_trees_of_current_rounds(heads: dict[str, DraftHead]) -> None:
     twins = TwinDrafters.of_head(heads["eagle3"], num_pages=26)
-    twins.whole.foresight.budget = FAN_OUT.budget
+    twins.whole.lookahead.budget = FAN_OUT.budget
     sequence = _opened(twins)
     [tree] = propose(twins.whole, TREE, sequence)
-    twins.whole.foresight.begin(sequence, tree, TREE, FAN_OUT)
-    assert twins.whole.foresight.advance() == []
+    twins.whole.lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    assert twins.whole.lookahead.advance() == []
     assert _under_way(twins).branches
     newcomer = draft_sequence(text(random.Random(9), 41), GREEDY, 9)
     twins.open(newcomer)

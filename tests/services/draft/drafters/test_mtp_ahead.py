@@ -57,7 +57,7 @@ def setups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpSetup]:
 
 def _drafter(setup: MtpSetup, *, num_pages: int = 200) -> EagleDrafter:
     drafter = setup.drafter(num_pages=num_pages)
-    drafter.foresight.budget = FAN_OUT.budget
+    drafter.lookahead.budget = FAN_OUT.budget
     return drafter
 
 

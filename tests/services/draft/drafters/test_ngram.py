@@ -172,27 +172,27 @@ def test_a_full_trie_still_proposes_only_what_was_seen(seed: int) -> None:
 
 def test_ahead_of_a_verdict_it_looks_up_what_followed_then() -> None:
     drafter = NgramDrafter(NgramOptions())
-    drafter.foresight.budget = 4
+    drafter.lookahead.budget = 4
     period = [1, 2, 3, 4, 5, 6, 7, 8]
     sequence = _sequence([*period, *period, 1, 2])
     drafter.open(sequence)
     shape = TreeShape(3, 1, 4)
     [proposal] = drafter.propose([sequence], shape)
     assert proposal.tree.token_ids == (3, 4, 5)
-    drafter.foresight.begin(sequence, proposal.tree, shape, FanOut(4))
-    prepared = {each.condition: each.tree.token_ids for each in drafter.foresight.advance()}
+    drafter.lookahead.begin(sequence, proposal.tree, shape, FanOut(4))
+    prepared = {each.condition: each.tree.token_ids for each in drafter.lookahead.advance()}
     assert prepared == {Condition(2, 6): (7, 8, 1)}, "nothing else ever followed"
-    assert not drafter.foresight.has_work
+    assert not drafter.lookahead.has_work
 
 
 def test_each_continuation_that_was_seen_is_prepared_for_likeliest_first() -> None:
     drafter = NgramDrafter(NgramOptions())
-    drafter.foresight.budget = 4
+    drafter.lookahead.budget = 4
     sequence = _sequence([1, 2, 9, 5, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2])
     drafter.open(sequence)
     shape = TreeShape(2, 1, 3)
     [proposal] = drafter.propose([sequence], shape)
     assert proposal.tree.token_ids == (3, 4)
-    drafter.foresight.begin(sequence, proposal.tree, shape, FanOut(2))
-    conditions = [each.condition for each in drafter.foresight.advance()]
+    drafter.lookahead.begin(sequence, proposal.tree, shape, FanOut(2))
+    conditions = [each.condition for each in drafter.lookahead.advance()]
     assert conditions == [Condition(1, 1), Condition(None, 9)]

@@ -55,7 +55,7 @@ class Bench:
             max_context_tokens=CONTEXT,
             grower=TreeGrower(DecoderModel(decoder, pool), limits) if in_passes else None,
         )
-        self.drafter.foresight.budget = BUDGET
+        self.drafter.lookahead.budget = BUDGET
         self.shape = shape
         self.fan_out = FanOut(BUDGET)
 
@@ -71,12 +71,12 @@ class Bench:
         return [each.tree for each in self.drafter.propose(sequences, self.shape)]
 
     def begin(self, sequence: DraftSequence, tree: TokenTree) -> None:
-        self.drafter.foresight.begin(sequence, tree, self.shape, self.fan_out)
+        self.drafter.lookahead.begin(sequence, tree, self.shape, self.fan_out)
 
     def advance_all(self) -> list[Proposal]:
         proposals: list[Proposal] = []
-        while self.drafter.foresight.has_work:
-            proposals += self.drafter.foresight.advance()
+        while self.drafter.lookahead.has_work:
+            proposals += self.drafter.lookahead.advance()
         return proposals
 
     def commit(self, sequence: DraftSequence, tokens: tuple[int, ...]) -> None:
@@ -186,9 +186,9 @@ def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
     likeliest = _committed(blocks[0][1], whole.advance_all()[0])
     sequence = blocks[1][0]
     for _ in range(num_forwards):
-        bench.drafter.foresight.advance()
+        bench.drafter.lookahead.advance()
     bench.commit(sequence, likeliest)
-    if bench.drafter.foresight.resume(sequence, shape):
+    if bench.drafter.lookahead.resume(sequence, shape):
         [answer] = bench.advance_all()
         assert answer.condition is None
         tree = answer.tree
@@ -206,14 +206,14 @@ def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
     trees = bench.propose(sequence, other)
     for each, tree in zip((sequence, other), trees, strict=True):
         bench.begin(each, tree)
-    foresight = bench.drafter.foresight
-    assert foresight.advance() == []
-    condition = next(iter(foresight._whole._passes.under_way.branches)).wanted
+    lookahead = bench.drafter.lookahead
+    assert lookahead.advance() == []
+    condition = next(iter(lookahead._whole._passes.under_way.branches)).wanted
     bench.commit(sequence, condition.path)
-    assert foresight.resume(sequence, shape)
+    assert lookahead.resume(sequence, shape)
     bench.drafter.check()
     bench.commit(sequence, (7, 9))
-    assert not foresight.resume(sequence, shape)
+    assert not lookahead.resume(sequence, shape)
     assert {each.sequence for each in bench.advance_all()} == {other}
     [tree] = bench.propose(sequence)
     assert tree.token_ids == _fresh(decoder, shape, sequence).token_ids
@@ -229,10 +229,10 @@ def test_pass_that_nobody_waits_for_is_given_up(decoder: Decoder) -> None:
     sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
-    assert bench.drafter.foresight.advance() == []
+    assert bench.drafter.lookahead.advance() == []
     bench.drafter.close(sequence)
-    assert bench.drafter.foresight.advance() == []
-    assert not bench.drafter.foresight.has_work
+    assert bench.drafter.lookahead.advance() == []
+    assert not bench.drafter.lookahead.has_work
     assert bench.drafter.gauges()["held_page_count"] == 0
 
 
@@ -249,7 +249,7 @@ def test_pass_never_writes_to_pages_that_others_have_by_now(
         bench.begin(each, tree)
     prepared: list[Proposal] = []
     while not prepared:
-        prepared = bench.drafter.foresight.advance()
+        prepared = bench.drafter.lookahead.advance()
     assert {each.sequence for each in prepared} == {sequence, other}
     if is_adopted:
         own = next(each for each in prepared if each.sequence is sequence)
@@ -278,11 +278,11 @@ def test_verdict_inside_the_verified_tree_leaves_what_hangs_below(decoder: Decod
     sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.commit(sequence, tree.token_ids[:1])
-    assert bench.drafter.foresight.resume(sequence, shape)
+    assert bench.drafter.lookahead.resume(sequence, shape)
     num_forwards = 0
     answers: list[Proposal] = []
     while not answers:
-        answers = bench.drafter.foresight.advance()
+        answers = bench.drafter.lookahead.advance()
         num_forwards += 1
     # Of four levels only the last is missing.
     assert num_forwards == 1
@@ -320,7 +320,7 @@ def test_trees_behind_the_likeliest_branch_are_there_when_its_verdict_falls(
         tree = likeliest.tree
         assert tree.token_ids == _fresh(decoder, shape, sequence).token_ids
         bench.begin(sequence, tree)
-        prepared = bench.drafter.foresight.advance()
+        prepared = bench.drafter.lookahead.advance()
         assert len(prepared) == BUDGET, "it takes no forward"
         likeliest = prepared[0]
         assert bench.advance_all() == [], "they are for the verdict after the next"
@@ -344,7 +344,7 @@ def test_verdict_while_the_likeliest_branch_is_followed(
         bench.begin(sequence, tree)
         found: list[Proposal] = []
         for _ in range(num_forwards):
-            found += bench.drafter.foresight.advance()
+            found += bench.drafter.lookahead.advance()
         if not found:
             continue
         bench.commit(sequence, _committed(tree, found[place]))
@@ -355,8 +355,8 @@ def test_verdict_while_the_likeliest_branch_is_followed(
         assert prepared[1].tree.token_ids == _fresh(decoder, shape, sequence).token_ids
         bench.drafter.check()
         bench.drafter.close(sequence)
-        while bench.drafter.foresight.has_work:
-            bench.drafter.foresight.advance()
+        while bench.drafter.lookahead.has_work:
+            bench.drafter.lookahead.advance()
         assert bench.drafter.gauges()["held_page_count"] == 0
 
 
@@ -386,7 +386,7 @@ def test_pass_under_way_makes_room_for_the_trees_of_current_rounds(decoder: Deco
     sequence = bench.open(1, _text(4, 30), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
-    assert bench.drafter.foresight.advance() == []
+    assert bench.drafter.lookahead.advance() == []
     accepted = tuple(tree.token_ids[node] for node in tree.path(len(tree) - 1))
     bench.commit(sequence, (*accepted, *_text(8, 20)))
     assert bench.propose(sequence)[0].token_ids == _fresh(decoder, shape, sequence).token_ids
@@ -412,7 +412,7 @@ def test_verdicts_behind_a_tree_name_its_nodes_as_the_target_has_them(decoder: D
             bench.commit(sequence, _committed(tree, each))
             verified = drop_unknown_tokens(each.tree, sequence.vocab_size)
             bench.begin(sequence, verified)
-            for follower in bench.drafter.foresight.advance():
+            for follower in bench.drafter.lookahead.advance():
                 tokens = _committed(verified, follower)
                 num_shorter += verified != each.tree
                 expected = _fresh_after(decoder, shape, sequence, tokens)
@@ -457,7 +457,7 @@ def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for
     monkeypatch.setattr(TreeGrower, "capture_next", capture_next)
     bench = Bench(decoder, TreeShape(3, 2, 8), in_passes=True)
     assert not bench.drafter.prepare_next(bench.shape)
-    bench.drafter.foresight.budget = 0
+    bench.drafter.lookahead.budget = 0
     assert not bench.drafter.prepare_next(bench.shape)
     assert asked == [False, True, False]
 
@@ -470,12 +470,12 @@ def test_a_window_slides_where_drafting_ahead_ends_before_its_tree_has_grown(
     sequence = bench.open(1, _text(4, CONTEXT - 33), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
-    foresight = bench.drafter.foresight
-    assert foresight.advance() == []
-    bench.commit(sequence, foresight._whole._passes.under_way.branches[0].wanted.path)
-    assert foresight.resume(sequence, shape)
-    foresight.budget = 0
-    assert not foresight.resume(sequence, shape)
+    lookahead = bench.drafter.lookahead
+    assert lookahead.advance() == []
+    bench.commit(sequence, lookahead._whole._passes.under_way.branches[0].wanted.path)
+    assert lookahead.resume(sequence, shape)
+    lookahead.budget = 0
+    assert not lookahead.resume(sequence, shape)
     assert bench.drafter.backlog(sequence) > 1, "the window has slid"
     assert bench.drafter.reserve(sequence, shape)
     bench.drafter.catch_up([sequence], CONTEXT)

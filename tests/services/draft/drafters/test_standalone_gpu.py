@@ -40,7 +40,7 @@ def _drafter(decoder: Decoder, *, has_graphs: bool) -> StandaloneDrafter:
     drafter = StandaloneDrafter(
         ModelRunner(decoder, pool, graphs), leases, max_context_tokens=CONTEXT
     )
-    drafter.foresight.budget = 5
+    drafter.lookahead.budget = 5
     return drafter
 
 
@@ -54,10 +54,10 @@ def _rounds(drafter: StandaloneDrafter, shape: TreeShape) -> list[tuple[int, ...
     [proposal] = drafter.propose([sequence], shape)
     tree, found = proposal.tree, [proposal.tree.token_ids]
     for _ in range(6):
-        drafter.foresight.begin(sequence, tree, shape, FanOut(5))
+        drafter.lookahead.begin(sequence, tree, shape, FanOut(5))
         block: list[Proposal] = []
-        while drafter.foresight.has_work:
-            block += drafter.foresight.advance()
+        while drafter.lookahead.has_work:
+            block += drafter.lookahead.advance()
         found += [each.tree.token_ids for each in block]
         condition = block[0].condition
         assert condition is not None

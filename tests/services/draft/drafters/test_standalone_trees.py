@@ -86,16 +86,16 @@ def test_drafting_ahead_grows_trees_of_all_verdicts_in_one_pass(decoder: Decoder
     twins = TwinDrafters.of_decoder(decoder)
     batch = [draft_sequence(text(random.Random(4), 9), GREEDY, number) for number in range(2)]
     twins.open(*batch)
-    foresight = twins.whole.foresight
-    assert foresight is not None
-    foresight.budget = 1
+    lookahead = twins.whole.lookahead
+    assert lookahead is not None
+    lookahead.budget = 1
     trees = twins.trees(TREE, *batch)
     assert twins.grower.num_sequences == 2
     for sequence, tree in zip(batch, trees, strict=True):
-        foresight.begin(sequence, tree, TREE, FanOut(1))
+        lookahead.begin(sequence, tree, TREE, FanOut(1))
     found = []
-    while foresight.has_work:
-        found.append(len(foresight.advance()))
+    while lookahead.has_work:
+        found.append(len(lookahead.advance()))
     # The pass stops after each level; that of the leaves comes when the trees are out.
     assert found[: TREE.num_steps + 1] == [0] * (TREE.num_steps - 1) + [2, 0]
     assert sum(found) == 2

@@ -1,7 +1,7 @@
 """What drafting ahead costs in accepted tokens: trees made before a verdict against those made
 after it, on the same greedy text of the demo's target.
 
-    python -m tests.bench.foresight [--only EAGLE3 DFLASH …] [--budget 8]
+    python -m tests.bench.lookahead [--only EAGLE3 DFLASH …] [--budget 8]
 
 No clock is read: rounds are walked along the text, and at each verdict the tree that was prepared
 for it, if one was, is held against the one drafted from its features.
@@ -112,12 +112,12 @@ def _prepared(
     fan_out: FanOut,
 ) -> dict[tuple[int, ...], TokenTree]:
     """Returns the tree for each verdict that was prepared for, by what that commits."""
-    foresight = drafter.foresight
-    assert foresight is not None
-    foresight.begin(sequence, tree, shape, fan_out)
+    lookahead = drafter.lookahead
+    assert lookahead is not None
+    lookahead.begin(sequence, tree, shape, fan_out)
     found: dict[tuple[int, ...], TokenTree] = {}
-    while foresight.has_work:
-        for each in foresight.advance():
+    while lookahead.has_work:
+        for each in lookahead.advance():
             assert each.condition is not None
             node = each.condition.node_index
             path = [] if node is None else [tree.token_ids[place] for place in tree.path(node)]
@@ -155,7 +155,7 @@ def _row(name: str, rounds: Sequence[Round]) -> tuple[str, ...]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="foresight", description=__doc__)
+    parser = argparse.ArgumentParser(prog="lookahead", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--budget", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, default=len(PROMPTS))
@@ -169,8 +169,8 @@ def _drafter(algorithm: str, budget: int) -> Drafter:
     drafter = build_drafter(
         load_settings(DraftSettings, service="draft", arguments=arguments, env={})
     )
-    assert drafter.foresight is not None
-    drafter.foresight.budget = budget
+    assert drafter.lookahead is not None
+    drafter.lookahead.budget = budget
     return drafter
 
 

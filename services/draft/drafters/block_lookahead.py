@@ -60,8 +60,8 @@ class _Work:
     rows: BlockRows
 
 
-class BlockForesight:
-    """See `Foresight`.
+class BlockLookahead:
+    """See `Lookahead`.
 
     Args:
         block_size: rows of a block, the token that opens it included.
@@ -73,13 +73,13 @@ class BlockForesight:
         self._contexts = contexts
         self._block_size = block_size
         self._shares = RankShares()
-        self._flying: dict[SequenceKey, _InFlight] = {}
+        self._in_flight: dict[SequenceKey, _InFlight] = {}
         self._choices: dict[SequenceKey, BlockChoices] = {}
         self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flying)
+        return bool(self._in_flight)
 
     def keep(self, sequence: DraftSequence, choices: BlockChoices) -> None:
         """Takes what the tree for the current round was made of."""
@@ -90,7 +90,7 @@ class BlockForesight:
     ) -> None:
         choices = self._choices.get(sequence.key)
         if choices is not None:
-            self._flying[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
+            self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """What was computed ahead lacks features that are here now."""
@@ -113,14 +113,14 @@ class BlockForesight:
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forgets a sequence."""
-        for kept in (self._flying, self._choices, self._prepared):
+        for kept in (self._in_flight, self._choices, self._prepared):
             kept.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
         self._take_in()
         work: list[_Work] = []
-        while self._flying and sum(len(each.rows) for each in work) < MAX_ROWS:
-            prepared = self._lay_out(self._flying.pop(next(iter(self._flying))))
+        while self._in_flight and sum(len(each.rows) for each in work) < MAX_ROWS:
+            prepared = self._lay_out(self._in_flight.pop(next(iter(self._in_flight))))
             if prepared is not None:
                 work.append(prepared)
         return self._draft(work) if work else []
@@ -129,12 +129,12 @@ class BlockForesight:
         """Computes the contexts, which end where the rows of blocks begin; gives up on sequences
         whose features are not here, or have no room."""
         contexts = self._contexts
-        self._flying = {
+        self._in_flight = {
             key: each
-            for key, each in self._flying.items()
+            for key, each in self._in_flight.items()
             if contexts.is_complete(each.sequence) and contexts.reserve(each.sequence, 1)
         }
-        sequences = [each.sequence for each in self._flying.values()]
+        sequences = [each.sequence for each in self._in_flight.values()]
         contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
 
     def _lay_out(self, in_flight: _InFlight) -> _Work | None:

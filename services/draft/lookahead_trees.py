@@ -97,7 +97,7 @@ class Outcome:
     tree: GrowingTree
 
 
-class OutcomeGrowth:
+class LookaheadTrees:
     """Everything that is prepared while one tree of one sequence is verified.
 
     First the nodes of the tree that are not computed yet, then the likeliest outcomes, then their

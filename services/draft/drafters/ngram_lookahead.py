@@ -25,8 +25,8 @@ class _InFlight:
     fan_out: FanOut
 
 
-class NgramForesight:
-    """See `Foresight`.
+class NgramLookahead:
+    """See `Lookahead`.
 
     Args:
         current: returns a sequence's cursor with every committed token taken in.
@@ -37,16 +37,16 @@ class NgramForesight:
         self._index = index
         self._current = current
         self._shares = RankShares()
-        self._flying: dict[SequenceKey, _InFlight] = {}
+        self._in_flight: dict[SequenceKey, _InFlight] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flying)
+        return bool(self._in_flight)
 
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
-        self._flying[sequence.key] = _InFlight(sequence, tree, shape, fan_out)
+        self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """A new tree costs no more than an old one."""
@@ -54,13 +54,13 @@ class NgramForesight:
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forgets a sequence: a verdict fell, or it ended."""
-        self._flying.pop(sequence.key, None)
+        self._in_flight.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
         """Prepares for one sequence's verdicts."""
-        if not self._flying:
+        if not self._in_flight:
             return []
-        return list(self._prepare(self._flying.pop(next(iter(self._flying)))))
+        return list(self._prepare(self._in_flight.pop(next(iter(self._in_flight)))))
 
     def observe(self, cursor: Cursor, token_ids: Sequence[int]) -> None:
         """Learns which of its choices the target took.

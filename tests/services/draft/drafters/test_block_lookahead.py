@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.draft.drafters import block_foresight
+from services.draft.drafters import block_lookahead
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Proposal
 from services.draft.fan_out import FanOut
@@ -41,7 +41,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> BlockSetup:
 
 def _drafter(setup: BlockSetup, *, num_pages: int = 100, window: int = 120) -> DflashDrafter:
     drafter = setup.drafter(num_pages=num_pages, window=window)
-    drafter.foresight.budget = FAN_OUT.budget
+    drafter.lookahead.budget = FAN_OUT.budget
     return drafter
 
 
@@ -115,8 +115,8 @@ def test_a_whole_block_is_foreseen_where_the_token_behind_it_was_scored(
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, shape, sequence)
-    drafter.foresight.begin(sequence, tree, shape, ALL)
-    block = drafter.foresight.advance()
+    drafter.lookahead.begin(sequence, tree, shape, ALL)
+    block = drafter.lookahead.advance()
     depths = {len(foreseen_tokens(tree, each)) - 1 for each in block}
     assert (num_steps in depths) == (num_steps < BLOCK_SIZE - 1)
 
@@ -125,8 +125,8 @@ def test_sequences_prepare_together_and_alike(
     setup: BlockSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {}
-    for max_rows in (1, block_foresight.MAX_ROWS):
-        monkeypatch.setattr(block_foresight, "MAX_ROWS", max_rows)
+    for max_rows in (1, block_lookahead.MAX_ROWS):
+        monkeypatch.setattr(block_lookahead, "MAX_ROWS", max_rows)
         drafter = _drafter(setup)
         sequences = mixed_sequences(5, 17, 9)
         for sequence in sequences:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.draft.drafters.drafter import Foresight, Proposal
+from services.draft.drafters.drafter import Lookahead, Proposal
 from services.draft.drafters.outcome_drafter import OutcomeDrafter
 from services.draft.drafters.whole_trees import grows_whole
 from services.draft.fan_out import FanOut
@@ -10,15 +10,15 @@ from services.draft.sequence import DraftSequence
 from shared.tokens import TokenTree, TreeShape
 
 
-class JointForesight:
-    """See `Foresight`.
+class JointLookahead:
+    """See `Lookahead`.
 
     Args:
         whole: for the sequences that `grows_whole`.
         levels: for the others.
     """
 
-    def __init__(self, whole: Foresight, levels: OutcomeDrafter) -> None:
+    def __init__(self, whole: Lookahead, levels: OutcomeDrafter) -> None:
         self._whole, self._levels = whole, levels
 
     @property
@@ -45,5 +45,5 @@ class JointForesight:
         proposals = self._whole.advance() if self._whole.has_work else []
         return proposals + (self._levels.advance() if self._levels.has_work else [])
 
-    def _of(self, sequence: DraftSequence) -> Foresight:
+    def _of(self, sequence: DraftSequence) -> Lookahead:
         return self._whole if grows_whole(sequence) else self._levels
