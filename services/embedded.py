@@ -37,10 +37,10 @@ from services.target.drafts.attachment import (
     OpenedSequence,
 )
 from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_outlet import InProcessOutlet
 from services.target.drafts.feature_rows import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.rounds.round_source import RoundSource
 from services.target.verifier import VerificationMode
@@ -98,11 +98,9 @@ class EmbeddedDraft:
             attach_time_s=time.time(),
             shape=worker.shape,
         )
-        patience = Patience(self._terms.longest_wait_s)
+        timeout = DraftTimeout(self._terms.longest_wait_s)
         self._target.attach(
-            Attachment(
-                identity, self, patience, spec, outlet=InProcessOutlet(), rounds=self._rounds
-            )
+            Attachment(identity, self, timeout, spec, outlet=InProcessOutlet(), rounds=self._rounds)
         )
 
     def send(self, message: DraftMessage) -> bool:

@@ -39,7 +39,7 @@ async def _serve(plan: Plan) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stack = Stack(_parts(plan), plan.launcher.patience, _to_stderr)
+    stack = Stack(_parts(plan), plan.launcher.timeouts, _to_stderr)
     return await stack.run(stop, lambda: print(ready_line(plan), flush=True))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.draft.algorithm import Algorithm
 from services.sglang_settings import SglangSettings
-from services.stack import Patience
+from services.stack import StackTimeouts
 from shared.errors import SettingsError
 from shared.settings import setting
 
@@ -45,10 +45,10 @@ class LauncherSettings(SglangSettings):
     )
     log_dir: Path = setting(Path(".run"), "folder for one log file per process")
     start_timeout_s: float = setting(
-        Patience().start_s, "time until everything is ready", minimum=0.1
+        StackTimeouts().start_s, "time until everything is ready", minimum=0.1
     )
     stop_grace_s: float = setting(
-        Patience().stop_s, "time between SIGTERM and SIGKILL, for each process", minimum=0.1
+        StackTimeouts().stop_s, "time between SIGTERM and SIGKILL, for each process", minimum=0.1
     )
 
     def __post_init__(self) -> None:
@@ -71,5 +71,5 @@ class LauncherSettings(SglangSettings):
         return tuple(each for each in dict.fromkeys(self.speculative_algorithm) if each != NO_DRAFT)
 
     @property
-    def patience(self) -> Patience:
-        return Patience(start_s=self.start_timeout_s, stop_s=self.stop_grace_s)
+    def timeouts(self) -> StackTimeouts:
+        return StackTimeouts(start_s=self.start_timeout_s, stop_s=self.stop_grace_s)

@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StackTimeouts:
     """Waits of the stack, in seconds.
 
     Attributes:
@@ -66,10 +66,10 @@ class Stack:
     """
 
     def __init__(
-        self, parts: Sequence[Part], patience: Patience, report: Callable[[str], None]
+        self, parts: Sequence[Part], timeouts: StackTimeouts, report: Callable[[str], None]
     ) -> None:
         self._parts = tuple(parts)
-        self._patience = patience
+        self._timeouts = timeouts
         self._report = report
         self._all_ready = False
 
@@ -94,11 +94,11 @@ class Stack:
 
     async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
         started = time.monotonic()
-        next_word_s = self._patience.first_word_s
+        next_word_s = self._timeouts.first_word_s
         for part in self._parts:
             while not await part.is_ready():
                 waited_s = time.monotonic() - started
-                if waited_s > self._patience.start_s:
+                if waited_s > self._timeouts.start_s:
                     raise TimeoutError(self._not_ready_message(part))
                 if waited_s > next_word_s:
                     spec = part.child.spec
@@ -111,11 +111,11 @@ class Stack:
 
     def _not_ready_message(self, part: Part) -> str:
         name = part.child.spec.name
-        return f"{name} is not ready after {self._patience.start_s:g} s\n{_excerpt(part.child)}"
+        return f"{name} is not ready after {self._timeouts.start_s:g} s\n{_excerpt(part.child)}"
 
     async def _keep(self, part: Part) -> None:
         """Waits for the part's death; starts it again if the stack can do without it meanwhile."""
-        backoff_s = self._patience.first_backoff_s
+        backoff_s = self._timeouts.first_backoff_s
         returning: asyncio.Task[None] | None = None
         while True:
             started = time.monotonic()
@@ -128,13 +128,13 @@ class Stack:
             if not (part.is_expendable and self._all_ready):
                 hint = "" if part.hint is None else f"\n{part.hint}"
                 raise PartDied(f"{ended}\n{_excerpt(part.child)}{hint}")
-            if time.monotonic() - started > self._patience.healthy_s:
-                backoff_s = self._patience.first_backoff_s
+            if time.monotonic() - started > self._timeouts.healthy_s:
+                backoff_s = self._timeouts.first_backoff_s
             self._report(f"{ended}; serving goes on without it, next start in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
             await part.child.start()
             returning = asyncio.create_task(self._report_return(part))
-            backoff_s = min(2 * backoff_s, self._patience.longest_backoff_s)
+            backoff_s = min(2 * backoff_s, self._timeouts.longest_backoff_s)
 
     async def _report_return(self, part: Part) -> None:
         is_back = part.is_back or part.is_ready
@@ -144,8 +144,8 @@ class Stack:
 
     async def _stop_parts(self) -> None:
         for part in reversed(self._parts):
-            if not await part.child.stop(self._patience.stop_s):
-                name, grace_s = part.child.spec.name, self._patience.stop_s
+            if not await part.child.stop(self._timeouts.stop_s):
+                name, grace_s = part.child.spec.name, self._timeouts.stop_s
                 self._report(f"{name} did not stop within {grace_s:g} s and was killed")
 
 

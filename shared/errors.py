@@ -8,7 +8,7 @@ OutriderError
 ├── NotFound                 NOT_FOUND
 ├── PermissionDenied         PERMISSION_DENIED
 ├── Cancelled                CANCELLED             the caller ended it
-├── DeadlineExceeded         DEADLINE_EXCEEDED     the caller's patience ended
+├── DeadlineExceeded         DEADLINE_EXCEEDED     the caller's deadline passed
 ├── Unimplemented            UNIMPLEMENTED         this process does not offer it; another may
 ├── EngineFailed             INTERNAL              our fault; details stay in the log
 ├── SettingsError            (at start only)       every bad setting at once

@@ -15,7 +15,7 @@ def current_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | Non
 
 def launched_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | None) -> CandidateRow:
     """Returns the tree for the current round, with an id that conditions can name, and makes it the
-    the in-flight tree."""
+    in-flight tree."""
     candidate_id = sequence.new_candidate_id()
     sequence.in_flight = InFlightTree(candidate_id, tree)
     return *_fence(sequence), candidate_id, *UNCONDITIONAL, shape, tree

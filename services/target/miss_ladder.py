@@ -41,7 +41,7 @@ class MissLadder:
 
     Args:
         fallback: the source of the target's own trees; None for none.
-        waits_always: where the target has no tree, as long as the draft's patience says; else only
+        waits_always: where the target has no tree, as long as the draft's timeout says; else only
             while that promises more than plain tokens.
     """
 

@@ -109,7 +109,7 @@ def _own_idle(draft: Attachment, now_s: float) -> Idle | None:
     """Returns why a draft by itself is of no use now."""
     if draft.warming.is_on(now_s):
         return Idle(IdleReason.WARMING_UP, "it is warming up (CUDA graphs, kernels)")
-    if draft.patience.is_cold:
+    if draft.timeout.is_cold:
         return Idle(IdleReason.SILENT, "it does not answer; the target steps without its trees")
     if draft.pause.is_on:
         return Idle(IdleReason.LATE, "its trees arrive too late; the target steps without them")

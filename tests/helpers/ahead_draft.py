@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from shared.tokens import Candidate, Condition, TokenTree, Verdict
 
@@ -48,7 +48,7 @@ class AheadDraft:
 
     def attach(self) -> None:
         identity = DraftIdentity(self.name, self.name, "m", "SCRIPTED", self.max_sequences, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(NEVER_S), self.feature_spec))
+        self.engine.attach(Attachment(identity, self, DraftTimeout(NEVER_S), self.feature_spec))
 
     def send(self, message: DraftMessage) -> bool:
         for opened in message.opened:

@@ -12,9 +12,9 @@ import torch
 
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
@@ -310,7 +310,7 @@ class ScriptedDraft:
 
     def attach(self) -> None:
         identity = DraftIdentity(self.name, self.name, "m", self.algorithm, 64, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(self.wait_s), self.feature_spec))
+        self.engine.attach(Attachment(identity, self, DraftTimeout(self.wait_s), self.feature_spec))
 
     def detach(self) -> None:
         self.engine.detach(self.name)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.rounds.policy import Choice, LanePolicy
 from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
@@ -67,7 +67,7 @@ def lending(
     return Attachment(
         DraftIdentity("embedded", "w", "m", "EAGLE3", 64, 0.0, tree),
         draft,
-        Patience(0.0),
+        DraftTimeout(0.0),
         FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
         rounds=RoundSource(
             head=head,

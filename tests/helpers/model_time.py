@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.patience import Patience
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from services.target.requests.request import Failed, Finished, GenerationRequest
 from shared.kv.batch import ForwardBatch
@@ -116,7 +116,7 @@ class TimedDraft:
         identity = DraftIdentity(
             self.name, self.name, "m", self.algorithm, self.max_sequences, 0.0, self.shape
         )
-        self.engine.attach(Attachment(identity, self, Patience(0.5)))
+        self.engine.attach(Attachment(identity, self, DraftTimeout(0.5)))
 
     def send(self, message: DraftMessage) -> bool:
         wanted: list[tuple[int, int, TreeWish]] = []

@@ -19,7 +19,7 @@ import torch
 from services.draft.preparation import Preparation
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.patience import Patience
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from services.target.requests.request import Delta, Event, Finished, GenerationRequest
 from shared.kv.batch import ForwardBatch
@@ -246,7 +246,7 @@ class ModelledDraft:
     def attach(self) -> None:
         kind = self.kind
         identity = DraftIdentity(kind.name, kind.name, "m", kind.name, 64, 0.0, kind.shape)
-        self.engine.attach(Attachment(identity, self, Patience(0.25)))
+        self.engine.attach(Attachment(identity, self, DraftTimeout(0.25)))
 
     def close(self) -> None:
         raise AssertionError("the target gave the draft up")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, Offer
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.patience import Patience
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns
@@ -36,7 +36,7 @@ class _SilentPort:
 
 def make_attachment(name: str = "a", max_sequences: int = 8, wait_s: float = 1.0) -> Attachment:
     identity = DraftIdentity(name, f"worker-{name}", "m", "NGRAM", max_sequences, 0.0)
-    return Attachment(identity, _SilentPort(), Patience(wait_s))
+    return Attachment(identity, _SilentPort(), DraftTimeout(wait_s))
 
 
 def make_sequence(

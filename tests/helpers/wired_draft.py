@@ -18,7 +18,7 @@ from services.draft.worker import WorkerIdentity
 from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.draft_messages import draft_messages, feature_spec
-from services.target.drafts.patience import Patience
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.candidates import TreeLimits, candidates_from_message
@@ -32,7 +32,7 @@ class WiredDraft:
     """A `DraftPort` that reads the bytes of the wire and answers within the target's step.
 
     Attributes:
-        wait_s: the target's patience; its clock advances a second whenever it is read.
+        wait_s: the target's timeout; its clock advances a second whenever it is read.
     """
 
     wait_s = 0.5
@@ -67,7 +67,7 @@ class WiredDraft:
         message = pb.SpeculateRequest.FromString(attach_request(worker).SerializeToString())
         spec = None if self.spec is None else feature_spec(message.attach.feature_spec)
         identity = DraftIdentity(self.name, "w", "m", "EAGLE", 8, 0.0)
-        self.engine.attach(Attachment(identity, self, Patience(self.wait_s), spec))
+        self.engine.attach(Attachment(identity, self, DraftTimeout(self.wait_s), spec))
 
     def detach(self) -> None:
         self.engine.detach(self.name)

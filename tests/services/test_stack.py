@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from services.child import Child, ChildSpec
-from services.stack import Part, Patience, Stack
+from services.stack import Part, Stack, StackTimeouts
 
-QUICK = Patience(start_s=60.0, stop_s=30.0, first_backoff_s=0.01)
+QUICK = StackTimeouts(start_s=60.0, stop_s=30.0, first_backoff_s=0.01)
 
 
 class Scene:
@@ -47,8 +47,8 @@ class Scene:
     def journal(self) -> list[str]:
         return self.journal_file.read_text().splitlines()
 
-    async def run(self, announce: Callable[[], None], patience: Patience = QUICK) -> int:
-        return await Stack(self.parts, patience, self.reports.append).run(self.stop, announce)
+    async def run(self, announce: Callable[[], None], timeouts: StackTimeouts = QUICK) -> int:
+        return await Stack(self.parts, timeouts, self.reports.append).run(self.stop, announce)
 
 
 def _kill(child: Child) -> None:
@@ -125,7 +125,7 @@ async def test_a_start_that_goes_on_says_what_it_waits_for(tmp_path: Path) -> No
 
     scene = Scene(tmp_path)
     scene.parts = [Part(scene.add("target"), never)]
-    await scene.run(scene.stop.set, Patience(start_s=0.6, first_word_s=0.1))
+    await scene.run(scene.stop.set, StackTimeouts(start_s=0.6, first_word_s=0.1))
     waiting = [each for each in scene.reports if each.startswith("waiting for target since 0 s")]
     assert waiting
     assert waiting[0].endswith("target.log")
@@ -144,7 +144,7 @@ async def test_a_dead_target_ends_the_stack(tmp_path: Path) -> None:
 async def test_a_part_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     target = scene.add("target", "--stubborn")
-    assert await scene.run(scene.stop.set, Patience(stop_s=0.2)) == 0
+    assert await scene.run(scene.stop.set, StackTimeouts(stop_s=0.2)) == 0
     assert scene.journal[-1] == "target ignored SIGTERM"
     assert not target.is_running
     assert "was killed" in scene.reports[0]
@@ -157,7 +157,7 @@ async def test_a_part_that_never_gets_ready_is_named(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     child = scene.add("target")
     scene.parts = [Part(child, never)]
-    assert await scene.run(scene.stop.set, Patience(start_s=0.3)) == 1
+    assert await scene.run(scene.stop.set, StackTimeouts(start_s=0.3)) == 1
     assert scene.reports[0].startswith("target is not ready after 0.3 s")
 
 

@@ -27,7 +27,7 @@ class PlainSettings(ProcessSettings):
     """
 
     port: int = setting(50051, "port to listen on", minimum=0, maximum=65535)
-    wait_s: float = setting(0.5, "patience in seconds, 100% real", minimum=0)
+    wait_s: float = setting(0.5, "wait in seconds, 100% real", minimum=0)
     placement: Placement = setting(Placement.REMOTE, "where the draft lives")
     model: Path | None = setting(None, "folder of the model", flag="model-path")
     targets: tuple[str, ...] = setting((), "addresses")

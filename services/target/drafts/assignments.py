@@ -86,7 +86,7 @@ class Assignments:
 
     def _refuges(self, assignment: Assignment) -> list[Attachment]:
         takers = self._takers(assignment.sequence)
-        return [each for each in takers if not each.patience.is_cold]
+        return [each for each in takers if not each.timeout.is_cold]
 
     def _willing(self, sequence: Sequence) -> list[Attachment]:
         """Returns the drafts that a sequence without one may go to."""

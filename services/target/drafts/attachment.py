@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.control.fan_outs import FanOut, FanOuts
 from services.target.control.turnarounds import Turnarounds
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.drafts.patience import Patience
 from services.target.drafts.pause import Pause
 from services.target.drafts.warming import Warming
 from shared.candidate_columns import CandidateColumns
@@ -183,7 +183,7 @@ class Attachment:
 
     identity: DraftIdentity
     port: DraftPort
-    patience: Patience
+    timeout: DraftTimeout
     feature_spec: FeatureSpec | None = None
     outlet: FeatureOutlet = field(default_factory=InlineOutlet)
     fan_outs: FanOuts = field(default_factory=FanOuts)
@@ -239,13 +239,13 @@ class Attachment:
 
     def is_silent(self, now_s: float) -> bool:
         """Whether it does not answer, and is not tried again yet."""
-        is_left = self.patience.has_no_chance(now_s) or self.pause.lasts(now_s)
-        return self.patience.is_cold and is_left and not self.pause.is_trying
+        is_left = self.timeout.has_no_chance(now_s) or self.pause.lasts(now_s)
+        return self.timeout.is_cold and is_left and not self.pause.is_trying
 
     def is_avoided(self, now_s: float) -> bool:
         """Whether other drafts come first for a sequence: it is silent, or one that it has already
         is to show whether it answers again."""
-        return self.patience.is_cold and (bool(self.sequence_ids) or self.is_silent(now_s))
+        return self.timeout.is_cold and (bool(self.sequence_ids) or self.is_silent(now_s))
 
     @property
     def has_room(self) -> bool:

@@ -35,7 +35,7 @@ class CandidateIntake:
         if attachment.warming.is_on(offer.arrived_s):
             self._wait_no_more(attachment, offer.arrived_s)
         if len(offer.candidates):
-            attachment.patience.stirred()
+            attachment.timeout.stirred()
         for run in offer.candidates.runs():
             assignment = self._assignments.get(run.sequence_id)
             if assignment is None or assignment.attachment is not attachment:
@@ -63,7 +63,7 @@ class CandidateIntake:
         attachment.counters.num_stale_candidates += len(run.places) - (awaited is not None)
         if awaited is not None:
             assignment.receive(columns.candidate(awaited), offer.arrived_s)
-            attachment.patience.heard(assignment.response_s(offer.arrived_s))
+            attachment.timeout.heard(assignment.response_s(offer.arrived_s))
             self._outcomes.count_late_hit(attachment.outcomes)
 
 
@@ -71,7 +71,7 @@ def _take(
     assignment: Assignment, columns: CandidateColumns, run: Run, place: int, now_s: float
 ) -> None:
     """Takes a candidate for the current round, whatever the last verdict was."""
-    patience = assignment.attachment.patience
+    timeout = assignment.attachment.timeout
     is_current = assignment.fences(run)
     if not is_current or assignment.is_stepping:
         assignment.attachment.counters.num_stale_candidates += 1
@@ -79,10 +79,10 @@ def _take(
         if is_current:
             # The round went without it, but it came before the round's end: such a draft is worth
             # waiting for.
-            patience.heard(_response_s(assignment, now_s))
+            timeout.heard(_response_s(assignment, now_s))
         return
     assignment.receive(columns.candidate(place), now_s)
-    patience.heard(_response_s(assignment, now_s))
+    timeout.heard(_response_s(assignment, now_s))
 
 
 def _response_s(assignment: Assignment, now_s: float) -> float | None:

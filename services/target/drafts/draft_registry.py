@@ -29,7 +29,7 @@ class DraftRegistry:
     def are_some_silent(self) -> bool:
         """Whether there are several, and some of them have not answered lately."""
         drafts = self._attachments.values()
-        return len(drafts) > 1 and any(each.patience.is_cold for each in drafts)
+        return len(drafts) > 1 and any(each.timeout.is_cold for each in drafts)
 
     @property
     def num_kinds(self) -> int:

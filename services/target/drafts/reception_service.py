@@ -13,9 +13,9 @@ from services.target.drafts.attachment import Attachment, DraftIdentity
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import feature_spec, ring_message
 from services.target.drafts.draft_stream import DraftStream
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_outlet import RingOutlet
 from services.target.drafts.learners import MAX_UNSENT
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
 from services.target.verifier import VerificationMode
@@ -96,11 +96,11 @@ class DraftReception:
             shape=shape_from_message(attach.shape) if attach.HasField("shape") else None,
         )
         spec = feature_spec(attach.feature_spec) if attach.HasField("feature_spec") else None
-        patience = Patience(self._terms.longest_wait_s)
+        timeout = DraftTimeout(self._terms.longest_wait_s)
         attachment = Attachment(
             identity,
             stream,
-            patience,
+            timeout,
             spec,
             learns=attach.learns,
             max_context_tokens=attach.max_context_token_count or None,

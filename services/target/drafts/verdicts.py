@@ -58,7 +58,7 @@ class Verdicts:
             counters.num_accepted += num_accepted
         elif assignment.is_missed:
             counters.num_missed_rounds += 1
-            assignment.attachment.patience.missed(now_s, assignment.waited_s)
+            assignment.attachment.timeout.missed(now_s, assignment.waited_s)
             sequence.stats.num_missed_rounds += 1
 
     def decided(
@@ -105,17 +105,17 @@ class Verdicts:
             Whether a tree is worth waiting for; None where one may be here already.
         """
         attachment, course = assignment.attachment, assignment.course
-        patience, pause = attachment.patience, attachment.pause
+        timeout, pause = attachment.timeout, attachment.pause
         was_trying, is_on, pays = pause.is_trying, pause.goes_on(now_s), None
         if pause.is_trying and not was_trying:
-            patience.doubt()
+            timeout.doubt()
         if not is_on and not assignment.has_pushed:
             pays = self._pays(assignment)
             is_on = pause.begins(
                 now_s,
                 len(attachment.sequence_ids),
-                is_silent=patience.is_cold,
-                pays=pays or patience.is_doubtful,
+                is_silent=timeout.is_cold,
+                pays=pays or timeout.is_doubtful,
             )
         if is_on != course.wish.is_paused:
             course.wish = replace(course.wish, is_paused=is_on)
@@ -128,18 +128,18 @@ class Verdicts:
         if is_free and self._controller.is_adaptive and not self._ladder.has_fallback:
             # Whether trees are worth their waits is measured: without them nothing could be.
             return True
-        patience = assignment.attachment.patience
-        return self._ladder.waits(assignment.sequence, patience.usual_wait_s, patience.answer_rate)
+        timeout = assignment.attachment.timeout
+        return self._ladder.waits(assignment.sequence, timeout.usual_wait_s, timeout.answer_rate)
 
     def _begin_wait(
         self, assignment: Assignment, wish: TreeWish, now_s: float, *, pays: bool | None
     ) -> None:
         """The draft is asked for the next round's tree, unless that is here already."""
-        patience, pause = assignment.attachment.patience, assignment.attachment.pause
+        timeout, pause = assignment.attachment.timeout, assignment.attachment.pause
         assignment.asked_s = now_s
         assignment.heard_s = None if assignment.candidate is None else now_s
         if assignment.candidate is not None:
-            patience.in_time()
+            timeout.in_time()
         elif assignment.attachment.warming.is_on(now_s):
             assignment.go_without(now_s)
             return
@@ -152,9 +152,9 @@ class Verdicts:
         if assignment.prefers_local or wish.is_paused:
             assignment.deadline_s = now_s
         elif pause.is_trying:
-            assignment.deadline_s = patience.try_deadline_s(now_s, pause.affordable_s)
+            assignment.deadline_s = timeout.try_deadline_s(now_s, pause.affordable_s)
         else:
-            assignment.deadline_s = patience.deadline_s(now_s)
+            assignment.deadline_s = timeout.deadline_s(now_s)
 
     def _learn(
         self,

@@ -124,7 +124,7 @@ class TreeForecast:
         if not assignment.is_announced:
             # Its draft answers verdicts only, which is waited for unless the draft is silent, or
             # slower than plain steps.
-            return not (assignment.attachment.patience.is_cold or assignment.prefers_local)
+            return not (assignment.attachment.timeout.is_cold or assignment.prefers_local)
         return assignment.has_pushed
 
     def _assignment(self, sequence: Sequence) -> Assignment | None:

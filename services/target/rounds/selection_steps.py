@@ -213,7 +213,7 @@ class SelectionSteps:
         shape = self._prepare(rounds, trees) if trees.prepared else None
         if shape is None:
             return
-        known = [each.patience.response_s or 0.0 for each in self._attachments.drafts.live]
+        known = [each.timeout.response_s or 0.0 for each in self._attachments.drafts.live]
         if self._early.pays(trees.hit_rates, min(known, default=0.0)):
             self._launch(rounds, shape, trees)
             self._revise(trees)

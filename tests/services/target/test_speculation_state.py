@@ -80,7 +80,7 @@ def test_operators_see_why_a_draft_is_idle() -> None:
     assert attachment_message(status).idle_detail == state.detail
     assert _idle_metric(status, IdleReason.PLAIN_IS_FASTER) == 1.0
     for number in range(3):
-        attachment.patience.missed(float(number))
+        attachment.timeout.missed(float(number))
     status = _status(state, attachments, 3.0)
     assert _idle_metric(status, IdleReason.SILENT) == 1.0
     assert "does not answer" in attachment_message(status).idle_detail
@@ -101,12 +101,12 @@ def test_a_silent_draft_is_logged_until_it_answers(caplog: pytest.LogCaptureFixt
     state = SpeculationState(attachments, Lanes())
     caplog.set_level(logging.INFO)
     for number in range(3):
-        attachment.patience.missed(float(number))
+        attachment.timeout.missed(float(number))
     state.update(3.0)
     state.update(4.0)
     [line] = _lines(caplog)
     assert line.startswith("draft worker-a: it does not answer")
-    attachment.patience.heard(0.01)
+    attachment.timeout.heard(0.01)
     state.update(4.0 + FIRST_LOG_PAUSE_S)
     assert _lines(caplog) == ["draft worker-a: its trees arrive in time again"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.drafts.patience import MISSES_UNTIL_COLD
+from services.target.drafts.draft_timeout import MISSES_UNTIL_COLD
 from shared.tokens import EMPTY_TREE, Candidate, Condition, TokenTree
 from tests.helpers.one_draft import (
     TREE,
@@ -57,17 +57,17 @@ def test_answer_that_comes_before_the_end_of_its_round_says_how_fast_the_draft_i
     offer(attachments, [make_candidate(sequence)], 0.0)
     commit(attachments, sequence, (5,), was_verified=True)
     for step in range(MISSES_UNTIL_COLD):
-        attachment.patience.missed(float(step))
+        attachment.timeout.missed(float(step))
     attachments.readiness.begin_rounds([sequence])
     assignment = attachments.assignments.get(sequence.sequence_id)
     assert assignment is not None
     assert assignment.asked_s is not None
-    assert attachment.patience.is_cold
+    assert attachment.timeout.is_cold
     offer(attachments, [make_candidate(sequence, round=0)], assignment.asked_s + 0.004)
-    assert attachment.patience.is_cold, "it is for the round before"
+    assert attachment.timeout.is_cold, "it is for the round before"
     offer(attachments, [make_candidate(sequence)], assignment.asked_s + 0.004)
-    assert not attachment.patience.is_cold
-    assert attachment.patience.response_s == pytest.approx(0.004)
+    assert not attachment.timeout.is_cold
+    assert attachment.timeout.response_s == pytest.approx(0.004)
     assert assignment.candidate is None, "the round is under way without it"
 
 

@@ -14,8 +14,8 @@ from services.target.drafts.attachment import (
     DraftMessage,
 )
 from services.target.drafts.draft_messages import draft_messages
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
-from services.target.drafts.patience import Patience
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.tokens import ANY_TREE, NO_TREE, Outcome, TreeWish, Verdict
 
@@ -30,7 +30,7 @@ class _Port:
 
 def _attachment() -> Attachment:
     identity = DraftIdentity("draft", "draft", "m", "SCRIPTED", 64, 0.0)
-    attachment = Attachment(identity, _Port(), Patience(0.5))
+    attachment = Attachment(identity, _Port(), DraftTimeout(0.5))
     attachment.sequence_ids.add(7)
     return attachment
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
@@ -55,7 +55,7 @@ def _learner(pair: Pair, port: _Port, max_context_tokens: int | None = None) -> 
     return Attachment(
         DraftIdentity("learner", "w", "m", "EAGLE3", 1, 0.0),
         port,
-        Patience(0.0),
+        DraftTimeout(0.0),
         FeatureSpec("embedded", wanted.layer_indices, wanted.dtype, wanted.projection),
         learns=True,
         max_context_tokens=max_context_tokens,

@@ -215,7 +215,7 @@ def test_draft_that_answers_again_is_drafted_with_again() -> None:
     for _ in range(2 * TRIED_ROUNDS):
         assert not rounds.step(answers=True).wish.is_paused
     assert not rounds.draft.pause.is_trying
-    assert not rounds.draft.patience.is_cold
+    assert not rounds.draft.timeout.is_cold
 
 
 def test_pause_keeps_the_shape_that_was_asked_for() -> None:

@@ -138,7 +138,7 @@ def test_a_silent_draft_gets_one_sequence_when_it_is_tried_again(pool: _Pool) ->
     assert (pool.draft_of(tried), pool.draft_of(other)) == (pool.a, pool.b)
     pool.steps(6)
     assert pool.draft_of(tried) is pool.b, "it is still silent"
-    assert pool.a.patience.is_cold
+    assert pool.a.timeout.is_cold
 
 
 def test_a_draft_that_answers_again_gets_its_share_again(pool: _Pool) -> None:
@@ -148,7 +148,7 @@ def test_a_draft_that_answers_again_gets_its_share_again(pool: _Pool) -> None:
     tried = pool.open()
     pool.steps(10)
     assert pool.draft_of(tried) is pool.a
-    assert not pool.a.patience.is_cold
+    assert not pool.a.timeout.is_cold
     for each in list(pool.sequences):
         pool.end(each)
     assert {pool.draft_of(pool.open()).identity.attachment_id for _ in range(4)} == {"a", "b"}

@@ -71,14 +71,14 @@ def test_who_waits_is_told_that_it_is_in_vain() -> None:
 
 def test_the_draft_is_not_blamed_for_it() -> None:
     rounds = _Rounds()
-    response_s = rounds.draft.patience.response_s
+    response_s = rounds.draft.timeout.response_s
     rounds.report(BUSY)
     for _ in range(30):
         rounds.plain()
     rounds.now_s += 1.0
     offer(rounds.attachments, [make_candidate(rounds.sequence)], rounds.now_s, READY)
-    assert rounds.draft.patience.response_s == response_s
-    assert not rounds.draft.patience.is_cold
+    assert rounds.draft.timeout.response_s == response_s
+    assert not rounds.draft.timeout.is_cold
     assert rounds.draft.counters.num_missed_rounds == 0
     assert not rounds.draft.outbox_verdicts[-1].wish.is_paused
 
@@ -89,7 +89,7 @@ def test_a_silent_draft_is_blamed() -> None:
     for _ in range(30):
         rounds.now_s = max(rounds.now_s, rounds.waits_until_s)
         rounds.plain()
-    assert rounds.draft.patience.is_cold
+    assert rounds.draft.timeout.is_cold
     assert rounds.draft.counters.num_missed_rounds > 0
     assert rounds.draft.outbox_verdicts[-1].wish.is_paused
 
@@ -149,7 +149,7 @@ def test_an_adaptive_target_waits_whatever_the_last_trees_took() -> None:
         rounds.now_s += 0.5
         rounds.verified()
     assert rounds.waits_until_s > rounds.now_s
-    ladder, usual_wait_s = rounds.attachments.verdicts._ladder, rounds.draft.patience.usual_wait_s
+    ladder, usual_wait_s = rounds.attachments.verdicts._ladder, rounds.draft.timeout.usual_wait_s
     for _ in range(FEWEST_ROUNDS):
         ladder.counted(3, is_local=False)
     assert not ladder.waits(rounds.sequence, usual_wait_s), "by what was waited it does not pay"

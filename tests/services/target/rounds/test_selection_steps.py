@@ -12,8 +12,8 @@ import torch
 from services.draft.fan_out import FanOut
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity
+from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.patience import Patience
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -508,7 +508,7 @@ def test_sequences_of_a_silent_draft_leave_it_between_rounds(decoder: Decoder) -
     setup = Setup(decoder)
     silent = AheadDraft(setup.engine, setup.answers, name="silent", is_held=True)
     identity = DraftIdentity(silent.name, silent.name, "m", "SCRIPTED", 64, 0.0)
-    setup.engine.attach(Attachment(identity, silent, Patience(2.0, _probe_gap_s=1000.0)))
+    setup.engine.attach(Attachment(identity, silent, DraftTimeout(2.0, _probe_gap_s=1000.0)))
     setup.check(run(setup.engine, setup.requests(60)), 60)
     assert 0 < len(silent.verdicts) < 8, "one of the sequences was there first"
     rounds = [each for each in setup.reports if each.round_shape is not None]

@@ -1,9 +1,9 @@
-"""How long the target waits for one draft's candidates. No torch; the clock is an argument.
+"""How long the target waits for the trees of one draft. No torch; the clock is an argument.
 
-A draft that answers is waited for, a few times as long as it usually takes. A draft that has gone
-silent is given a chance now and then, each twice as long after the last, and a longer one if
-something of it has arrived since, however late. So a frozen process costs next to nothing, one that
-thaws is found again, and one that has become slow is, too.
+The timeout is a few times the usual response time of the draft. After three misses in a row the
+draft counts as silent: the target waits for it only in probes, whose gaps double. A probe is longer
+if any message of the draft has arrived since the last one. So a frozen process costs almost
+nothing, and a draft that recovers or has become slow is found again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ WAIT_PER_RESPONSE = 4.0
 WAIT_PER_TRIED_RESPONSE = 2.0
 SMOOTHING = 0.2
 SMOOTHING_DOWN = 0.4
-"""Of waits that get shorter: a draft that is not waited for is seldom tried again."""
+"""Smoothing of waits that get shorter. Larger, because a draft with long waits is seldom tried."""
 SHORTEST_WAIT_S = 0.02
 STIRRING_FACTOR = 4.0
 
 
 @dataclass(slots=True)
-class Patience:
-    """Wait budget of one attachment.
+class DraftTimeout:
+    """The timeout of one attachment.
 
     Attributes:
         longest_wait_s: upper bound of a wait; 0 never waits.
@@ -43,11 +43,11 @@ class Patience:
 
     @property
     def is_cold(self) -> bool:
-        """Whether the draft has gone silent."""
+        """Whether the draft is silent."""
         return self._num_misses >= MISSES_UNTIL_COLD
 
     def has_no_chance(self, now_s: float) -> bool:
-        """Whether the draft has gone silent, and is not given another chance yet."""
+        """Whether the draft is silent and its next probe is not due."""
         return self.is_cold and now_s < self._probe_s
 
     @property
@@ -57,17 +57,17 @@ class Patience:
 
     @property
     def usual_wait_s(self) -> float | None:
-        """How long an answer is usually waited for, in vain or not; None before the first one."""
+        """The usual wait for an answer, whether it came or not; None before the first one."""
         return self._usual_wait_s
 
     @property
     def answer_rate(self) -> float:
-        """How often an answer comes before the end of the wait, or of the round."""
+        """Share of the answers that arrive in time."""
         return self._answer_rate
 
     @property
     def wait_s(self) -> float:
-        """The wait a warm draft is given."""
+        """The timeout of a draft that is not silent."""
         if self._response_s is None:
             return self.longest_wait_s
         wanted = max(WAIT_PER_RESPONSE * self._response_s, SHORTEST_WAIT_S)
@@ -84,32 +84,32 @@ class Patience:
         return now_s + min(self._take_chance_s(), self.longest_wait_s)
 
     def try_deadline_s(self, now_s: float, affordable_s: float) -> float:
-        """As `deadline_s`, for a draft that is tried after a pause: until when one that says
-        nothing is waited for.
+        """Returns the deadline in a trial after a backoff.
 
         Args:
-            affordable_s: what it may cost; less than it usually needs is no try.
+            affordable_s: what the trial may cost; it lasts at least as long as the draft usually
+                needs.
         """
         needed_s = max(WAIT_PER_TRIED_RESPONSE * (self._response_s or 0.0), SHORTEST_WAIT_S)
         most_s = min(self._take_chance_s(), self.longest_wait_s)
         return now_s + min(max(needed_s, affordable_s), most_s)
 
     def _take_chance_s(self) -> float:
-        """Returns the wait that a silent draft is given: longer once after it has stirred."""
+        """Returns the wait of a probe: longer if a message has arrived since the last one."""
         is_stirring, self._is_stirring = self._is_stirring, False
         return STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether what is known of its answers is from before a pause."""
+        """Whether all known response times are from before a backoff."""
         return self._is_doubtful
 
     def doubt(self) -> None:
-        """A pause has ended: the next answer says more than all before."""
+        """A backoff has ended: the next answer replaces all known response times."""
         self._is_doubtful = True
 
     def stirred(self) -> None:
-        """Candidates arrived, for whatever round."""
+        """Candidates arrived, for any round."""
         self._is_stirring = True
 
     def heard(self, response_s: float | None) -> None:
@@ -133,17 +133,17 @@ class Patience:
         self._probe_gap_s = FIRST_PROBE_S
 
     def in_time(self) -> None:
-        """The tree for a round that begins was pushed ahead: nobody waits for it."""
+        """The tree of a round that begins was pushed ahead, so there is no wait."""
         if self._usual_wait_s is not None:
             self._usual_wait_s = _smoothed(self._usual_wait_s, 0.0)
         self._answer_rate += SMOOTHING * (1.0 - self._answer_rate)
         self._num_misses = 0
 
     def missed(self, now_s: float, waited_s: float = 0.0) -> None:
-        """A round went by without its candidate. Rounds of one step count once.
+        """A round ended without its candidate. Rounds of one step count once.
 
         Args:
-            waited_s: in vain.
+            waited_s: for the candidate.
         """
         if now_s == self._last_miss_s:
             return
