@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.drafts import timeout
+from services.target.drafts import draft_timeout
 
 
 @pytest.fixture(autouse=True)
 def patient_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets wait for a draft as long as `--candidate-wait-ms` lets them, not a few times as long
     as it usually takes: on a busy machine a draft may be late by any factor."""
-    monkeypatch.setattr(timeout, "SHORTEST_WAIT_S", 3600.0)
+    monkeypatch.setattr(draft_timeout, "SHORTEST_WAIT_S", 3600.0)
