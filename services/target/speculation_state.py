@@ -111,6 +111,6 @@ def _own_idle(draft: Attachment, now_s: float) -> Idle | None:
         return Idle(IdleReason.WARMING_UP, "it is warming up (CUDA graphs, kernels)")
     if draft.timeout.is_cold:
         return Idle(IdleReason.SILENT, "it does not answer; the target steps without its trees")
-    if draft.pause.is_on:
+    if draft.backoff.is_on:
         return Idle(IdleReason.LATE, "its trees arrive too late; the target steps without them")
     return None

@@ -224,7 +224,7 @@ def _by_draft(courses: SequenceOf[Course]) -> tuple[list[list[Course]], int]:
         if fixed is None:
             by_draft.setdefault(course.attachment.identity.attachment_id, []).append(course)
         else:
-            is_paused = course.wish.is_paused and course.attachment.pause.is_on
+            is_paused = course.wish.is_paused and course.attachment.backoff.is_on
             course.wish = replace(fixed, is_paused=is_paused)
             num_fixed += 1
     return list(by_draft.values()), num_fixed

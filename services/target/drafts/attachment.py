@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.control.fan_outs import FanOut, FanOuts
 from services.target.control.turnarounds import Turnarounds
+from services.target.drafts.backoff import Backoff
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.drafts.pause import Pause
 from services.target.drafts.warming import Warming
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
@@ -171,7 +171,7 @@ class Attachment:
         report: what it last said of itself.
         outlet: the way of feature rows.
         outcomes: how well it foresees verdicts, over its life.
-        pause: whether it is left alone for a while.
+        backoff: whether it gets no tree requests for a while.
         warming: whether it prepares what it needs once.
         turnarounds: how long it takes to answer a verdict.
         fan_outs: for how many verdicts it is asked to prepare.
@@ -194,7 +194,7 @@ class Attachment:
     report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)
-    pause: Pause = field(default_factory=Pause)
+    backoff: Backoff = field(default_factory=Backoff)
     warming: Warming = field(default_factory=Warming)
     turnarounds: Turnarounds = field(default_factory=Turnarounds)
     sequence_ids: set[int] = field(default_factory=set)
@@ -239,8 +239,8 @@ class Attachment:
 
     def is_silent(self, now_s: float) -> bool:
         """Whether it does not answer, and is not tried again yet."""
-        is_left = self.timeout.has_no_chance(now_s) or self.pause.lasts(now_s)
-        return self.timeout.is_cold and is_left and not self.pause.is_trying
+        is_left = self.timeout.has_no_chance(now_s) or self.backoff.lasts(now_s)
+        return self.timeout.is_cold and is_left and not self.backoff.is_trying
 
     def is_avoided(self, now_s: float) -> bool:
         """Whether other drafts come first for a sequence: it is silent, or one that it has already

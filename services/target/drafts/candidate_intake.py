@@ -31,7 +31,7 @@ class CandidateIntake:
             return
         attachment.report = offer.report
         if attachment.warming.told(offer.arrived_s, is_warming=offer.report.is_warming):
-            attachment.pause.end()
+            attachment.backoff.end()
         if attachment.warming.is_on(offer.arrived_s):
             self._wait_no_more(attachment, offer.arrived_s)
         if len(offer.candidates):

@@ -51,8 +51,8 @@ class Verdicts:
             return
         counters, course = assignment.attachment.counters, assignment.course
         if was_verified or not (assignment.was_warming(now_s) or course.expects_nothing):
-            pause = assignment.attachment.pause
-            pause.count(now_s, assignment.waited_s, was_verified=was_verified)
+            backoff = assignment.attachment.backoff
+            backoff.count(now_s, assignment.waited_s, was_verified=was_verified)
         if was_verified:
             counters.num_verified_rounds += 1
             counters.num_accepted += num_accepted
@@ -105,13 +105,13 @@ class Verdicts:
             Whether a tree is worth waiting for; None where one may be here already.
         """
         attachment, course = assignment.attachment, assignment.course
-        timeout, pause = attachment.timeout, attachment.pause
-        was_trying, is_on, pays = pause.is_trying, pause.goes_on(now_s), None
-        if pause.is_trying and not was_trying:
+        timeout, backoff = attachment.timeout, attachment.backoff
+        was_trying, is_on, pays = backoff.is_trying, backoff.goes_on(now_s), None
+        if backoff.is_trying and not was_trying:
             timeout.doubt()
         if not is_on and not assignment.has_pushed:
             pays = self._pays(assignment)
-            is_on = pause.begins(
+            is_on = backoff.begins(
                 now_s,
                 len(attachment.sequence_ids),
                 is_silent=timeout.is_cold,
@@ -135,7 +135,7 @@ class Verdicts:
         self, assignment: Assignment, wish: TreeWish, now_s: float, *, pays: bool | None
     ) -> None:
         """The draft is asked for the next round's tree, unless that is here already."""
-        timeout, pause = assignment.attachment.timeout, assignment.attachment.pause
+        timeout, backoff = assignment.attachment.timeout, assignment.attachment.backoff
         assignment.asked_s = now_s
         assignment.heard_s = None if assignment.candidate is None else now_s
         if assignment.candidate is not None:
@@ -143,16 +143,16 @@ class Verdicts:
         elif assignment.attachment.warming.is_on(now_s):
             assignment.go_without(now_s)
             return
-        if pause.is_trying:
-            # The step of the first round after a pause may be under way already.
+        if backoff.is_trying:
+            # The step of the first round after a backoff may be under way already.
             pays = not (wish.is_paused or assignment.course.is_catching_up)
         if assignment.candidate is None and pays is None:
             pays = self._pays(assignment)
         assignment.prefers_local = assignment.candidate is None and not pays
         if assignment.prefers_local or wish.is_paused:
             assignment.deadline_s = now_s
-        elif pause.is_trying:
-            assignment.deadline_s = timeout.try_deadline_s(now_s, pause.affordable_s)
+        elif backoff.is_trying:
+            assignment.deadline_s = timeout.try_deadline_s(now_s, backoff.affordable_s)
         else:
             assignment.deadline_s = timeout.deadline_s(now_s)
 

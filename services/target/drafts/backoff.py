@@ -1,8 +1,8 @@
-"""When a draft that is of no use is left alone, and when it is tried again. No torch, no clocks.
+"""Backoff from a draft whose trees do not arrive in time. No torch, no clocks.
 
-A draft that is silent, or too slow to be worth waiting for, is asked for no trees for a while, so
-that the target decodes as without one. Then it is tried: a few of its trees are waited for. Each
-try that fails makes the next pause longer, and so long that tries cost a small share of the time.
+A draft that is silent, or too slow to be worth waiting for, gets no tree requests for a while, and
+the target decodes as without it. Then comes a trial: the target waits for a few of its trees. Each
+failed trial makes the next backoff longer, so that trials cost a small share of the time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 MISSES_WHEN_SILENT = 3
 MISSES_WHEN_SLOW = 16
-"""Rounds in a row without a tree, a sequence, until a draft is left alone."""
+"""Rounds in a row without a tree, for each sequence, before a backoff begins."""
 TRIED_ROUNDS = 4
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 8.0
 LONGEST_PAUSE_S = 30.0
 TRY_COST = 0.02
-"""Share of the time that tries may take."""
+"""Share of the time that trials may take."""
 
 
 @dataclass(slots=True)
-class Pause:
-    """Of all sequences at one draft, so that none keeps the others from being decoded plainly."""
+class Backoff:
+    """The backoff from one draft, for all of its sequences at once."""
 
     _is_on: bool = False
     _is_trying: bool = False
@@ -36,24 +36,24 @@ class Pause:
 
     @property
     def is_on(self) -> bool:
-        """Whether the draft is left alone, until it is tried again."""
+        """Whether a backoff is in force, until the next trial."""
         return self._is_on
 
     @property
     def is_trying(self) -> bool:
-        """Whether a pause is over, and not known yet whether the draft is of use again."""
+        """Whether a trial is under way."""
         return self._is_trying
 
     @property
     def affordable_s(self) -> float:
-        """How long a try may wait after the last pause."""
+        """How long a trial may wait for trees."""
         return TRY_COST * self._length_s
 
     def count(self, now_s: float, waited_s: float, *, was_verified: bool) -> None:
-        """A round for which a tree was asked has ended.
+        """A round for which a tree was requested has ended.
 
         Args:
-            waited_s: for the tree, in vain or not.
+            waited_s: for the tree, whether it came or not.
         """
         self._waited_s += waited_s
         self._num_verified += was_verified
@@ -62,23 +62,23 @@ class Pause:
             self._is_trying, self._resumed_s = False, now_s
 
     def end(self) -> None:
-        """What made the draft useless is over: it is tried at once, and if that fails, soon."""
+        """The cause of the backoff is over: the next trial begins at once, and later ones soon."""
         self._until_s = -math.inf
         self._length_s = 0.0
 
     def lasts(self, now_s: float) -> bool:
-        """Whether the draft is left alone and its time is not over."""
+        """Whether a backoff is in force and its time is not over."""
         return self._is_on and now_s < self._until_s
 
     def goes_on(self, now_s: float) -> bool:
-        """Whether the draft is left alone. Where a pause has just ended, the try begins."""
+        """Whether a backoff is in force. If its time is over, it ends and a trial begins."""
         if self._is_on and now_s >= self._until_s:
             self._is_on, self._is_trying = False, True
             self._num_missed, self._num_verified, self._waited_s = 0, 0, 0.0
         return self._is_on
 
     def begins(self, now_s: float, num_sequences: int, *, is_silent: bool, pays: bool) -> bool:
-        """Whether the draft is left alone from now on.
+        """Begins a backoff if the draft is of no use; returns whether one is in force.
 
         Args:
             num_sequences: that it has.
@@ -101,7 +101,7 @@ class Pause:
             self._length_s = max(self._next_length_s, min(fair_s, LONGEST_PAUSE_S))
         elif now_s - self._resumed_s >= self._length_s:
             self._length_s = FIRST_PAUSE_S
-        else:  # it was of use for a moment only
+        else:  # the trial succeeded for a moment only
             self._length_s = self._next_length_s
         self._is_on, self._is_trying = True, False
         self._until_s = now_s + self._length_s

@@ -9,7 +9,7 @@ import pytest
 from services.target.control.regime import Stance
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.pause import (
+from services.target.drafts.backoff import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -17,7 +17,7 @@ from services.target.drafts.pause import (
     MISSES_WHEN_SLOW,
     TRIED_ROUNDS,
     TRY_COST,
-    Pause,
+    Backoff,
 )
 from services.target.miss_ladder import MissLadder
 from shared.tokens import DraftReport, TreeShape, Verdict
@@ -32,24 +32,24 @@ from tests.helpers.one_draft import (
 PINNED = TreeShape(3, 1, 4)
 
 
-def _miss(pause: Pause, now_s: float, waited_s: float = 0.0, num_sequences: int = 1) -> bool:
-    pause.count(now_s, waited_s, was_verified=False)
-    return pause.begins(now_s, num_sequences, is_silent=True, pays=True)
+def _miss(backoff: Backoff, now_s: float, waited_s: float = 0.0, num_sequences: int = 1) -> bool:
+    backoff.count(now_s, waited_s, was_verified=False)
+    return backoff.begins(now_s, num_sequences, is_silent=True, pays=True)
 
 
-def _fail_try(pause: Pause, now_s: float, waited_s: float = 0.0) -> None:
-    assert not pause.goes_on(now_s)
-    assert pause.is_trying
-    assert _miss(pause, now_s, waited_s)
+def _fail_try(backoff: Backoff, now_s: float, waited_s: float = 0.0) -> None:
+    assert not backoff.goes_on(now_s)
+    assert backoff.is_trying
+    assert _miss(backoff, now_s, waited_s)
 
 
-def _paused(now_s: float = 0.0) -> Pause:
-    pause = Pause()
+def _paused(now_s: float = 0.0) -> Backoff:
+    backoff = Backoff()
     for _ in range(MISSES_WHEN_SILENT):
-        assert not pause.goes_on(now_s)
-        is_on = _miss(pause, now_s)
+        assert not backoff.goes_on(now_s)
+        is_on = _miss(backoff, now_s)
     assert is_on
-    return pause
+    return backoff
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
@@ -64,75 +64,75 @@ def _paused(now_s: float = 0.0) -> Pause:
 def test_draft_is_left_alone_when_it_brings_nothing(
     num_sequences: int, is_silent: bool, pays: bool, num_misses: int | None
 ) -> None:
-    pause, seen = Pause(), []
+    backoff, seen = Backoff(), []
     for _ in range(MISSES_WHEN_SLOW * num_sequences):
-        pause.count(0.0, 0.0, was_verified=False)
-        seen.append(pause.begins(0.0, num_sequences, is_silent=is_silent, pays=pays))
+        backoff.count(0.0, 0.0, was_verified=False)
+        seen.append(backoff.begins(0.0, num_sequences, is_silent=is_silent, pays=pays))
     expected = None if num_misses is None else num_misses * num_sequences - 1
     assert (seen.index(True) if True in seen else None) == expected
 
 
 def test_tree_now_and_then_keeps_a_draft() -> None:
-    pause = Pause()
+    backoff = Backoff()
     for index in range(200):
-        pause.count(0.0, 0.0, was_verified=index % 8 == 0)
-        assert not pause.begins(0.0, 1, is_silent=False, pays=False)
+        backoff.count(0.0, 0.0, was_verified=index % 8 == 0)
+        assert not backoff.begins(0.0, 1, is_silent=False, pays=False)
 
 
 def test_pauses_of_a_silent_draft_grow_to_a_bound() -> None:
-    pause, now_s, lengths = _paused(), 0.0, []
+    backoff, now_s, lengths = _paused(), 0.0, []
     for _ in range(7):
-        length_s = pause.affordable_s / TRY_COST
-        assert pause.goes_on(now_s + 0.99 * length_s)
+        length_s = backoff.affordable_s / TRY_COST
+        assert backoff.goes_on(now_s + 0.99 * length_s)
         now_s += length_s
         lengths.append(length_s)
-        _fail_try(pause, now_s)
+        _fail_try(backoff, now_s)
     assert lengths[:4] == pytest.approx([FIRST_PAUSE_S * 2**power for power in range(4)])
     assert lengths[-1] == pytest.approx(LAST_PAUSE_S)
 
 
 def test_tries_cost_a_small_share_of_the_time() -> None:
-    pause = _paused()
-    _fail_try(pause, 1.0, waited_s=0.5)
-    assert pause.affordable_s == pytest.approx(0.5)
-    _fail_try(pause, 100.0, waited_s=1000.0)
-    assert pause.affordable_s == pytest.approx(TRY_COST * LONGEST_PAUSE_S)
+    backoff = _paused()
+    _fail_try(backoff, 1.0, waited_s=0.5)
+    assert backoff.affordable_s == pytest.approx(0.5)
+    _fail_try(backoff, 100.0, waited_s=1000.0)
+    assert backoff.affordable_s == pytest.approx(TRY_COST * LONGEST_PAUSE_S)
 
 
 def test_try_goes_on_while_trees_come_and_pay() -> None:
-    pause = _paused()
-    assert not pause.goes_on(1.0)
+    backoff = _paused()
+    assert not backoff.goes_on(1.0)
     for _ in range(TRIED_ROUNDS):
-        assert pause.is_trying
-        pause.count(1.0, 0.01, was_verified=True)
-    assert not pause.is_trying
-    assert not _miss(pause, 1.0)
+        assert backoff.is_trying
+        backoff.count(1.0, 0.01, was_verified=True)
+    assert not backoff.is_trying
+    assert not _miss(backoff, 1.0)
 
 
 def test_try_fails_when_the_trees_that_come_do_not_pay() -> None:
-    pause = _paused()
-    assert not pause.goes_on(1.0)
-    pause.count(1.0, 0.01, was_verified=True)
-    assert pause.begins(1.0, 1, is_silent=False, pays=False)
+    backoff = _paused()
+    assert not backoff.goes_on(1.0)
+    backoff.count(1.0, 0.01, was_verified=True)
+    assert backoff.begins(1.0, 1, is_silent=False, pays=False)
 
 
 def test_try_of_many_sequences_outlasts_one_miss() -> None:
-    pause = _paused()
-    assert not pause.goes_on(1.0)
-    assert [_miss(pause, 1.0, num_sequences=3) for _ in range(3)] == [False, False, True]
+    backoff = _paused()
+    assert not backoff.goes_on(1.0)
+    assert [_miss(backoff, 1.0, num_sequences=3) for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("lasted_s", "factor"), [(0.1, 2.0), (60.0, 1.0)])
 def test_pause_is_short_again_once_the_draft_was_of_use_for_as_long(
     lasted_s: float, factor: float
 ) -> None:
-    pause = _paused()
-    assert not pause.goes_on(1.0)
+    backoff = _paused()
+    assert not backoff.goes_on(1.0)
     for _ in range(TRIED_ROUNDS):
-        pause.count(1.0, 0.0, was_verified=True)
+        backoff.count(1.0, 0.0, was_verified=True)
     for _ in range(MISSES_WHEN_SILENT):
-        _miss(pause, 1.0 + lasted_s)
-    assert pause.affordable_s == pytest.approx(TRY_COST * factor * FIRST_PAUSE_S)
+        _miss(backoff, 1.0 + lasted_s)
+    assert backoff.affordable_s == pytest.approx(TRY_COST * factor * FIRST_PAUSE_S)
 
 
 class _Rounds:
@@ -199,7 +199,7 @@ def test_silent_draft_is_told_of_its_pause_and_the_loop_runs_ahead() -> None:
     while rounds.step().wish.is_paused:
         assert rounds.waits_until_s <= rounds.now_s
     assert rounds.now_s - began_s == pytest.approx(FIRST_PAUSE_S, abs=0.06)
-    # The next step may be under way already, so the first round after a pause is not waited for.
+    # The next step may be under way already, so the first round after a backoff is not waited for.
     assert rounds.waits_until_s <= rounds.now_s
     assert rounds.needs_every_step
     assert not rounds.step().wish.is_paused
@@ -214,7 +214,7 @@ def test_draft_that_answers_again_is_drafted_with_again() -> None:
         pass
     for _ in range(2 * TRIED_ROUNDS):
         assert not rounds.step(answers=True).wish.is_paused
-    assert not rounds.draft.pause.is_trying
+    assert not rounds.draft.backoff.is_trying
     assert not rounds.draft.timeout.is_cold
 
 
