@@ -130,7 +130,7 @@ class Course:
 
     def was_warming(self, since_s: float, now_s: float) -> bool:
         """Whether its draft prepared something at any time from then until now."""
-        return self.attachment.warming.was_on(since_s, now_s)
+        return self.attachment.warm_up.was_on(since_s, now_s)
 
     @property
     def wish_of_request(self) -> TreeWish:

@@ -108,7 +108,7 @@ class Assignment:
 
     def was_warming(self, now_s: float) -> bool:
         """Whether the draft has prepared something since the last verdict went out."""
-        return self.asked_s is not None and self.attachment.warming.was_on(self.asked_s, now_s)
+        return self.asked_s is not None and self.attachment.warm_up.was_on(self.asked_s, now_s)
 
     def response_s(self, now_s: float) -> float | None:
         """Returns how long the draft took for what arrives now; None where that says nothing of the

@@ -10,10 +10,10 @@ from services.target.control.fan_outs import FanOut, FanOuts
 from services.target.control.turnarounds import Turnarounds
 from services.target.drafts.backoff import Backoff
 from services.target.drafts.draft_timeout import DraftTimeout
+from services.target.drafts.draft_warm_up import DraftWarmUp
 from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.drafts.warming import Warming
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
     ANY_TREE,
@@ -172,7 +172,7 @@ class Attachment:
         outlet: the way of feature rows.
         outcomes: how well it foresees verdicts, over its life.
         backoff: whether it gets no tree requests for a while.
-        warming: whether it prepares what it needs once.
+        warm_up: whether it makes CUDA graphs or compiles kernels now.
         turnarounds: how long it takes to answer a verdict.
         fan_outs: for how many verdicts it is asked to prepare.
         rounds: what it lends for rounds on the device; None when it drafts by itself alone.
@@ -195,7 +195,7 @@ class Attachment:
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)
     backoff: Backoff = field(default_factory=Backoff)
-    warming: Warming = field(default_factory=Warming)
+    warm_up: DraftWarmUp = field(default_factory=DraftWarmUp)
     turnarounds: Turnarounds = field(default_factory=Turnarounds)
     sequence_ids: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)

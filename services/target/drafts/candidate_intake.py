@@ -30,9 +30,9 @@ class CandidateIntake:
         if attachment is None:
             return
         attachment.report = offer.report
-        if attachment.warming.told(offer.arrived_s, is_warming=offer.report.is_warming):
+        if attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming):
             attachment.backoff.end()
-        if attachment.warming.is_on(offer.arrived_s):
+        if attachment.warm_up.is_on(offer.arrived_s):
             self._wait_no_more(attachment, offer.arrived_s)
         if len(offer.candidates):
             attachment.timeout.stirred()

@@ -50,7 +50,7 @@ class Readiness:
             return False
         decoding = _decoding(running)
         courses = [each.course for each in self._held(decoding)]
-        is_warming = any(each.warming.was_on(self._judged_s, now_s) for each in drafts)
+        is_warming = any(each.warm_up.was_on(self._judged_s, now_s) for each in drafts)
         self._judged_s = now_s
         is_wanted = any(not each.request.speculation_disabled for each in decoding)
         self._controller.judge(courses, len(decoding), is_warming=is_warming, is_wanted=is_wanted)

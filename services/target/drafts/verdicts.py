@@ -140,7 +140,7 @@ class Verdicts:
         assignment.heard_s = None if assignment.candidate is None else now_s
         if assignment.candidate is not None:
             timeout.in_time()
-        elif assignment.attachment.warming.is_on(now_s):
+        elif assignment.attachment.warm_up.is_on(now_s):
             assignment.go_without(now_s)
             return
         if backoff.is_trying:

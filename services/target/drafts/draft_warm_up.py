@@ -1,6 +1,6 @@
-"""A draft that prepares what it needs once, such as CUDA graphs, by its own word. No torch.
+"""The warm-up of a draft, as the draft reports it: CUDA graphs, kernels. No torch.
 
-Its trees are late meanwhile, so nobody waits for them, and how late they are counts for nothing.
+Its trees are late during a warm-up, so the target neither waits for them nor measures them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import math
 from dataclasses import dataclass
 
 LONGEST_S = 5.0
-"""A draft that says for longer that it prepares something is taken for a late one. Kernels that are
-compiled for the first time take seconds."""
+"""A longer warm-up is ignored. Kernels that are compiled for the first time take seconds."""
 
 
 @dataclass(slots=True)
-class Warming:
-    """Of one attachment."""
+class DraftWarmUp:
+    """The warm-up of one attachment."""
 
     _since_s: float | None = None
     _until_s: float = -math.inf
 
-    def told(self, now_s: float, *, is_warming: bool) -> bool:
-        """The draft says whether it prepares something; returns whether that has ended."""
+    def report(self, now_s: float, *, is_warming: bool) -> bool:
+        """Takes a report of the draft; returns whether a warm-up has just ended."""
         since_s = self._since_s
         self._since_s = (now_s if since_s is None else since_s) if is_warming else None
         if is_warming or since_s is None:
@@ -30,10 +29,10 @@ class Warming:
         return True
 
     def is_on(self, now_s: float) -> bool:
-        """Whether it prepares something now."""
+        """Whether a warm-up is under way."""
         return self._since_s is not None and now_s < self._since_s + LONGEST_S
 
     def was_on(self, since_s: float, now_s: float) -> bool:
-        """Whether it has prepared something at any time from then until now."""
+        """Whether a warm-up was under way at any time from `since_s` until now."""
         last_s = -math.inf if self._since_s is None else min(self._since_s + LONGEST_S, now_s)
         return self.is_on(now_s) or max(last_s, self._until_s) > since_s

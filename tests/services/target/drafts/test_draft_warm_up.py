@@ -8,7 +8,7 @@ import pytest
 
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.warming import LONGEST_S, Warming
+from services.target.drafts.draft_warm_up import LONGEST_S, DraftWarmUp
 from services.target.miss_ladder import FEWEST_ROUNDS, MissLadder
 from shared.tokens import DraftReport, TokenTree, TreeShape
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
@@ -131,13 +131,13 @@ def test_nobody_warms_for_ever() -> None:
 def test_what_overlaps_with_it_is_known_afterwards(
     since_s: float, now_s: float, *, expected: bool
 ) -> None:
-    warming = Warming()
+    warm_up = DraftWarmUp()
     if now_s >= 1.0:
-        warming.told(1.0, is_warming=True)
-        warming.told(1.1, is_warming=True)
+        warm_up.report(1.0, is_warming=True)
+        warm_up.report(1.1, is_warming=True)
     if now_s >= 2.0:
-        warming.told(2.0, is_warming=False)
-    assert warming.was_on(since_s, now_s) is expected
+        warm_up.report(2.0, is_warming=False)
+    assert warm_up.was_on(since_s, now_s) is expected
 
 
 def test_an_adaptive_target_waits_whatever_the_last_trees_took() -> None:
@@ -162,8 +162,8 @@ def test_its_waits_are_left_out_of_what_a_tree_usually_takes() -> None:
     for each in range(6):
         course.told_s, course.is_untold, course.num_asked = float(each), False, 2
         costs.observe_wait(course, each + 0.1)
-    rounds.draft.warming.told(7.0, is_warming=True)
-    rounds.draft.warming.told(7.9, is_warming=False)
+    rounds.draft.warm_up.report(7.0, is_warming=True)
+    rounds.draft.warm_up.report(7.9, is_warming=False)
     for _ in range(9):
         course.told_s = 7.5
         costs.observe_wait(course, 8.5)
@@ -191,8 +191,8 @@ def _num_tried(controller: SpeculationController, rounds: _Rounds) -> float:
 
 
 def test_what_overlaps_with_it_is_known_when_it_takes_too_long() -> None:
-    warming = Warming()
-    warming.told(1.0, is_warming=True)
-    assert warming.was_on(LONGEST_S, LONGEST_S + 2.0)
-    assert not warming.is_on(LONGEST_S + 2.0)
-    assert not warming.was_on(LONGEST_S + 1.0, LONGEST_S + 2.0)
+    warm_up = DraftWarmUp()
+    warm_up.report(1.0, is_warming=True)
+    assert warm_up.was_on(LONGEST_S, LONGEST_S + 2.0)
+    assert not warm_up.is_on(LONGEST_S + 2.0)
+    assert not warm_up.was_on(LONGEST_S + 1.0, LONGEST_S + 2.0)
