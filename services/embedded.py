@@ -38,9 +38,9 @@ from services.target.drafts.attachment import (
 )
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_timeout import DraftTimeout
-from services.target.drafts.feature_outlet import InProcessOutlet
 from services.target.drafts.feature_rows import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.hidden_state_sender import InProcessSender
 from services.target.engine import Engine
 from services.target.rounds.round_source import RoundSource
 from services.target.verifier import VerificationMode
@@ -100,7 +100,7 @@ class EmbeddedDraft:
         )
         timeout = DraftTimeout(self._terms.longest_wait_s)
         self._target.attach(
-            Attachment(identity, self, timeout, spec, outlet=InProcessOutlet(), rounds=self._rounds)
+            Attachment(identity, self, timeout, spec, sender=InProcessSender(), rounds=self._rounds)
         )
 
     def send(self, message: DraftMessage) -> bool:

@@ -11,8 +11,8 @@ from services.target.control.turnarounds import Turnarounds
 from services.target.drafts.backoff import Backoff
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.draft_warm_up import DraftWarmUp
-from services.target.drafts.feature_outlet import FeatureOutlet, InlineOutlet
 from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.hidden_state_sender import HiddenStateSender, InlineSender
 from services.target.drafts.outcome_tally import OutcomeTally
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
@@ -169,7 +169,7 @@ class Attachment:
     Attributes:
         feature_spec: hidden states it reads; None for token-level drafts.
         report: what it last said of itself.
-        outlet: the way of feature rows.
+        sender: the way of feature rows.
         outcomes: how well it foresees verdicts, over its life.
         backoff: whether it gets no tree requests for a while.
         warm_up: whether it makes CUDA graphs or compiles kernels now.
@@ -185,7 +185,7 @@ class Attachment:
     port: DraftPort
     timeout: DraftTimeout
     feature_spec: FeatureSpec | None = None
-    outlet: FeatureOutlet = field(default_factory=InlineOutlet)
+    sender: HiddenStateSender = field(default_factory=InlineSender)
     fan_outs: FanOuts = field(default_factory=FanOuts)
     rounds: RoundSource | None = None
     refusal: OutriderError | None = None
@@ -216,7 +216,7 @@ class Attachment:
     @property
     def is_elsewhere(self) -> bool:
         """Whether it reads nothing that the target's device has yet to write."""
-        return self.feature_spec is None or self.outlet.hands_over
+        return self.feature_spec is None or self.sender.hands_over
 
     @property
     def base_shape(self) -> TreeShape:

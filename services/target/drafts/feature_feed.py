@@ -93,7 +93,7 @@ class FeatureFeed:
             start, own = self._unsent(store, need)
             starts.append(start)
             slots += own
-        placed = attachment.outlet.place(store.read(slots))
+        placed = attachment.sender.place(store.read(slots))
         # Of a single sequence no part has to be taken, which costs as much as the rest here.
         counts = [need.end - start for need, start in zip(needs, starts, strict=True)]
         parts = [placed.rows] if len(needs) == 1 else torch.split(placed.rows, counts)

@@ -14,7 +14,7 @@ from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import feature_spec, ring_message
 from services.target.drafts.draft_stream import DraftStream
 from services.target.drafts.draft_timeout import DraftTimeout
-from services.target.drafts.feature_outlet import RingOutlet
+from services.target.drafts.hidden_state_sender import RingSender
 from services.target.drafts.learners import MAX_UNSENT
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
@@ -139,7 +139,7 @@ class DraftReception:
         except RingUnavailable as error:
             logger.warning("features go to %s as bytes: %s", attach.worker_id, error)
             return None
-        attachment.outlet = RingOutlet(ring)
+        attachment.sender = RingSender(ring)
         return ring
 
     def _attached(self, attachment: Attachment, ring: FeatureRingWriter | None) -> pb.Attached:

@@ -1,4 +1,4 @@
-"""How feature rows leave the target for one draft."""
+"""Senders of hidden states to a draft: in this process, in messages, or through shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    # Policies carry outlets, and load no torch.
+    # Policies carry senders, and load no torch.
     from torch import Tensor
 
     from shared.runtime.feature_ring import FeatureRingWriter
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedRows:
-    """Rows where the draft gets them.
+    """Rows at the place where the draft reads them.
 
     Attributes:
         rows: `[R, W]`.
@@ -25,22 +25,22 @@ class PlacedRows:
     ring_start: int | None = None
 
 
-class FeatureOutlet(Protocol):
+class HiddenStateSender(Protocol):
     """Called on the engine thread.
 
     Attributes:
-        hands_over: rows are where the draft gets them when `place` returns, not only queued.
+        hands_over: whether the copy is complete when `place` returns, rather than queued.
     """
 
     @property
     def hands_over(self) -> bool: ...
 
     def place(self, rows: Tensor) -> PlacedRows:
-        """Puts rows `[R, W]` of the target's device where the draft can have them."""
+        """Puts rows `[R, W]` of the target's device where the draft can read them."""
 
 
-class InProcessOutlet:
-    """The draft lives in this process: rows stay where they are."""
+class InProcessSender:
+    """The draft is in this process: rows stay on the device."""
 
     hands_over = False
 
@@ -48,8 +48,8 @@ class InProcessOutlet:
         return PlacedRows(rows)
 
 
-class InlineOutlet:
-    """Rows travel as bytes, from host memory."""
+class InlineSender:
+    """Rows travel as bytes in messages."""
 
     hands_over = True
 
@@ -57,8 +57,8 @@ class InlineOutlet:
         return PlacedRows(rows.cpu())
 
 
-class RingOutlet:
-    """Rows lie in memory that the draft shares; as bytes they travel while there is no room."""
+class RingSender:
+    """Rows go into memory shared with the draft, or as bytes in messages while that is full."""
 
     hands_over = True
 
