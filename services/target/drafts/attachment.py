@@ -169,7 +169,7 @@ class Attachment:
     Attributes:
         feature_spec: hidden states it reads; None for token-level drafts.
         report: what it last said of itself.
-        sender: the way of feature rows.
+        sender: sends it hidden states.
         outcomes: how well it foresees verdicts, over its life.
         backoff: whether it gets no tree requests for a while.
         warm_up: whether it makes CUDA graphs or compiles kernels now.

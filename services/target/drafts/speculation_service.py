@@ -12,7 +12,7 @@ from grpc import aio
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import draft_messages
 from services.target.drafts.draft_stream import DraftStream
-from services.target.drafts.reception_service import DraftReception, ReceivedDraft
+from services.target.drafts.handshake import AcceptedDraft, Handshake
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
 from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavailable
@@ -39,7 +39,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         wire: WireMeter | None = None,
     ) -> None:
         self._engine = engine
-        self._reception = DraftReception(engine, model, terms, lifecycle)
+        self._handshake = Handshake(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
         self._streams: dict[str, DraftStream] = {}
         windows = [each for each in engine.decoder.config.sliding_windows if each is not None]
@@ -54,7 +54,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         self, request_iterator: AsyncIterator[pb.SpeculateRequest], context: Context
     ) -> AsyncIterator[pb.SpeculateResponse]:
         attach = await self._read_attach(request_iterator)
-        draft = self._reception.receive(attach)
+        draft = self._handshake.accept(attach)
         attachment_id, ring = draft.attached.attachment_id, draft.ring
         cause = "its connection broke or was closed"
         try:
@@ -78,7 +78,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         finally:
             self._streams.pop(attachment_id, None)
             self._engine.detach(attachment_id)
-            self._reception.dismiss(draft)
+            self._handshake.release(draft)
             logger.info("draft %s detached from %s: %s", attach.worker_id, attachment_id, cause)
 
     def drain(self, grace_s: float) -> None:
@@ -87,7 +87,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             stream.drain(grace_s)
 
     async def _responses(
-        self, draft: ReceivedDraft, reader: asyncio.Task[None]
+        self, draft: AcceptedDraft, reader: asyncio.Task[None]
     ) -> AsyncIterator[pb.SpeculateResponse]:
         """Yields messages for the draft until it half-closes, errs, or is detached."""
         stream = draft.stream
@@ -106,7 +106,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 reader.result()
                 return
 
-    def _why_closed(self, draft: ReceivedDraft) -> OutriderError:
+    def _why_closed(self, draft: AcceptedDraft) -> OutriderError:
         """Returns why the engine ended a draft's stream."""
         if draft.attachment.refusal is not None:
             return draft.attachment.refusal

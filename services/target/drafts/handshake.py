@@ -1,4 +1,4 @@
-"""The reception of a draft: checked, given an id, memory to read from, and what it is granted."""
+"""The handshake with a draft: checks `Attach`, opens shared memory, answers with the terms."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _LONGEST_NAME = 256
 _MODES = {
     VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
     VerificationMode.POINT_MASS: pb.VERIFICATION_MODE_POINT_MASS,
-    # Laws never cross the wire, so trees that do are point masses.
+    # Trees on the wire carry no distributions, so they are point masses.
     VerificationMode.REJECTION: pb.VERIFICATION_MODE_POINT_MASS,
     VerificationMode.BLOCK: pb.VERIFICATION_MODE_POINT_MASS,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class ReceivedDraft:
-    """A draft that may attach.
+class AcceptedDraft:
+    """A draft that passed the handshake.
 
     Attributes:
-        stream: of messages to it.
-        ring: memory that it reads features from; None when they travel as bytes.
-        attached: what it is told.
+        stream: queue of messages to it.
+        ring: shared memory from which it reads hidden states; None if messages carry them.
+        attached: the answer to its `Attach`.
     """
 
     attachment: Attachment
@@ -53,8 +53,8 @@ class ReceivedDraft:
     attached: pb.Attached
 
 
-class DraftReception:
-    """Receives the drafts of one engine. On the event loop."""
+class Handshake:
+    """Accepts the drafts of one engine. Runs on the event loop."""
 
     def __init__(
         self, engine: Engine, model: ServedModel, terms: AttachmentTerms, lifecycle: Lifecycle
@@ -66,8 +66,8 @@ class DraftReception:
         self._ids = itertools.count(1)
         self._rings = FeatureRings(engine.device)
 
-    def receive(self, attach: pb.Attach) -> ReceivedDraft:
-        """Returns the draft, which the engine does not know yet; `dismiss` it in the end.
+    def accept(self, attach: pb.Attach) -> AcceptedDraft:
+        """Returns the draft, which is not attached to the engine yet; `release` it at the end.
 
         Raises:
             OutriderError: it cannot draft for this target, or the target is draining.
@@ -76,10 +76,10 @@ class DraftReception:
         self._check(attach)
         attachment, stream = self._attachment(attach)
         ring = self._open_ring(attach, attachment)
-        return ReceivedDraft(attachment, stream, ring, self._attached(attachment, ring))
+        return AcceptedDraft(attachment, stream, ring, self._attached(attachment, ring))
 
-    def dismiss(self, draft: ReceivedDraft) -> None:
-        """Takes back what a draft was lent."""
+    def release(self, draft: AcceptedDraft) -> None:
+        """Closes the shared memory of a draft."""
         if draft.ring is not None:
             self._rings.close(draft.ring)
 
