@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
-from services.target.miss_ladder import MissLadder
+from services.target.fallback_order import FallbackOrder
 from services.target.requests.request import Delta, Failed, Finished
 from services.target.requests.subscriptions import Subscriptions
 from services.target.round_trace import RoundTrace
@@ -23,14 +23,14 @@ class Committer:
         leases: KvLeases,
         subscriptions: Subscriptions,
         attachments: Attachments,
-        ladder: MissLadder,
+        fallback_order: FallbackOrder,
         version: WeightVersion,
     ) -> None:
         self._version = version
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
-        self._ladder = ladder
+        self._fallback_order = fallback_order
 
     def commit(
         self, entry: ScheduledSequence, decision: Decision, start_s: float, now_s: float
@@ -54,7 +54,7 @@ class Committer:
         sequence.stats.num_rounds += 1
         if has_tree:
             if not was_predicted:
-                self._ladder.counted(len(committed), is_local=not was_verified)
+                self._fallback_order.counted(len(committed), is_local=not was_verified)
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s

@@ -53,7 +53,7 @@ class Engine:
         on_step: called after each step on the engine thread.
         overlaps: whether steps are launched before the last one is read, where they can be.
         fallback: drafts where no draft does; None where nobody should.
-        waits_always: see `MissLadder`.
+        waits_always: see `FallbackOrder`.
         speculation: decides what is wanted of drafts; by default whatever they send.
         lanes: which trees may be chosen for lanes, where no shape is pinned.
         selection: of rounds on the device with trees that remote drafts push; None has none.

@@ -8,8 +8,8 @@ from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
+from services.target.fallback_order import FallbackOrder
 from services.target.launched_step import LaunchedStep
-from services.target.miss_ladder import MissLadder
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_plan import ScheduledSequence
 from services.target.step_report import StepReport
@@ -28,14 +28,14 @@ class StepCommits:
         *,
         committer: Committer,
         attachments: Attachments,
-        ladder: MissLadder,
+        fallback_order: FallbackOrder,
         clock: Clock,
         forget: Callable[[TargetSequence], None],
         release: Callable[[TargetSequence], None],
     ) -> None:
         self._committer = committer
         self._attachments = attachments
-        self._ladder = ladder
+        self._fallback_order = fallback_order
         self._clock = clock
         self._forget = forget
         self._release = release
@@ -53,14 +53,14 @@ class StepCommits:
         now_s = self._clock()
         start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
         num_committed = 0
-        self._ladder.stepped(now_s - start_s)
+        self._fallback_order.stepped(now_s - start_s)
         for entry, decision in decided:
             num_committed += self._committer.commit(entry, decision, start_s, now_s)
             if entry.sequence.finish_reason is not None:
                 self._forget(entry.sequence)
         for sequence in step.retired:
             self._release(sequence)
-        own = self._ladder.take_own()
+        own = self._fallback_order.take_own()
         self._reports.append(
             StepReport(
                 duration_s=now_s - start_s,

@@ -23,10 +23,10 @@ from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_store import FeatureStores
 from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback
+from services.target.fallback_order import FallbackOrder
 from services.target.host_gap import HostGap
 from services.target.launched_step import LaunchedStep
 from services.target.launcher import Launcher
-from services.target.miss_ladder import MissLadder
 from services.target.requests.new_sequences import NewSequences
 from services.target.requests.request import EventSink, ModelLimits
 from services.target.requests.subscriptions import Subscriptions
@@ -84,8 +84,8 @@ class StepLoop:
             hidden_size=config.hidden_size,
             device=runner.device,
         )
-        self._ladder = MissLadder(fallback, waits_always=waits_always)
-        self.attachments = Attachments(self._ladder, speculation)
+        self._fallback_order = FallbackOrder(fallback, waits_always=waits_always)
+        self.attachments = Attachments(self._fallback_order, speculation)
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()
         self.new_sequences = NewSequences(
@@ -93,7 +93,9 @@ class StepLoop:
         )
         self._launcher = Launcher(runner, verifier, self._features)
         version = WeightVersion()
-        committer = Committer(leases, self._subscriptions, self.attachments, self._ladder, version)
+        committer = Committer(
+            leases, self._subscriptions, self.attachments, self._fallback_order, version
+        )
         factory = RoundFactory(runner, verifier, leases, self._features)
         self._rounds = RoundSteps(
             scheduler=scheduler,
@@ -112,21 +114,25 @@ class StepLoop:
         self._commits = StepCommits(
             committer=committer,
             attachments=self.attachments,
-            ladder=self._ladder,
+            fallback_order=self._fallback_order,
             clock=clock,
             forget=self._forget,
             release=scheduler.release,
         )
         self._account = StepAccount(self._commits, self.attachments, clock, on_step, rest)
         # A target with trees of its own decides between two steps which to verify.
-        has_trees = self._ladder.has_fallback
+        has_trees = self._fallback_order.has_fallback
         self._selections = SelectionSteps(
             rounds=None if selection is None or has_trees else factory.selected_rounds(selection),
             scheduler=scheduler,
             attachments=self.attachments,
             features=self._features,
             commits=SelectionCommits(
-                committer, self.attachments, self._ladder, self._commits.report, self._forget
+                committer,
+                self.attachments,
+                self._fallback_order,
+                self._commits.report,
+                self._forget,
             ),
             clock=clock,
             host_gap=self._host_gap,
@@ -224,7 +230,7 @@ class StepLoop:
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """The tree for a sequence's current round: its draft's, else the target's own."""
         tree = self.attachments.assignments.candidate_tree(sequence)
-        return tree if tree.token_ids else self._ladder.tree(sequence)
+        return tree if tree.token_ids else self._fallback_order.tree(sequence)
 
     def _idle_s(self) -> float:
         """How long every sequence awaits a draft from now on; 0 if there is anything to do."""
@@ -301,7 +307,7 @@ class StepLoop:
         if self._in_flight is None:
             return True
         depends_on_drafts = (
-            self.attachments.assignments.needs_every_step or self._ladder.has_fallback
+            self.attachments.assignments.needs_every_step or self._fallback_order.has_fallback
         )
         if not self._overlaps or depends_on_drafts:
             return False
@@ -360,7 +366,7 @@ class StepLoop:
         self._selections.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
-        self._ladder.forget(sequence)
+        self._fallback_order.forget(sequence)
         if self._in_flight is not None and self._in_flight.computes(sequence):
             self._in_flight.retired.append(sequence)
         else:

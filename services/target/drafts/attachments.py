@@ -19,7 +19,7 @@ from services.target.drafts.feature_needs import FeatureNeeds
 from services.target.drafts.outcome_tally import RecentOutcomes
 from services.target.drafts.readiness import Readiness
 from services.target.drafts.verdicts import Verdicts
-from services.target.miss_ladder import MissLadder
+from services.target.fallback_order import FallbackOrder
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
 from shared.tokens import TreeShape, TreeWish
@@ -41,10 +41,10 @@ class Attachments:
 
     def __init__(
         self,
-        ladder: MissLadder | None = None,
+        fallback_order: FallbackOrder | None = None,
         controller: SpeculationController | None = None,
     ) -> None:
-        """`ladder` says what to do in a round without a candidate; by default it waits."""
+        """`fallback_order` says what to do in a round without a candidate; by default it waits."""
         self.controller = controller or SpeculationController(None)
         self.outcomes = RecentOutcomes()
         self.drafts = DraftRegistry()
@@ -52,7 +52,7 @@ class Attachments:
         self.intake = CandidateIntake(self.drafts, self.assignments, self.outcomes)
         self.readiness = Readiness(self.drafts, self.assignments, self.controller)
         self.verdicts = Verdicts(
-            self.assignments, self.controller, ladder or MissLadder(), self.outcomes
+            self.assignments, self.controller, fallback_order or FallbackOrder(), self.outcomes
         )
         self.feature_needs = FeatureNeeds(self.assignments)
 

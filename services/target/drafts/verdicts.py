@@ -8,7 +8,7 @@ from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.outcome_tally import RecentOutcomes
-from services.target.miss_ladder import MissLadder
+from services.target.fallback_order import FallbackOrder
 from services.target.round_trace import DraftAnswer
 from services.target.sequence import Sequence
 from shared.tokens import TreeWish
@@ -24,12 +24,12 @@ class Verdicts:
         self,
         assignments: Assignments,
         controller: SpeculationController,
-        ladder: MissLadder,
+        fallback_order: FallbackOrder,
         outcomes: RecentOutcomes,
     ) -> None:
         self._assignments = assignments
         self._controller = controller
-        self._ladder = ladder
+        self._fallback_order = fallback_order
         self._outcomes = outcomes
 
     def answer(self, sequence: Sequence) -> DraftAnswer | None:
@@ -96,7 +96,7 @@ class Verdicts:
     def _may_pause(self, assignment: Assignment) -> bool:
         """Whether it is decided here; a controller that chooses what is wanted pauses, too."""
         is_chosen = self._controller.is_adaptive and assignment.course.fixed_wish is None
-        return self._ladder.may_pause and not is_chosen
+        return self._fallback_order.may_pause and not is_chosen
 
     def _pause(self, assignment: Assignment, now_s: float) -> bool | None:
         """Decides whether a tree is wanted of a draft that may be of no use.
@@ -125,11 +125,13 @@ class Verdicts:
 
     def _pays(self, assignment: Assignment) -> bool:
         is_free = assignment.course.fixed_wish is None
-        if is_free and self._controller.is_adaptive and not self._ladder.has_fallback:
+        if is_free and self._controller.is_adaptive and not self._fallback_order.has_fallback:
             # Whether trees are worth their waits is measured: without them nothing could be.
             return True
         timeout = assignment.attachment.timeout
-        return self._ladder.waits(assignment.sequence, timeout.usual_wait_s, timeout.answer_rate)
+        return self._fallback_order.waits(
+            assignment.sequence, timeout.usual_wait_s, timeout.answer_rate
+        )
 
     def _begin_wait(
         self, assignment: Assignment, wish: TreeWish, now_s: float, *, pays: bool | None

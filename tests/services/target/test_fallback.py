@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback
-from services.target.miss_ladder import FEWEST_ROUNDS, ROUNDS_A_PROBE, MissLadder
+from services.target.fallback_order import FEWEST_ROUNDS, ROUNDS_A_PROBE, FallbackOrder
 from services.target.requests.request import ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
@@ -103,23 +103,23 @@ def test_long_prompt_is_taken_in_over_several_steps() -> None:
 
 
 def test_request_without_speculation_gets_none() -> None:
-    ladder = MissLadder(NgramFallback())
-    assert ladder.tree(_sequence([1, 2, 1, 2, 1], disabled=True)) == EMPTY_TREE
-    assert ladder.tree(_sequence([1, 2, 1, 2, 1, 2], 2)).token_ids
+    fallback_order = FallbackOrder(NgramFallback())
+    assert fallback_order.tree(_sequence([1, 2, 1, 2, 1], disabled=True)) == EMPTY_TREE
+    assert fallback_order.tree(_sequence([1, 2, 1, 2, 1, 2], 2)).token_ids
 
 
-def _ladder(drafted: int, local: int, step_s: float) -> MissLadder:
-    ladder = MissLadder(NgramFallback())
-    ladder.stepped(step_s)
-    ladder.counted(local, is_local=True)
-    return _judged(ladder, drafted)
+def _fallback_order(drafted: int, local: int, step_s: float) -> FallbackOrder:
+    fallback_order = FallbackOrder(NgramFallback())
+    fallback_order.stepped(step_s)
+    fallback_order.counted(local, is_local=True)
+    return _judged(fallback_order, drafted)
 
 
-def _judged(ladder: MissLadder, drafted: int) -> MissLadder:
+def _judged(fallback_order: FallbackOrder, drafted: int) -> FallbackOrder:
     """Shows as many rounds of a draft as it is judged by."""
     for _ in range(FEWEST_ROUNDS):
-        ladder.counted(drafted, is_local=False)
-    return ladder
+        fallback_order.counted(drafted, is_local=False)
+    return fallback_order
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,22 @@ def test_draft_is_waited_for_when_that_promises_more_tokens_a_second(
     drafted: int, response_s: float, expected: bool
 ) -> None:
     # The target's own trees bring 2 tokens a second.
-    ladder = _ladder(drafted, local=2, step_s=1.0)
-    assert ladder.waits(_sequence([1, 2, 1, 2, 1, 2]), response_s) is expected
+    fallback_order = _fallback_order(drafted, local=2, step_s=1.0)
+    assert fallback_order.waits(_sequence([1, 2, 1, 2, 1, 2]), response_s) is expected
 
 
 def test_draft_is_waited_for_where_the_target_has_no_tree() -> None:
-    ladder = _ladder(1, local=2, step_s=1.0)
-    assert ladder.waits(_sequence([1, 2, 3]), 100.0)
-    assert MissLadder().waits(_sequence([1, 2, 1, 2, 1, 2]), 100.0)
+    fallback_order = _fallback_order(1, local=2, step_s=1.0)
+    assert fallback_order.waits(_sequence([1, 2, 3]), 100.0)
+    assert FallbackOrder().waits(_sequence([1, 2, 1, 2, 1, 2]), 100.0)
 
 
 def test_draft_that_does_not_pay_is_tried_again_now_and_then() -> None:
-    ladder, sequence = _ladder(1, local=2, step_s=1.0), _sequence([1, 2, 1, 2, 1, 2])
-    waits = [ladder.waits(sequence, 0.5) for _ in range(2 * ROUNDS_A_PROBE)]
+    fallback_order, sequence = (
+        _fallback_order(1, local=2, step_s=1.0),
+        _sequence([1, 2, 1, 2, 1, 2]),
+    )
+    waits = [fallback_order.waits(sequence, 0.5) for _ in range(2 * ROUNDS_A_PROBE)]
     assert waits.count(True) == 2
 
 
@@ -152,37 +155,37 @@ def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
     response_s: float | None, expected: bool
 ) -> None:
     # Four tokens a round, and a second for a step.
-    ladder, sequence = _judged(MissLadder(waits_always=False), 4), _sequence([1, 2, 3])
-    assert ladder.waits(sequence, response_s)
-    ladder.stepped(1.0)
-    assert ladder.waits(sequence, response_s) is expected
+    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
+    assert fallback_order.waits(sequence, response_s)
+    fallback_order.stepped(1.0)
+    assert fallback_order.waits(sequence, response_s) is expected
 
 
 def test_a_draft_is_not_judged_by_a_few_rounds() -> None:
-    ladder, sequence = MissLadder(waits_always=False), _sequence([1, 2, 3])
-    ladder.stepped(1.0)
+    fallback_order, sequence = FallbackOrder(waits_always=False), _sequence([1, 2, 3])
+    fallback_order.stepped(1.0)
     for _ in range(FEWEST_ROUNDS - 1):
-        ladder.counted(1, is_local=False)
-        assert ladder.waits(sequence, 0.5)
-    ladder.counted(1, is_local=False)
-    assert not ladder.waits(sequence, 0.5)
+        fallback_order.counted(1, is_local=False)
+        assert fallback_order.waits(sequence, 0.5)
+    fallback_order.counted(1, is_local=False)
+    assert not fallback_order.waits(sequence, 0.5)
     # What it brings from then on counts as much as that.
     for _ in range(FEWEST_ROUNDS):
-        ladder.counted(3, is_local=False)
-    assert ladder.waits(sequence, 0.5)
+        fallback_order.counted(3, is_local=False)
+    assert fallback_order.waits(sequence, 0.5)
 
 
 def test_a_draft_that_seldom_answers_is_worth_less() -> None:
-    ladder, sequence = _judged(MissLadder(waits_always=False), 4), _sequence([1, 2, 3])
-    ladder.stepped(1.0)
-    assert ladder.waits(sequence, 1.4, 0.5)
-    assert not ladder.waits(sequence, 1.6, 0.5)
+    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
+    fallback_order.stepped(1.0)
+    assert fallback_order.waits(sequence, 1.4, 0.5)
+    assert not fallback_order.waits(sequence, 1.6, 0.5)
 
 
 def test_the_slower_a_draft_the_rarer_it_is_tried_again() -> None:
-    ladder, sequence = _judged(MissLadder(waits_always=False), 4), _sequence([1, 2, 3])
-    ladder.stepped(1.0)
-    waits = [ladder.waits(sequence, 40.0) for _ in range(2000)]
+    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
+    fallback_order.stepped(1.0)
+    waits = [fallback_order.waits(sequence, 40.0) for _ in range(2000)]
     # At most 4 % of the time: each of them costs 40 steps.
     assert waits.count(True) == 2
 

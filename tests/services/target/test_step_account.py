@@ -32,7 +32,7 @@ class _Turn:
         self.commits = StepCommits(
             committer=unused,
             attachments=unused,
-            ladder=unused,
+            fallback_order=unused,
             clock=unused,
             forget=unused,
             release=unused,

@@ -19,7 +19,7 @@ from services.target.drafts.backoff import (
     TRY_COST,
     Backoff,
 )
-from services.target.miss_ladder import MissLadder
+from services.target.fallback_order import FallbackOrder
 from shared.tokens import DraftReport, TreeShape, Verdict
 from tests.helpers.one_draft import (
     commit,
@@ -145,9 +145,9 @@ class _Rounds:
         controller: SpeculationController | None = None,
         pinned_shape: TreeShape | None = None,
     ) -> None:
-        ladder = MissLadder(waits_always=waits_always)
-        ladder.stepped(0.05)
-        self.attachments = Attachments(ladder, controller or SpeculationController(None))
+        fallback_order = FallbackOrder(waits_always=waits_always)
+        fallback_order.stepped(0.05)
+        self.attachments = Attachments(fallback_order, controller or SpeculationController(None))
         self.draft, self.sequence = make_attachment(wait_s=0.1), make_sequence()
         self.draft.report = DraftReport(pinned_shape=pinned_shape)
         self.attachments.attach(self.draft, [self.sequence], 0.0)
@@ -260,7 +260,7 @@ def test_pinning_a_draft_ends_a_pause_that_the_controller_began(waits_always: bo
 
 
 def test_adaptive_controller_pauses_by_itself_alone() -> None:
-    attachments = Attachments(MissLadder(waits_always=False), SpeculationController())
+    attachments = Attachments(FallbackOrder(waits_always=False), SpeculationController())
     draft, sequence = make_attachment(), make_sequence()
     attachments.attach(draft, [sequence], 0.0)
     for step in range(3 * MISSES_WHEN_SLOW):

@@ -9,7 +9,7 @@ import pytest
 from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_warm_up import LONGEST_S, DraftWarmUp
-from services.target.miss_ladder import FEWEST_ROUNDS, MissLadder
+from services.target.fallback_order import FEWEST_ROUNDS, FallbackOrder
 from shared.tokens import DraftReport, TokenTree, TreeShape
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
 
@@ -21,9 +21,9 @@ class _Rounds:
     """A sequence at a draft that answers after 5 ms, unless it is warming."""
 
     def __init__(self, controller: SpeculationController | None = None) -> None:
-        ladder = MissLadder(waits_always=False)
-        ladder.stepped(STEP_S)
-        self.attachments = Attachments(ladder, controller or SpeculationController(None))
+        fallback_order = FallbackOrder(waits_always=False)
+        fallback_order.stepped(STEP_S)
+        self.attachments = Attachments(fallback_order, controller or SpeculationController(None))
         self.draft, self.sequence = make_attachment(wait_s=WAIT_S), make_sequence()
         self.attachments.attach(self.draft, [self.sequence], 0.0)
         self.now_s = 0.0
@@ -149,10 +149,15 @@ def test_an_adaptive_target_waits_whatever_the_last_trees_took() -> None:
         rounds.now_s += 0.5
         rounds.verified()
     assert rounds.waits_until_s > rounds.now_s
-    ladder, usual_wait_s = rounds.attachments.verdicts._ladder, rounds.draft.timeout.usual_wait_s
+    fallback_order, usual_wait_s = (
+        rounds.attachments.verdicts._fallback_order,
+        rounds.draft.timeout.usual_wait_s,
+    )
     for _ in range(FEWEST_ROUNDS):
-        ladder.counted(3, is_local=False)
-    assert not ladder.waits(rounds.sequence, usual_wait_s), "by what was waited it does not pay"
+        fallback_order.counted(3, is_local=False)
+    assert not fallback_order.waits(rounds.sequence, usual_wait_s), (
+        "by what was waited it does not pay"
+    )
 
 
 def test_its_waits_are_left_out_of_what_a_tree_usually_takes() -> None:

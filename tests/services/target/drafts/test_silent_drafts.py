@@ -8,7 +8,7 @@ from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.fallback import NgramFallback
-from services.target.miss_ladder import MissLadder
+from services.target.fallback_order import FallbackOrder
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import NO_REPORT
@@ -22,9 +22,9 @@ class _Pool:
 
     def __init__(self, *, pauses: bool = True, room: int = 8) -> None:
         # With trees of its own a target never pauses a draft; it waits for it now and then.
-        ladder = MissLadder(None if pauses else NgramFallback(), waits_always=False)
-        ladder.stepped(STEP_S)
-        self.attachments = Attachments(ladder, SpeculationController(None))
+        fallback_order = FallbackOrder(None if pauses else NgramFallback(), waits_always=False)
+        fallback_order.stepped(STEP_S)
+        self.attachments = Attachments(fallback_order, SpeculationController(None))
         self.a, self.b = make_attachment("a"), make_attachment("b", max_sequences=room)
         self.awake = {"a", "b"}
         self.sequences: list[Sequence] = []

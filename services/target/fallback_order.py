@@ -1,8 +1,8 @@
-"""What a sequence does in a round that nothing was pushed ahead for. No torch.
+"""What a sequence does in a round without a tree pushed ahead. No torch.
 
-The rungs: the candidate that matches the verdict; a tree of the target's own; waiting for the
-draft, up to the budget; a plain token. A sequence waits for the draft's tree if that promises more
-tokens a second than what the target can do at once, and now and then to find out.
+In order: verify the candidate that matches the verdict; verify an n-gram tree of the target; wait
+for the draft's tree until its timeout; take a plain step. A sequence waits if the draft's tree
+promises more tokens a second than the alternative, and in a probe now and then.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from shared.tokens import EMPTY_TREE, TokenTree
 STEP_SMOOTHING = 0.05
 ROUNDS_A_PROBE = 16
 FEWEST_ROUNDS = 8
-"""Of a draft's trees until it is judged by what they bring: of one or two rounds, either may have
-had bad luck."""
+"""Rounds with trees before a draft is judged by their tokens; fewer may be bad luck."""
 PROBE_COST = 0.04
-"""Share of the time that finding out may cost."""
+"""Share of the time that probes may cost."""
 
 
 @dataclass(slots=True)
 class OwnTrees:
-    """Rounds that verified a tree of the target's own.
+    """Rounds that verified an n-gram tree of the target.
 
     Attributes:
-        num_committed: tokens that they committed, bonus included.
+        num_committed: tokens of these rounds, bonus included.
     """
 
     num_rounds: int = 0
     num_committed: int = 0
 
 
-class MissLadder:
-    """Chooses the rung, a sequence and round at a time, by what steps and trees were worth.
+class FallbackOrder:
+    """Chooses for each sequence and round, by measured step times and acceptance.
 
     Args:
-        fallback: the source of the target's own trees; None for none.
-        waits_always: where the target has no tree, as long as the draft's timeout says; else only
-            while that promises more than plain tokens.
+        fallback: the source of n-gram trees; None without.
+        waits_always: without an n-gram tree, wait until the draft's timeout; else only if that
+            promises more tokens a second than plain steps.
     """
 
     def __init__(self, fallback: NgramFallback | None = None, *, waits_always: bool = True) -> None:
@@ -60,12 +59,12 @@ class MissLadder:
 
     @property
     def may_pause(self) -> bool:
-        """Whether a draft that is not worth waiting for may be asked for nothing for a while."""
+        """Whether a draft that is not worth waiting for may get a backoff."""
         return not (self._waits_always or self.has_fallback)
 
     def tree(self, sequence: Sequence) -> TokenTree:
-        """Returns the target's own tree for a round that no draft has one for, as much of it as the
-        request allows, perhaps nothing."""
+        """Returns the target's tree for a round without a draft's: from the request's prediction, or
+        by n-grams; cut to what the request allows, perhaps empty."""
         if sequence.request.speculation_disabled:
             return EMPTY_TREE
         tree = EMPTY_TREE if sequence.prediction is None else sequence.prediction.tree()
@@ -75,11 +74,11 @@ class MissLadder:
         return tree if allowed is None else allowed.tree
 
     def waits(self, sequence: Sequence, wait_s: float | None, answer_rate: float = 1.0) -> bool:
-        """Whether to wait for the draft's tree rather than step with the target's own, or none.
+        """Whether to wait for the draft's tree rather than step with an n-gram tree or none.
 
         Args:
-            wait_s: how long the draft is usually waited for; None when that is not known.
-            answer_rate: how often that brings a tree, rather than a plain token.
+            wait_s: usual wait for the draft; None while unknown.
+            answer_rate: share of these waits that bring a tree.
         """
         has_tree = bool(self.tree(sequence).token_ids)
         if self._drafted_tokens.num_samples < FEWEST_ROUNDS or wait_s is None:
@@ -87,7 +86,7 @@ class MissLadder:
         if not has_tree and (self._waits_always or self._step_s is None):
             return True
         if self._step_s is None or (has_tree and not self._local_tokens.num_samples):
-            return False  # its own trees have not been tried yet
+            return False  # n-gram trees have not been tried yet
         local_tokens = self._local_tokens.value if has_tree else 1.0
         drafted_tokens = 1.0 + answer_rate * (self._drafted_tokens.value - 1.0)
         drafted_rate = drafted_tokens / (wait_s + self._step_s)
@@ -105,19 +104,19 @@ class MissLadder:
         )
 
     def counted(self, num_committed: int, *, is_local: bool) -> None:
-        """A round with a tree was committed, the target's own or a draft's."""
+        """A round with a tree was committed: an n-gram tree (`is_local`) or a draft's."""
         (self._local_tokens if is_local else self._drafted_tokens).add(num_committed)
-        # Else it is that of a draft that has left since the step began.
+        # Without a fallback the tree is of a draft that has left since the step began.
         if is_local and self.has_fallback:
             self._own.num_rounds += 1
             self._own.num_committed += num_committed
 
     def take_own(self) -> OwnTrees:
-        """Returns what trees of the target's own did since the last call."""
+        """Returns what n-gram trees did since the last call."""
         own, self._own = self._own, OwnTrees()
         return own
 
     def forget(self, sequence: Sequence) -> None:
-        """Lets go of a sequence that has ended."""
+        """Forgets a sequence that has ended."""
         if self._fallback is not None:
             self._fallback.forget(sequence)
