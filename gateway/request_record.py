@@ -1,4 +1,4 @@
-"""What is told of each HTTP request: metrics, one log line, one span."""
+"""Metrics, one log line and one span for each HTTP request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class RequestRecord:
-    """Follows one request from its plan to its end. Costs a clock and a few sums a step."""
+    """Records one request from its plan to its end."""
 
     def __init__(
         self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer = NO_TRACER
@@ -36,11 +36,11 @@ class RequestRecord:
 
     @property
     def traceparent(self) -> str | None:
-        """What the target's span names as its parent."""
+        """Parent of the target's span."""
         return None if self._span is None else self._span.traceparent
 
     def begin(self) -> None:
-        """The request goes to its targets."""
+        """Called before the request is sent to its targets."""
         plan = self._plan
         self._span = self._tracer.begin(
             f"gateway.{self._endpoint}",
@@ -55,7 +55,7 @@ class RequestRecord:
         self._figures = [vllm.begin(plan.model, now_s) for _ in plan.generations]
 
     def started(self, choice: Choice) -> None:
-        """A choice left the target's queue."""
+        """Called when a choice left the target's queue."""
         self._metrics.vllm.start(
             self._figures[choice.index],
             choice.num_cached_tokens,
@@ -63,7 +63,7 @@ class RequestRecord:
         )
 
     def tokens(self, choice: Choice, delta: Delta) -> None:
-        """A step brought a choice tokens."""
+        """Called when tokens of a choice arrived."""
         now_s, num_tokens = time.perf_counter(), len(delta.token_ids)
         if self._times.first_token_s is None:
             self._times.first_token_s = now_s
@@ -76,7 +76,7 @@ class RequestRecord:
             vllm.verified(figures, delta.num_drafted, delta.num_accepted)
 
     def end(self, choices: Sequence[Choice], error: BaseException | None) -> None:
-        """The last byte is out, or nobody wants it."""
+        """Called after the last byte, or when the client is gone."""
         plan, outcome = self._plan, _outcome(error)
         self._metrics.end(self._endpoint, self._times, plan, choices, outcome)
         for choice, figures in zip(choices, self._figures, strict=True):
@@ -111,7 +111,7 @@ def _outcome(error: BaseException | None) -> str:
         ClientTooSlow: "client_too_slow",
         Aborted: "aborted",
     }
-    # A failure that a stream has told its client is raised on as the cause of another.
+    # A stream that failed raises another error, with the failure as its cause.
     known = (names[kind] for kind in (type(error), type(error.__cause__)) if kind in names)
     return next(known, "failed")
 

@@ -24,10 +24,10 @@ from gateway.schema import (
     Speculation,
 )
 from gateway.text.model_text import ModelText
-from shared.draft_wishes import OUTCOMES, TREE_STEPS, TREE_TOKENS
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 from shared.seeds import choice_seed
+from shared.speculation_limits import OUTCOMES, TREE_STEPS, TREE_TOKENS
 from shared.tokens import StopParams, ThinkingBudget
 
 

@@ -1,1 +1,1 @@
-"""What a model means by its output: text, reasoning and tool calls, told apart as it streams."""
+"""Splits streamed output into text, reasoning and tool calls."""

@@ -1,8 +1,8 @@
-"""Which shape a wish gets, and when another one is prepared for. No torch.
+"""Warm-up of tree shapes while the draft serves, and the shape of trees until then. No torch.
 
-What trees of a shape need once, such as CUDA graphs, takes as long as many rounds. So a wish takes
-effect once that is there; until then trees keep to a shape that is prepared for, and the one that
-is wished for is prepared in small parts: while nobody waits, or else in a share of the time.
+A new shape needs CUDA graphs, which take as long as many rounds. Trees get a requested shape once
+its graphs exist; until then they keep a shape that has them. Graphs are made one at a time: while
+nobody waits, or else within a share of the time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Protocol
 from shared.tokens import TreeShape
 
 PREPARED_SHARE = 0.25
-"""Of the time, while sequences are open: their rounds go without trees meanwhile."""
+"""Share of the time for warm-up while sequences are open; their rounds have no trees then."""
 
 LONGEST_PUT_OFF_S = 1.0
-"""How long trees that are owed go first; where some always are, nothing would be prepared."""
+"""How long requested trees come before warm-up; under load some are always requested."""
 
 MOST_WANTED = 8
-"""Shapes to prepare for; those that were wished for longest ago are given up."""
+"""Most shapes that wait for warm-up; those requested longest ago are dropped."""
 
 
 class Prepares(Protocol):
-    """The part of a `Drafter` that is called here."""
+    """The methods of a `Drafter` for warm-up."""
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         """See `Drafter`."""
@@ -38,15 +38,15 @@ class Prepares(Protocol):
 
 
 class Preparation:
-    """Wishes of all targets of one drafter. Owned by the engine thread.
+    """Requested shapes and warm-up of one drafter. Owned by the engine thread.
 
     Args:
         announce: called when `is_warming` has changed.
         clock: in seconds.
 
     Attributes:
-        is_warming: something is being prepared, so trees are late.
-        last_s: how long the last thing took.
+        is_warming: a warm-up is under way, so trees are late.
+        last_s: duration of the last warm-up.
     """
 
     def __init__(
@@ -66,31 +66,31 @@ class Preparation:
 
     @property
     def num_wanted(self) -> int:
-        """Shapes that are left to prepare for."""
+        """Shapes that wait for warm-up."""
         return len(self._wanted)
 
     def begin_step(self) -> None:
-        """What is prepared may have changed."""
+        """Forgets the shapes chosen in the last step: more may be ready now."""
         self._served.clear()
 
-    def shape_for(self, wished: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
-        """Returns the shape that trees get: the one that is wished for if it is prepared, else the
-        one that was served last, else the draft's own. Holds until `begin_step`.
+    def shape_for(self, requested: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
+        """Returns the shape of trees: the requested one if it is ready, else the one used last,
+        else the draft's own. The same until `begin_step`.
 
         Args:
-            num_sequences: that are open.
+            num_sequences: open ones.
         """
-        served = self._served.get(wished)
+        served = self._served.get(requested)
         if served is None:
-            served = self._served[wished] = self._choose(wished, own, num_sequences)
+            served = self._served[requested] = self._choose(requested, own, num_sequences)
         return served
 
     def is_due(self, *, is_idle: bool, is_owed: bool = False) -> bool:
-        """Whether to prepare something now.
+        """Whether to warm up a shape now.
 
         Args:
             is_idle: no sequence is open.
-            is_owed: somebody waits for a tree.
+            is_owed: a target waits for a tree.
         """
         while self._wanted:
             shape, num_sequences = next(iter(self._wanted.items()))
@@ -100,16 +100,16 @@ class Preparation:
         return False
 
     def _begins_s(self, *, is_owed: bool) -> float:
-        """When a share of the time is due again."""
+        """Returns when the next warm-up may begin."""
         return max(self._not_before_s, self._put_off_s) if is_owed else self._not_before_s
 
     def advance(self) -> None:
-        """Prepares one thing for the shape that was wished for last; only where `is_due`."""
+        """Makes one graph of the shape requested last; only if `is_due`."""
         shape, num_sequences = next(iter(self._wanted.items()))
         self._warm(lambda: self._drafter.prepare_for(shape, num_sequences))
 
     def ensure(self, shape: TreeShape, num_sequences: int) -> None:
-        """Prepares everything for a shape that trees are grown in now, if anything is left."""
+        """Makes all missing graphs of a shape that is used now."""
 
         def prepare() -> None:
             while self._drafter.prepare_for(shape, num_sequences):
@@ -119,8 +119,8 @@ class Preparation:
             self._warm(prepare)
 
     def prepare_next(self, shape: TreeShape) -> bool:
-        """Prepares one thing for trees of a shape that nobody waits for; whether one was left. That
-        shows afterwards only, so targets are told from the second thing on."""
+        """Makes one graph while the draft is idle; returns whether one was missing. Only the
+        drafter knows, so targets are told from the second graph on."""
         if not self._is_idling:
             self._is_idling = self._drafter.prepare_next(shape)
         else:
@@ -130,13 +130,13 @@ class Preparation:
     def _idle(self, shape: TreeShape) -> None:
         self._is_idling = self._drafter.prepare_next(shape)
 
-    def _choose(self, wished: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
-        for shape in filter(None, (wished, self._last, own)):
+    def _choose(self, requested: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
+        for shape in filter(None, (requested, self._last, own)):
             if self._drafter.is_prepared(shape, num_sequences):
                 self._last = shape
                 return shape
             self._want(shape, num_sequences)
-        # Nothing is prepared, so somebody has to wait.
+        # No shape is ready, so this one waits for its warm-up.
         return own
 
     def _want(self, shape: TreeShape, num_sequences: int) -> None:
@@ -148,7 +148,7 @@ class Preparation:
             self._wanted.popitem()
 
     def _warm(self, prepare: Callable[[], object]) -> None:
-        """Prepares something while targets know that they need not wait."""
+        """Runs a warm-up; targets do not wait for trees meanwhile."""
         start_s, self.is_warming = self._clock(), True
         self._announce()
         prepare()

@@ -1,4 +1,4 @@
-"""The draft process: servers and links around one engine, from start to drain."""
+"""The draft process: one engine, two gRPC servers, and a stream to each target."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class DraftProcess:
-    """Two servers, one engine and a link to each target.
+    """One engine, two gRPC servers, and a stream to each target.
 
     Attributes:
         port: port of DraftService, after `listen`.
@@ -71,7 +71,7 @@ class DraftProcess:
         self.admin_port = 0
 
     async def listen(self) -> None:
-        """Answers health and AdminService from now on, and UNAVAILABLE to everything else.
+        """Starts both servers: health and AdminService answer, other calls get UNAVAILABLE.
 
         Raises:
             SettingsError: a port is taken.
@@ -89,7 +89,7 @@ class DraftProcess:
             await server.start()
 
     async def serve(self, drafter: Drafter, identity: WorkerIdentity) -> None:
-        """Starts the engine, proposes once to warm it up, then dials the targets."""
+        """Starts the engine, drafts once as a warm-up, then attaches to the targets."""
         engine = DraftEngine(
             drafter,
             self._settings.shape,

@@ -257,7 +257,7 @@ class DraftSettings(DialingSettings):
 
     @property
     def is_shape_pinned(self) -> bool:
-        """Whether trees keep to the shape that is set, instead of what targets wish. A topk alone
+        """Whether trees keep the shape that is set, whatever targets request. A topk alone
         leaves the depth open."""
         steps, _, tokens = self.given_shape
         return steps is not None or tokens is not None

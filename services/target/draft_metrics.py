@@ -1,4 +1,4 @@
-"""What the target wants of its drafts, as Prometheus metrics; asked for when they are scraped."""
+"""Prometheus gauges of the attached drafts: requested trees, sequences, idle drafts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TIMEOUT_S = 1.0
 
 
 class WantedMetrics(Collector):
-    """Gauges by `attachment`, `worker` and `algorithm` of the drafts that are attached.
+    """Gauges by `attachment`, `worker` and `algorithm`, read at each scrape.
 
     | metric | unit | query |
     |---|---|---|
-    | `outrider_target_wanted_step_count` | depth of trees | 0 while none is wanted |
-    | `outrider_target_wanted_topk` | children of a node | 1 is a chain |
-    | `outrider_target_wanted_draft_token_count` | rows of a tree | the root included |
-    | `outrider_target_wanted_outcome_count` | verdicts | absent where the draft decides |
-    | `outrider_target_draft_sequence_count` | sequences | how they are spread |
-    | `outrider_target_draft_paused_sequence_count` | sequences without trees | |
+    | `outrider_target_wanted_step_count` | depth of the requested trees | 0: none requested |
+    | `outrider_target_wanted_topk` | their children of a node | 1 is a chain |
+    | `outrider_target_wanted_draft_token_count` | their rows | root included |
+    | `outrider_target_wanted_outcome_count` | outcomes to prepare for | absent: the draft decides |
+    | `outrider_target_draft_sequence_count` | sequences at the draft | |
+    | `outrider_target_draft_paused_sequence_count` | those without tree requests | |
     | `outrider_target_draft_idle` | 1 while none of its trees is verified, by `reason` | |
 
     Args:
@@ -40,12 +40,12 @@ class WantedMetrics(Collector):
         families = {
             name: GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, labels=_LABELS)
             for name, meaning in (
-                ("wanted_step_count", "Depth of the trees that are wanted"),
-                ("wanted_topk", "Most children of a node of them"),
-                ("wanted_draft_token_count", "Rows of one of them, root included"),
-                ("wanted_outcome_count", "Verdicts to prepare for at most"),
+                ("wanted_step_count", "Depth of the requested trees"),
+                ("wanted_topk", "Most children of a node in the requested trees"),
+                ("wanted_draft_token_count", "Rows of a requested tree, root included"),
+                ("wanted_outcome_count", "Most outcomes to prepare trees for"),
                 ("draft_sequence_count", "Sequences at the draft"),
-                ("draft_paused_sequence_count", "Those that no tree is wanted for"),
+                ("draft_paused_sequence_count", "Sequences without tree requests"),
             )
         }
         idle = GaugeMetricFamily(
@@ -70,8 +70,8 @@ class WantedMetrics(Collector):
 
 
 def wanted_figures(status: AttachmentStatus) -> Mapping[str, int]:
-    """Returns what is wanted of a draft, by name. Nothing says for how many verdicts it prepares
-    where that is left to it."""
+    """Returns what is requested of a draft, by name; without `wanted_outcome_count` where the draft
+    decides."""
     shape = status.shape
     figures = {
         "wanted_step_count": 0 if shape is None else shape.num_steps,

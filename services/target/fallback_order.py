@@ -63,7 +63,7 @@ class FallbackOrder:
         return not (self._waits_always or self.has_fallback)
 
     def tree(self, sequence: Sequence) -> TokenTree:
-        """Returns the target's tree for a round without a draft's: from the request's prediction, or
+        """Returns the target's tree for a round without a draft's: of the request's prediction, or
         by n-grams; cut to what the request allows, perhaps empty."""
         if sequence.request.speculation_disabled:
             return EMPTY_TREE

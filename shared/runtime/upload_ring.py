@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to the beginning of a tensor that stays where it is."""
+"""Async host-to-device copies into the start of a fixed tensor, through pinned memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from shared.runtime.host_copy import PinnedMemory
 
 _NUM_UNDER_WAY = 2
-"""Copies that may wait for their turn before the host waits for the first of them."""
+"""Copies in flight of one size before the host waits for the oldest."""
 _LEAST = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The beginning of the target, and on a GPU pinned memory for as much, the oldest first."""
+    """The first elements of the target, and on a GPU pinned buffers of that size, oldest first."""
 
     target: Tensor
     memory: deque[PinnedMemory]
@@ -30,7 +30,7 @@ class _Part:
 
 
 class UploadRing:
-    """Copies one after the other from memory that is kept, for each of few sizes.
+    """Copies through buffers that are reused, one set for each of a few sizes.
 
     Args:
         target: `[N]` int64.
@@ -41,11 +41,11 @@ class UploadRing:
         self._parts: dict[int, _Part] = {}
 
     def copy(self, numbers: Sequence[int]) -> torch.cuda.Event | None:
-        """Queues a copy of numbers behind what is queued so far, and waits for none of it. Anything
-        may be behind them afterwards.
+        """Queues a copy of the numbers on the current stream, without waiting for it. The elements
+        after them are undefined then.
 
         Returns:
-            An event behind the copy, until the second call from now; None on a CPU.
+            An event after the copy, valid until the second next call; None on a CPU.
         """
         part = self._part(len(numbers))
         if not part.memory:
@@ -60,7 +60,7 @@ class UploadRing:
         return memory.queued()
 
     def _part(self, size: int) -> _Part:
-        """Returns the smallest part that takes so many numbers."""
+        """Returns the smallest part that holds `size` numbers."""
         padded = min(max(_LEAST, 1 << (size - 1).bit_length()), len(self._target))
         if padded not in self._parts:
             self._parts[padded] = _Part.of(self._target[:padded])

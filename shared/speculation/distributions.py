@@ -1,4 +1,4 @@
-"""From raw target logits to the law each row's token is drawn from.
+"""From raw logits to the distribution that each row's token is drawn from.
 
 The order, all of it per row:
 
@@ -9,11 +9,11 @@ The order, all of it per row:
 4. temperature;
 5. top-k, then top-p over the renormalised rest, then min-p.
 
-Users of SGLang find its order of steps 1 to 3, and users of transformers theirs of 4 and 5. vLLM
-adds the bias before the penalties and cuts by min-p before top-k, so its law differs only for a
-biased token under a repetition penalty, and for requests with both min-p and top-p.
+Steps 1 to 3 have SGLang's order, steps 4 and 5 that of transformers. vLLM adds the bias before the
+penalties and applies min-p before top-k, so its distribution differs for a biased token under a
+repetition penalty, and for requests with both min-p and top-p.
 
-Among equal logits the lowest token id survives a cut first, and a greedy row takes the lowest id.
+Of equal logits, truncation and greedy rows keep the lowest token id.
 
 Raw logits may hold -inf for tokens that a grammar forbids, but not in a whole row.
 """
@@ -33,7 +33,7 @@ from shared.speculation.truncation import keep_top
 def target_log_probs(
     logits: Tensor, sampling: RowSampling, counts: TokenCounts | None = None
 ) -> Tensor:
-    """Returns the log of each row's law.
+    """Returns the log probabilities of each row.
 
     Args:
         logits: `[R, V]` raw logits of any float type.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.draft_wishes import TREE_STEPS, TREE_TOKENS
 from shared.errors import SettingsError
+from shared.speculation_limits import TREE_STEPS, TREE_TOKENS
 from shared.tokens import TreeShape
 
 MAX_STEPS = TREE_STEPS.highest

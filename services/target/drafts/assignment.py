@@ -17,7 +17,7 @@ from services.target.drafts.attachment import Attachment
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns, ConditionKey, Run
-from shared.draft_wishes import OUTCOMES
+from shared.speculation_limits import OUTCOMES
 from shared.tokens import EMPTY_TREE, Candidate, Outcome, TokenTree, TreeWish, Verdict
 
 MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest

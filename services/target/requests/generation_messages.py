@@ -6,12 +6,12 @@ from typing import Literal
 
 from services.target.requests.request import GenerationRequest, ModelLimits, PromptScoring
 from services.target.requests.request_record import RequestRecord
-from shared.draft_wishes import OUTCOMES, TREE_STEPS, TREE_TOKENS, Wish
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.sampling import sampling_from_message, stop_from_message
 from shared.seeds import drawn_seed
+from shared.speculation_limits import OUTCOMES, TREE_STEPS, TREE_TOKENS, IntegerLimit
 
-WishField = Literal["step_count", "draft_token_count", "outcome_budget"]
+LimitedField = Literal["step_count", "draft_token_count", "outcome_budget"]
 
 
 def generation_request(
@@ -23,7 +23,7 @@ def generation_request(
         InvalidArgument: a field is out of its range.
     """
     limits.check_prompt(message.prompt_token_ids)
-    wants_logprobs, wishes = message.HasField("top_logprob_count"), message.speculation_params
+    wants_logprobs, params = message.HasField("top_logprob_count"), message.speculation_params
     return GenerationRequest(
         request_id=record.request_id,
         traceparent=record.traceparent,
@@ -35,13 +35,13 @@ def generation_request(
         ),
         arrival_s=arrival_s,
         top_logprobs=message.top_logprob_count if wants_logprobs else None,
-        speculation_disabled=_is_disabled(wishes),
-        draft_algorithm=wishes.algorithm or None,
-        num_draft_steps=_wished(wishes, "step_count", TREE_STEPS),
-        num_draft_tokens=_wished(wishes, "draft_token_count", TREE_TOKENS),
-        num_outcomes=_wished(wishes, "outcome_budget", OUTCOMES),
-        wants_trace=wishes.trace,
-        never_learnt=wishes.never_learnt,
+        speculation_disabled=_is_disabled(params),
+        draft_algorithm=params.algorithm or None,
+        num_draft_steps=_limited(params, "step_count", TREE_STEPS),
+        num_draft_tokens=_limited(params, "draft_token_count", TREE_TOKENS),
+        num_outcomes=_limited(params, "outcome_budget", OUTCOMES),
+        wants_trace=params.trace,
+        never_learnt=params.never_learnt,
         priority=message.priority,
         prompt_scoring=_prompt_scoring(message),
         logprobs_after_temperature=message.logprobs_after_temperature,
@@ -51,12 +51,12 @@ def generation_request(
 
 
 def _is_disabled(params: pb.SpeculationParams) -> bool:
-    """A tree that is its root alone is not worth a draft's while."""
+    """Whether the request asks for no trees: a tree of one row is only its root."""
     return params.disabled or params.draft_token_count == 1
 
 
-def _wished(params: pb.SpeculationParams, field: WishField, wish: Wish) -> int | None:
-    return wish.checked(getattr(params, field)) if params.HasField(field) else None
+def _limited(params: pb.SpeculationParams, field: LimitedField, limit: IntegerLimit) -> int | None:
+    return limit.checked(getattr(params, field)) if params.HasField(field) else None
 
 
 def _prompt_scoring(message: pb.GenerateRequest) -> PromptScoring | None:

@@ -1,4 +1,4 @@
-"""What is told of each request: metrics, one log line, one span."""
+"""Metrics, one log line and one span for each request."""
 
 from __future__ import annotations
 
