@@ -69,7 +69,7 @@ def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
     problems = [
         *_process_problems(draft),
         *_round_problems(settings, draft),
-        *_law_problems(settings, draft),
+        *_distribution_problems(settings, draft),
     ]
     if problems:
         raise SettingsError(tuple(problems))
@@ -100,14 +100,14 @@ def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]
     return problems
 
 
-def _law_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
+def _distribution_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
     if not settings.verification.draws_chains:
         return []
     flag, algorithm = rejection_flag(settings), draft.algorithm
     problems = []
     if algorithm in _WITHOUT_LAWS:
         problems.append(
-            f"{flag} needs the law that each token was drawn from; {algorithm.value} "
+            f"{flag} needs the distribution that each token was drawn from; {algorithm.value} "
             f"{_WITHOUT_LAWS[algorithm]}"
         )
     elif draft.speculative_eagle_topk not in (None, 1):
@@ -117,6 +117,6 @@ def _law_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
     if draft.speculative_outcome_budget:
         problems.append(
             f"--speculative-outcome-budget is {draft.speculative_outcome_budget}; {flag} needs 0, "
-            f"because chains prepared for chosen verdicts are not drawn from a law"
+            f"because chains prepared for chosen verdicts are not drawn from a distribution"
         )
     return problems

@@ -78,7 +78,7 @@ class GeneratedText:
         return info | speculation_fields(choice)
 
     def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], list[list[Any]] | None]]:
-        """Returns the entries of the prompt's tokens; the very first one has no law."""
+        """Returns the entries of the prompt's tokens; the very first one has no distribution."""
         scores, start = self.choice.prompt_scores, self._asked.prompt_start
         found: list[tuple[list[Any], list[list[Any]] | None]] = []
         if start == 0:

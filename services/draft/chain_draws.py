@@ -1,4 +1,5 @@
-"""Chains that a draft draws from its own laws, for a target that verifies by those laws."""
+"""Chains that a draft draws from its own distributions, for a target that verifies by those
+distributions."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ def level_scores(
 
 
 class ChainDraws:
-    """Draws one chain for each of S sequences, and keeps the laws.
+    """Draws one chain for each of S sequences, and keeps the distributions.
 
-    The law of a row is the draft's own after the request's penalties, bias, temperature and
-    truncation, over the tokens of the target: tokens it does not know cannot be drawn, so that
+    The distribution of a row is the draft's own after the request's penalties, bias, temperature
+    and truncation, over the tokens of the target: tokens it does not know cannot be drawn, so that
     none has to be taken out afterwards.
 
     Args:
@@ -65,7 +66,7 @@ class ChainDraws:
         device: torch.device,
         generator: torch.Generator,
     ) -> None:
-        self._law = DraftScores(sequences, device)
+        self._distribution = DraftScores(sequences, device)
         self._generator = generator
         self._levels: list[Tensor] = []
         [self._vocab_size] = {sequence.vocab_size for sequence in sequences}
@@ -75,7 +76,7 @@ class ChainDraws:
 
         Arguments are those of `DraftScores`, with one row a sequence.
         """
-        log_probs = self._law(_over_tokens(logits, self._vocab_size), paths)
+        log_probs = self._distribution(_over_tokens(logits, self._vocab_size), paths)
         assert log_probs.shape[1] == 1, "only chains are drawn"
         level = log_probs.squeeze(1)
         seeds = uploaded(fresh_seeds(len(level), self._generator), level.device)
@@ -84,11 +85,12 @@ class ChainDraws:
         return torch.full_like(log_probs, -math.inf).scatter_(-1, drawn[:, None, None], 0.0)
 
     def finished(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Returns the chains with their laws, which are all that is said of their tokens."""
-        laws = torch.stack(self._levels, dim=1)
+        """Returns the chains with their distributions, which are all that is said of their
+        tokens."""
+        distributions = torch.stack(self._levels, dim=1)
         return [
             DrawnChain.of(tree.token_ids, own[: len(tree)])
-            for tree, own in zip(trees, laws, strict=True)
+            for tree, own in zip(trees, distributions, strict=True)
         ]
 
 

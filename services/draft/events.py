@@ -33,8 +33,8 @@ class LinkTerms:
         max_sequences: sequences held on this link at most; further ones are released at once.
         mirrors_noise: the target draws with noise keyed by (seed, position, token).
         max_conditional: most candidates kept for the verdicts of one sequence's round.
-        draws_chains: the target is in this process, and verifies chains by the laws that their
-            tokens were drawn from.
+        draws_chains: the target is in this process, and verifies chains by the distributions that
+            their tokens were drawn from.
     """
 
     vocab_size: int

@@ -32,7 +32,8 @@ class DraftSequence:
         round: round the next candidate is for.
         mirrors_noise: the target draws with noise keyed by (seed, position, token), so the draft
             adds the same noise before it picks candidates.
-        draws_chains: the target verifies chains by the laws that their tokens were drawn from.
+        draws_chains: the target verifies chains by the distributions that their tokens were drawn
+            from.
         vocab_size: trees may hold only tokens below it.
         max_nodes: most nodes of a tree the target takes.
         wish: what the target wants of the next tree.

@@ -1,8 +1,8 @@
 """Tokens that a step draws: queued on the device first, read as decisions later.
 
 Glossary. A sequence contributes one row for its last token, the *root*, and one for each tree
-node. Every row's law is the target's after that row's own path, sampling parameters and grammar
-included; the rules over these laws are in `shared.speculation.verify`.
+node. Every row's distribution is the target's after that row's own path, sampling parameters and
+grammar included; the rules over these distributions are in `shared.speculation.verify`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class RowLaws:
+class RowDistributions:
     """What the rows of a step draw from.
 
     Attributes:
@@ -117,15 +117,18 @@ class Draw(Protocol):
 class CoupledDraw:
     """Every row draws with the noise of its seed and position. Queues; does not wait."""
 
-    def __init__(self, laws: RowLaws) -> None:
-        self._drawn = laws.drawn
-        self._masks = laws.masks
-        self._slices = laws.row_slices()
+    def __init__(self, distributions: RowDistributions) -> None:
+        self._drawn = distributions.drawn
+        self._masks = distributions.masks
+        self._slices = distributions.row_slices()
         self.token_ids = draw_tokens(
-            laws.allowed_logits, laws.sampling, laws.positions + 1, laws.counts
+            distributions.allowed_logits,
+            distributions.sampling,
+            distributions.positions + 1,
+            distributions.counts,
         )
         self._tokens = HostCopy(self.token_ids)
-        self._logprobs = _QueuedLogprobs.of(laws, self._slices, self.token_ids)
+        self._logprobs = _QueuedLogprobs.of(distributions, self._slices, self.token_ids)
 
     def read(self) -> list[Decision]:
         """See `Draw`."""
@@ -159,45 +162,49 @@ class FreshDraw:
 
     token_ids = None
 
-    def __init__(self, laws: RowLaws, rule: PathRule) -> None:
-        self._laws = laws
+    def __init__(self, distributions: RowDistributions, rule: PathRule) -> None:
+        self._distributions = distributions
         self._rule = rule
 
     @torch.inference_mode()
     def read(self) -> list[Decision]:
         """See `Draw`."""
-        laws = self._laws
-        log_probs = target_log_probs(laws.allowed_logits, laws.sampling, laws.counts)
-        paths = self._rule(log_probs, [entry.tree for entry in laws.drawn])
+        distributions = self._distributions
+        log_probs = target_log_probs(
+            distributions.allowed_logits, distributions.sampling, distributions.counts
+        )
+        paths = self._rule(log_probs, [entry.tree for entry in distributions.drawn])
         decided = [
             Decision(path.node_indices, path.token_ids(entry.tree), ())
-            for entry, path in zip(laws.drawn, self._within_masks(paths), strict=True)
+            for entry, path in zip(distributions.drawn, self._within_masks(paths), strict=True)
         ]
         return self._scored(decided)
 
     def _within_masks(self, paths: Sequence[AcceptedPath]) -> list[AcceptedPath]:
-        laws = self._laws
+        distributions = self._distributions
         return [
-            _within(laws.masks, path, entry.tree, rows)
-            for entry, path, rows in zip(laws.drawn, paths, laws.row_slices(), strict=True)
+            _within(distributions.masks, path, entry.tree, rows)
+            for entry, path, rows in zip(
+                distributions.drawn, paths, distributions.row_slices(), strict=True
+            )
         ]
 
     def _scored(self, decided: list[Decision]) -> list[Decision]:
         """Adds the log probabilities that requests want. Waits for the device once for all."""
-        laws = self._laws
-        wanted = [entry.sequence.request.top_logprobs for entry in laws.drawn]
+        distributions = self._distributions
+        wanted = [entry.sequence.request.top_logprobs for entry in distributions.drawn]
         rows: list[int] = []
         token_ids: list[int] = []
         num_top: list[int] = []
-        for count, own, each in zip(wanted, laws.row_slices(), decided, strict=True):
+        for count, own, each in zip(wanted, distributions.row_slices(), decided, strict=True):
             if count is not None:
                 rows += [own.start, *(own.start + 1 + node for node in each.accepted_nodes)]
                 token_ids += each.token_ids
                 num_top += [count] * len(each.token_ids)
         if not rows:
             return decided
-        index = uploaded_numbers(rows, laws.logits.device)
-        logits = laws.scored_logits.index_select(0, index)
+        index = uploaded_numbers(rows, distributions.logits.device)
+        logits = distributions.scored_logits.index_select(0, index)
         found = iter(token_logprobs(logits, token_ids, num_top))
         return [
             each
@@ -212,8 +219,8 @@ def _within(
 ) -> AcceptedPath:
     """Returns what of a path its grammar could follow.
 
-    Rows that may not draw have a law all the same, that without the grammar, so what is decided
-    above them is right whatever the rule.
+    Rows that may not draw have a distribution all the same, that without the grammar, so what is
+    decided above them is right whatever the rule.
     """
     return path if masks is None else masks.cut(path, tree, rows.start)
 
@@ -233,12 +240,12 @@ class _QueuedLogprobs:
 
     @classmethod
     def of(
-        cls, laws: RowLaws, slices: Sequence[slice], token_ids: Tensor
+        cls, distributions: RowDistributions, slices: Sequence[slice], token_ids: Tensor
     ) -> _QueuedLogprobs | None:
         """Queues them for the sequences that want them; None when none does."""
         rows: list[int] = []
         num_top: list[int] = []
-        for entry, own in zip(laws.drawn, slices, strict=True):
+        for entry, own in zip(distributions.drawn, slices, strict=True):
             wanted = entry.sequence.request.top_logprobs
             if wanted is not None:
                 rows += range(own.start, own.stop)
@@ -247,7 +254,7 @@ class _QueuedLogprobs:
             return None
         index = uploaded_numbers(rows, token_ids.device)
         packed = packed_logprobs(
-            laws.scored_logits.index_select(0, index),
+            distributions.scored_logits.index_select(0, index),
             token_ids.index_select(0, index),
             max(num_top),
         )

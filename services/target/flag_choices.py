@@ -37,5 +37,5 @@ class VerificationMode(enum.Enum):
 
     @property
     def draws_chains(self) -> bool:
-        """Whether drafts draw their chains and hand over the laws."""
+        """Whether drafts draw their chains and hand over the distributions."""
         return self in (VerificationMode.REJECTION, VerificationMode.BLOCK)

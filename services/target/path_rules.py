@@ -1,8 +1,8 @@
-"""The rules that decide trees with fresh randomness, from the target's laws of their rows.
+"""The rules that decide trees with fresh randomness, from the target's distributions of their rows.
 
-A tree that came without the laws of its tokens is decided by the point-mass rule, whatever drew
-it: that rule takes a child with the target's probability of it, so any tree is good for it that
-does not know the target's coins.
+A tree that came without the distributions of its tokens is decided by the point-mass rule, whatever
+drew it: that rule takes a child with the target's probability of it, so any tree is good for it
+that does not know the target's coins.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PathRule(Protocol):
         """Returns one path for each tree. Waits for the device.
 
         Args:
-            log_probs: `[R, V]` float32, the target's laws; for each tree the row of its root, then
-                the rows of its nodes.
+            log_probs: `[R, V]` float32, the target's distributions; for each tree the row of its
+                root, then the rows of its nodes.
         """
 
 
@@ -56,7 +56,7 @@ class PointMassRule:
 
 
 class DrawnChainRule:
-    """Decides drawn chains by their laws, and all other trees as point masses.
+    """Decides drawn chains by their distributions, and all other trees as point masses.
 
     Args:
         generator: on the host; the source of fresh randomness.
@@ -78,11 +78,11 @@ class DrawnChainRule:
         others = [place for place in range(len(trees)) if place not in chains]
         paths: dict[int, AcceptedPath] = {}
         if chains:
-            laws = torch.cat([rows[place] for place in chains])
-            found = accept_chains(laws, list(chains.values()), self._rule, self._generator)
+            distributions = torch.cat([rows[place] for place in chains])
+            found = accept_chains(distributions, list(chains.values()), self._rule, self._generator)
             paths.update(zip(chains, found, strict=True))
         if others:
-            laws = torch.cat([rows[place] for place in others])
-            found = self._point_mass(laws, [trees[place] for place in others])
+            distributions = torch.cat([rows[place] for place in others])
+            found = self._point_mass(distributions, [trees[place] for place in others])
             paths.update(zip(others, found, strict=True))
         return [paths[place] for place in range(len(trees))]

@@ -140,8 +140,8 @@ class Sequence:
 
     @property
     def needs_host_before_next_step(self) -> bool:
-        """Whether the law of the next token, or its tree, depends on tokens in a way only the host
-        computes.
+        """Whether the distribution of the next token, or its tree, depends on tokens in a way only
+        the host computes.
 
         Then the next step is launched when this one's tokens are read, not before.
         """

@@ -21,7 +21,7 @@ def verification_problems(settings: TargetSettings) -> list[str]:
 
 
 def rejection_flag(settings: TargetSettings) -> str:
-    """Returns the flag that asks for verification by the draft's laws."""
+    """Returns the flag that asks for verification by the draft's distributions."""
     if settings.speculative_use_block_verification:
         return "--speculative-use-block-verification"
     return "--speculative-use-rejection-sampling"
@@ -47,8 +47,8 @@ def _rejection_problems(settings: TargetSettings) -> list[str]:
     flag, problems = rejection_flag(settings), []
     if settings.draft is not DraftPlacement.EMBEDDED:
         problems.append(
-            f"{flag} needs --draft embedded: the laws that tokens were drawn from stay in the "
-            f"process that drew them"
+            f"{flag} needs --draft embedded: the distributions that tokens were drawn from stay "
+            f"in the process that drew them"
         )
     if settings.verification_mode is not VerificationChoice.COUPLED:
         problems.append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.target.draw import CoupledDraw, Draw, FreshDraw, RowLaws
+from services.target.draw import CoupledDraw, Draw, FreshDraw, RowDistributions
 from services.target.flag_choices import VerificationMode as VerificationMode
 from services.target.path_rules import DrawnChainRule, PathRule, PointMassRule
 from services.target.running_counts import RunningCounts
@@ -52,7 +52,7 @@ class Verifier:
         positions: Tensor,
         input_ids: Tensor,
     ) -> Draw:
-        """Queues the draw of a step; see `RowLaws` for the arguments.
+        """Queues the draw of a step; see `RowDistributions` for the arguments.
 
         The result must be read before the next forward, unless its `token_ids` are there: then it
         needs `logits` no more.
@@ -66,8 +66,12 @@ class Verifier:
             counts = self._counts.of(drawn, input_ids, logits.shape[-1])
         # On a GPU the host does this while the forward, which is queued, runs.
         masks = self._masks.of(drawn, logits)
-        laws = RowLaws(drawn, logits, positions, sampling, counts, masks)
-        return CoupledDraw(laws) if self._rule is None else FreshDraw(laws, self._rule)
+        distributions = RowDistributions(drawn, logits, positions, sampling, counts, masks)
+        return (
+            CoupledDraw(distributions)
+            if self._rule is None
+            else FreshDraw(distributions, self._rule)
+        )
 
 
 def _path_rule(

@@ -2,7 +2,7 @@
 
 Rejection gives up at the first token that fails, though the tokens after it may make up for it.
 Here a node's threshold weighs the path down to it, and the deepest node whose coin passes is taken
-with everything above it. Rows, nodes and laws are those of `rejection`.
+with everything above it. Rows, nodes and distributions are those of `rejection`.
 
 Source: Sun et al., arXiv 2403.10444, algorithm 2 and equations 3 to 5.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.speculation.rejection import ChainLaws, ChainRows, ChainRule
+from shared.speculation.rejection import ChainDistributions, ChainRows, ChainRule
 from shared.speculation.upload import uploaded, uploaded_ids
 
 
@@ -34,27 +34,31 @@ def path_weights(ratios: Tensor, lengths: Sequence[int]) -> Tensor:
     return padded.index_select(0, places)
 
 
-def block_rows(laws: ChainLaws) -> ChainRows:
+def block_rows(distributions: ChainDistributions) -> ChainRows:
     """Returns thresholds and residuals of algorithm 2.
 
-    At a node of weight w that is not the last, the target's law times w exceeds the draft's law of
-    the next token by a mass m, and the threshold is m / (m + 1 - w); the last one's is w. Nothing
-    is left of 1 - w where w is 1: the threshold is 1, and if m is 0 as well, the next node has
-    weight 1 and a later one is taken.
+    At a node of weight w that is not the last, the target's distribution times w exceeds the
+    draft's distribution of the next token by a mass m, and the threshold is m / (m + 1 - w); the
+    last one's is w. Nothing is left of 1 - w where w is 1: the threshold is 1, and if m is 0 as
+    well, the next node has weight 1 and a later one is taken.
     """
-    weights = path_weights(laws.ratios(), laws.lengths)
-    own_rows = laws.rows_above_nodes() + 1
-    row_weights = torch.ones_like(laws.target_probs[:, :1]).index_copy_(
+    weights = path_weights(distributions.ratios(), distributions.lengths)
+    own_rows = distributions.rows_above_nodes() + 1
+    row_weights = torch.ones_like(distributions.target_probs[:, :1]).index_copy_(
         0, own_rows, weights.unsqueeze(1)
     )
-    residuals = (row_weights * laws.target_probs - laws.draft_probs).clamp_min_(0.0)
+    residuals = (row_weights * distributions.target_probs - distributions.draft_probs).clamp_min_(
+        0.0
+    )
     masses = residuals.sum(-1).index_select(0, own_rows)
     thresholds = torch.where(weights < 1.0, masses / (masses + 1.0 - weights), 1.0)
     is_last = uploaded(
-        torch.tensor([place == length - 1 for length in laws.lengths for place in range(length)]),
+        torch.tensor(
+            [place == length - 1 for length in distributions.lengths for place in range(length)]
+        ),
         weights.device,
     )
-    return ChainRows.of(laws, torch.where(is_last, weights, thresholds), residuals)
+    return ChainRows.of(distributions, torch.where(is_last, weights, thresholds), residuals)
 
 
 def num_up_to_last_pass(passes: Sequence[bool]) -> int:

@@ -1,10 +1,10 @@
-"""Rejection of tokens that a draft drew, one by one, from laws it hands over.
+"""Rejection of tokens that a draft drew, one by one, from distributions it hands over.
 
 A *chain* has one row for its root and one for each node; row i predicts the token of node i, and
-the last row, the *leaf*, the token after the chain. The target's law of a row is that after the
-row's own path, and the draft's law of a row is the one that the next node's token was drawn from:
-truncated, penalised and rounded as it was when the token was drawn. With any other law the output
-is not the target's.
+the last row, the *leaf*, the token after the chain. The target's distribution of a row is that
+after the row's own path, and the draft's distribution of a row is the one that the next node's
+token was drawn from: truncated, penalised and rounded as it was when the token was drawn. With any
+other distribution the output is not the target's.
 
 Such a chain may be shortened by depth, and after a node for what the path down to that node says.
 Whether a node is verified must never depend on its own token: that would favour some tokens.
@@ -27,7 +27,8 @@ from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree
 
 _MAX_LAW_ELEMENTS = 2**23
-"""Elements of a float64 tensor of laws: 64 MiB, of which a decision takes about ten at a time."""
+"""Elements of a float64 tensor of distributions: 64 MiB, of which a decision takes about ten at a
+time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,8 @@ class DrawnChain(TokenTree):
     """A chain whose tokens were drawn with randomness that nothing else has seen.
 
     Attributes:
-        draft_log_probs: `[N, V]` float32, for each node the log of the law its token was drawn
-            from; -inf for tokens it could not be.
+        draft_log_probs: `[N, V]` float32, for each node the log of the distribution its token was
+            drawn from; -inf for tokens it could not be.
     """
 
     draft_log_probs: Tensor = field(compare=False)
@@ -44,7 +45,7 @@ class DrawnChain(TokenTree):
     @classmethod
     def of(cls, token_ids: Sequence[int], draft_log_probs: Tensor) -> DrawnChain:
         """Returns the chain of these tokens."""
-        assert len(draft_log_probs) == len(token_ids), "a node has one law"
+        assert len(draft_log_probs) == len(token_ids), "a node has one distribution"
         parents = TokenTree.chain(token_ids).parent_indices
         return cls(tuple(token_ids), parents, draft_log_probs=draft_log_probs)
 
@@ -56,8 +57,8 @@ class DrawnChain(TokenTree):
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLaws:
-    """The laws of some chains.
+class ChainDistributions:
+    """The distributions of some chains.
 
     Attributes:
         target_probs: `[R, V]` float64, normalised.
@@ -72,8 +73,9 @@ class ChainLaws:
     lengths: Sequence[int]
 
     @classmethod
-    def of(cls, log_probs: Tensor, chains: Sequence[DrawnChain]) -> ChainLaws:
-        """Normalises the laws in float64: a token is drawn from its law whatever it sums to.
+    def of(cls, log_probs: Tensor, chains: Sequence[DrawnChain]) -> ChainDistributions:
+        """Normalises the distributions in float64: a token is drawn from its distribution whatever
+        it sums to.
 
         Args:
             log_probs: `[R, V]` float32, the target's; on the device of the draft's.
@@ -82,7 +84,8 @@ class ChainLaws:
         token_ids = [token for chain in chains for token in chain.token_ids]
         draft = torch.cat([chain.draft_log_probs for chain in chains]).to(torch.float64)
         assert log_probs.shape == (len(draft) + len(chains), draft.shape[1]), (
-            f"{len(draft)} laws over {draft.shape[1]} tokens for rows {tuple(log_probs.shape)}"
+            f"{len(draft)} distributions over {draft.shape[1]} tokens "
+            f"for rows {tuple(log_probs.shape)}"
         )
         target_probs = log_probs.to(torch.float64).softmax(-1)
         above = uploaded_ids(_rows_above_nodes(lengths), log_probs.device)
@@ -99,7 +102,7 @@ class ChainLaws:
 
     def ratios(self) -> Tensor:
         """Returns `[N]` float64, target over draft probability of each node's token; NaN where
-        the draft's law has no such token."""
+        the draft's distribution has no such token."""
         rows = self.rows_above_nodes()
         draft_probs = self.draft_probs[rows, self.token_ids]
         ratios = self.target_probs[rows, self.token_ids] / draft_probs
@@ -108,23 +111,25 @@ class ChainLaws:
 
 @dataclass(frozen=True, slots=True)
 class ChainRows:
-    """What a rule makes of the laws.
+    """What a rule makes of the distributions.
 
     Attributes:
         thresholds: `[N]` float64 in [0, 1]; a node passes when its coin is below.
-        residuals: `[R, V]` float64, the bonus token's law if the chain is left at that row. Not
-            normalised; never empty, and only of tokens that the target may draw there.
+        residuals: `[R, V]` float64, the bonus token's distribution if the chain is left at that
+            row. Not normalised; never empty, and only of tokens that the target may draw there.
     """
 
     thresholds: Tensor
     residuals: Tensor
 
     @classmethod
-    def of(cls, laws: ChainLaws, thresholds: Tensor, residuals: Tensor) -> ChainRows:
-        """Fills rows that nothing is left of. There the two laws are equal, so that the chain is
-        not left there but for rounding."""
+    def of(
+        cls, distributions: ChainDistributions, thresholds: Tensor, residuals: Tensor
+    ) -> ChainRows:
+        """Fills rows that nothing is left of. There the two distributions are equal, so that the
+        chain is not left there but for rounding."""
         is_empty = residuals.sum(-1, keepdim=True) == 0.0
-        return cls(thresholds, torch.where(is_empty, laws.target_probs, residuals))
+        return cls(thresholds, torch.where(is_empty, distributions.target_probs, residuals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +141,19 @@ class ChainRule:
         num_accepted: nodes that are accepted, by whether each one's coin passes.
     """
 
-    rows: Callable[[ChainLaws], ChainRows]
+    rows: Callable[[ChainDistributions], ChainRows]
     num_accepted: Callable[[Sequence[bool]], int]
 
 
-def rejection_rows(laws: ChainLaws) -> ChainRows:
-    """Accepts a token with the ratio of its probabilities; else draws from what the draft's law
-    lacks of the target's.
+def rejection_rows(distributions: ChainDistributions) -> ChainRows:
+    """Accepts a token with the ratio of its probabilities; else draws from what the draft's
+    distribution lacks of the target's.
 
     Source: Leviathan, Kalman, Matias, arXiv 2211.17192, algorithm 1; Chen et al.,
     arXiv 2302.01318, algorithm 2.
     """
-    residuals = (laws.target_probs - laws.draft_probs).clamp_min_(0.0)
-    return ChainRows.of(laws, laws.ratios().clamp_max(1.0), residuals)
+    residuals = (distributions.target_probs - distributions.draft_probs).clamp_min_(0.0)
+    return ChainRows.of(distributions, distributions.ratios().clamp_max(1.0), residuals)
 
 
 def num_before_first_refusal(passes: Sequence[bool]) -> int:
@@ -179,7 +184,7 @@ def accept_chains(
     # One transfer instead of two: token ids are exact in float64.
     packed = torch.cat((thresholds, drawn.to(torch.float64))).tolist()
     bars, bonuses = packed[:num_nodes], packed[num_nodes:]
-    assert all(bar == bar for bar in bars), "a token that its law cannot have drawn"
+    assert all(bar == bar for bar in bars), "a token that its distribution cannot have drawn"
     coins = fresh_coins(num_nodes, generator)
     passes = [coin < bar for coin, bar in zip(coins, bars, strict=True)]
     paths: list[AcceptedPath] = []
@@ -203,7 +208,7 @@ def _drawn_rows(
     start = 0
     for batch in _batches(chains, max_rows=max(_MAX_LAW_ELEMENTS // log_probs.shape[1], 1)):
         end = start + sum(len(chain) + 1 for chain in batch)
-        rows = rule.rows(ChainLaws.of(log_probs[start:end], batch))
+        rows = rule.rows(ChainDistributions.of(log_probs[start:end], batch))
         seeds = uploaded(fresh_seeds(end - start, generator), log_probs.device)
         residual_log_probs = rows.residuals.log().to(torch.float32)
         drawn.append(coupled_draw(residual_log_probs, seeds, torch.zeros_like(seeds)))

@@ -93,7 +93,7 @@ class RowSampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature is all that shapes the law."""
+        """Whether temperature is all that shapes the distribution."""
         return not (self.shapes_logits or self.has_top_k or self.has_top_p or self.has_min_p)
 
 

@@ -18,8 +18,8 @@ def num_mask_words(vocab_size: int) -> int:
 def masked_logits(logits: Tensor, masks: Tensor) -> Tensor:
     """Returns the logits with -inf for every token its row may not draw.
 
-    A law made of them is the model's law under the condition that the token is allowed, whatever
-    temperature and cuts follow.
+    A distribution made of them is the model's distribution under the condition that the token is
+    allowed, whatever temperature and cuts follow.
 
     Args:
         logits: `[R, V]` of any float type; not changed.

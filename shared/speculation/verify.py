@@ -1,9 +1,9 @@
 """Which candidates the target accepts, and the bonus token after them.
 
 Row 0 of a sequence is the root (its last committed token) and row i + 1 is node i. Every row has
-drawn a token or has a law to draw from; the walk starts at the root and follows accepted children.
-Siblings that hold the same token are allowed: the first one counts, the others are never reached,
-which loses a little acceptance and nothing of the law.
+drawn a token or has a distribution to draw from; the walk starts at the root and follows accepted
+children. Siblings that hold the same token are allowed: the first one counts, the others are never
+reached, which loses a little acceptance and nothing of the distribution.
 
 Two rules live here. The coupled rule (`coupled_draw`, `accept_path`) keys the noise by seed and
 position. The point-mass rule (`point_mass_draws`, `accept_point_mass`) uses fresh randomness and
@@ -48,7 +48,7 @@ class AcceptedPath:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """How far the point-mass rule may leave the target's law.
+    """How far the point-mass rule may leave the target's distribution.
 
     Attributes:
         single: in (0, 1]; a child at least this probable is accepted outright.
@@ -73,10 +73,12 @@ def draw_tokens(
     positions: Tensor,
     counts: TokenCounts | None = None,
 ) -> Tensor:
-    """Returns each row's token `[R]` int64: what `coupled_draw` draws from the law of the logits.
+    """Returns each row's token `[R]` int64: what `coupled_draw` draws from the distribution of the
+    logits.
 
-    The law is not normalised first: that adds one number to a whole row, which moves no argmax.
-    Greedy batches skip law and noise. Arguments are those of `target_log_probs` and
+    The distribution is not normalised first: that adds one number to a whole row, which moves no
+        argmax.
+    Greedy batches skip distribution and noise. Arguments are those of `target_log_probs` and
     `coupled_draw`.
     """
     if logits.is_cuda and sampling.is_plain:
@@ -93,10 +95,11 @@ def draw_tokens(
 
 
 def coupled_draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Returns the token of each row, a function of its law, seed and position alone.
+    """Returns the token of each row, a function of its distribution, seed and position alone.
 
-    The highest perturbed log probability is a draw from the law (the Gumbel-max trick). A row
-    whose law is a point takes that token; the noise is finite, so a token of no mass never wins.
+    The highest perturbed log probability is a draw from the distribution (the Gumbel-max trick). A
+    row whose distribution is a point takes that token; the noise is finite, so a token of no mass
+    never wins.
 
     Args:
         log_probs: `[R, V]` float32, see `target_log_probs`.
@@ -139,8 +142,8 @@ class PointMassDraws:
 
     Attributes:
         node_probs: the target's probability of each node given its parent.
-        residual_token_ids: for each row a token drawn from its law without its children; None
-            where the children hold all the mass. A leaf's is a plain draw.
+        residual_token_ids: for each row a token drawn from its distribution without its children;
+            None where the children hold all the mass. A leaf's is a plain draw.
         coins: for each row a number strictly inside (0, 1).
     """
 
@@ -191,7 +194,7 @@ def accept_point_mass(
     and token v comes with (1 - sum(p)) * pv / (1 - sum(p)) = pv. So every token has the target's
     probability, and by induction over the rows, whose coins are independent, so has every
     continuation: exact when both thresholds are 1. Below 1 children are favoured and the output
-    follows another law.
+    follows another distribution.
 
     Rounding cannot produce a token the target forbids: a coin is never 0 or 1, a child without
     mass is never accepted, and where the children hold all the mass the last one with mass takes

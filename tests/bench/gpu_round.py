@@ -97,7 +97,8 @@ def random_head(decoder: Decoder) -> DraftHead:
     tokens = torch.randperm(config.vocab_size, generator=generator, device=CUDA)
     vocabulary = DraftVocabulary(
         norm=norm(),
-        # Large logits make peaked laws, whose trees are as deep as those of a trained head.
+        # Large logits make peaked distributions, whose trees are as deep as those of a trained
+        # head.
         lm_head=Linear.of(weight(DRAFT_VOCAB_SIZE, hidden, 0.16)),
         token_ids=tokens[:DRAFT_VOCAB_SIZE].sort().values,
         vocab_size=config.vocab_size,

@@ -1,4 +1,4 @@
-"""Chains drawn by an embedded draft: the target's law comes out, whatever the draft's is.
+"""Chains drawn by an embedded draft: the target's distribution comes out, whatever the draft's is.
 
 Target engine, link, draft rounds and drafters are the real ones; the draft's thread is left out,
 so that all randomness comes from seeds in one order.
@@ -47,7 +47,7 @@ from tests.helpers.engines import (
 from tests.helpers.grammars import EOS, regex
 from tests.helpers.hosted_draft import HostedDraft
 from tests.helpers.standalone_drafts import standalone
-from tests.shared.speculation.naive import chi_square_p_value, naive_law
+from tests.shared.speculation.naive import chi_square_p_value, naive_distribution
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 4
@@ -99,7 +99,7 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Sharpened(StandaloneDrafter):
-    """Hands over other laws than its tokens were drawn from."""
+    """Hands over other distributions than its tokens were drawn from."""
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         return [
@@ -175,26 +175,28 @@ def _service(
 
 @pytest.fixture(scope="module")
 def law_of() -> LawOf:
-    """The exact law of the output, from the model in transformers."""
+    """The exact distribution of the output, from the model in transformers."""
     model = build_model("llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3)
 
     @torch.no_grad()
     def law_of(asked: GenerationRequest) -> Outputs:
-        law: Outputs = {}
+        distribution: Outputs = {}
         heads: Outputs = {(): 1.0}
         for _ in range(NUM_TOKENS):
             logits = model(torch.tensor([[*PROMPT, *head] for head in heads])).logits[:, -1]
             longer = {
                 (*head, token): weight * prob
                 for (head, weight), row in zip(heads.items(), logits, strict=True)
-                for token, prob in enumerate(_row_law(asked, head, row.tolist()))
+                for token, prob in enumerate(_row_distribution(asked, head, row.tolist()))
                 if prob
             }
-            law |= {head: weight for head, weight in longer.items() if _has_ended(asked, head)}
-            heads = {head: weight for head, weight in longer.items() if head not in law}
+            distribution |= {
+                head: weight for head, weight in longer.items() if _has_ended(asked, head)
+            }
+            heads = {head: weight for head, weight in longer.items() if head not in distribution}
             if not heads:
                 break
-        return law | heads
+        return distribution | heads
 
     return law_of
 
@@ -211,28 +213,30 @@ def _matcher(asked: GenerationRequest, head: tuple[int, ...]) -> GrammarMatcher:
     return matcher
 
 
-def _row_law(asked: GenerationRequest, head: tuple[int, ...], logits: list[float]) -> list[float]:
+def _row_distribution(
+    asked: GenerationRequest, head: tuple[int, ...], logits: list[float]
+) -> list[float]:
     forbidden: list[int] = []
     if asked.grammar is not None:
         [mask] = _matcher(asked, head).tree_masks(EMPTY_TREE)
         assert mask is not None
         forbidden = [i for i in range(VOCAB_SIZE) if not mask[i // 8] >> (i % 8) & 1]
-    return naive_law(logits, asked.sampling, prompt=PROMPT, output=head, banned=forbidden)
+    return naive_distribution(logits, asked.sampling, prompt=PROMPT, output=head, banned=forbidden)
 
 
-def _p_value(found: Counter[tuple[int, ...]], law: Outputs) -> float:
+def _p_value(found: Counter[tuple[int, ...]], distribution: Outputs) -> float:
     """Of whole outputs; those expected less than ten times share a cell."""
     total = found.total()
-    assert set(found) <= set(law), "an output that the target cannot have drawn"
-    common = [tokens for tokens, prob in law.items() if prob * total >= 10]
+    assert set(found) <= set(distribution), "an output that the target cannot have drawn"
+    common = [tokens for tokens, prob in distribution.items() if prob * total >= 10]
     observed = [found[tokens] for tokens in common]
-    expected = [law[tokens] * total for tokens in common]
+    expected = [distribution[tokens] * total for tokens in common]
     return chi_square_p_value(
         [*observed, total - sum(observed)], [*expected, total - sum(expected)]
     )
 
 
-def _position_p_values(found: Counter[tuple[int, ...]], law: Outputs) -> list[float]:
+def _position_p_values(found: Counter[tuple[int, ...]], distribution: Outputs) -> list[float]:
     """Of the token at each position; an output that has ended has none there."""
     p_values = []
     for position in range(NUM_TOKENS):
@@ -240,7 +244,7 @@ def _position_p_values(found: Counter[tuple[int, ...]], law: Outputs) -> list[fl
         probs: dict[int | None, float] = {}
         for tokens, count in found.items():
             counts[dict(enumerate(tokens)).get(position)] += count
-        for tokens, prob in law.items():
+        for tokens, prob in distribution.items():
             token = dict(enumerate(tokens)).get(position)
             probs[token] = probs.get(token, 0.0) + prob
         expected = [prob * found.total() for prob in probs.values()]
@@ -248,15 +252,15 @@ def _position_p_values(found: Counter[tuple[int, ...]], law: Outputs) -> list[fl
     return p_values
 
 
-def _assert_follows(found: Counter[tuple[int, ...]], law: Outputs) -> None:
-    assert sum(law.values()) == pytest.approx(1.0)
-    assert _p_value(found, law) > 1e-3
-    assert min(_position_p_values(found, law)) > 1e-3
+def _assert_follows(found: Counter[tuple[int, ...]], distribution: Outputs) -> None:
+    assert sum(distribution.values()) == pytest.approx(1.0)
+    assert _p_value(found, distribution) > 1e-3
+    assert min(_position_p_values(found, distribution)) > 1e-3
 
 
 @pytest.mark.parametrize("mode", RULES)
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_output_follows_the_targets_law(
+def test_output_follows_the_targets_distribution(
     decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode, name: str
 ) -> None:
     asked = _asked(SAMPLINGS[name])
@@ -266,7 +270,7 @@ def test_output_follows_the_targets_law(
 
 
 @pytest.mark.parametrize("mode", RULES)
-def test_laws_that_tokens_were_not_drawn_from_are_noticed(
+def test_distributions_that_tokens_were_not_drawn_from_are_noticed(
     decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
 ) -> None:
     """Negative control of the statistics."""
@@ -277,7 +281,7 @@ def test_laws_that_tokens_were_not_drawn_from_are_noticed(
 
 
 @pytest.mark.parametrize("mode", RULES)
-def test_chains_of_requests_that_narrow_them_keep_the_law(
+def test_chains_of_requests_that_narrow_them_keep_the_distribution(
     decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
 ) -> None:
     asked = replace(_asked(SAMPLINGS["top-k"]), num_draft_tokens=2)
@@ -304,7 +308,7 @@ def test_narrowing_by_what_was_drawn_is_noticed(
     assert _p_value(found, law_of(asked)) < 1e-6
 
 
-def test_head_with_a_vocabulary_of_its_own_keeps_the_law(
+def test_head_with_a_vocabulary_of_its_own_keeps_the_distribution(
     folder: Path, decoder: Decoder, law_of: LawOf, tmp_path: Path
 ) -> None:
     asked = _asked(SamplingParams(temperature=2.0, top_k=8))
@@ -315,7 +319,7 @@ def test_head_with_a_vocabulary_of_its_own_keeps_the_law(
 
 
 @pytest.mark.parametrize("mode", RULES)
-def test_grammar_keeps_the_law(
+def test_grammar_keeps_the_distribution(
     decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
 ) -> None:
     """The draft does not know the grammar; some of its chains go on beyond the end."""
@@ -326,7 +330,7 @@ def test_grammar_keeps_the_law(
 
 
 @pytest.mark.parametrize("mode", RULES)
-def test_trees_without_laws_are_decided_as_point_masses(
+def test_trees_without_distributions_are_decided_as_point_masses(
     decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
 ) -> None:
     """Trees with branches are never drawn."""

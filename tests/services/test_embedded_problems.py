@@ -1,4 +1,4 @@
-"""What verification by the draft's laws cannot do with is refused at start, by name."""
+"""What verification by the draft's distributions cannot do with is refused at start, by name."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class StandaloneDrafter:
         """Args:
         grower: of the runner's model and pool; None grows all trees level by level.
         generator: of the host; the source of what is drawn for targets that verify by the
-            draft's laws. Seeded by the system when left out.
+            draft's distributions. Seeded by the system when left out.
         """
         self._vocab_size = runner.decoder.config.vocab_size
         self._generator = generator or fresh_generator()

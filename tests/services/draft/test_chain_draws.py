@@ -12,7 +12,7 @@ from services.draft.draft_scores import DraftScores
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import SamplingParams, TokenTree, TreeShape
-from tests.shared.speculation.naive import chi_square_p_value, naive_law
+from tests.shared.speculation.naive import chi_square_p_value, naive_distribution
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 8
@@ -50,7 +50,7 @@ def _drawn(sequences: list[DraftSequence], logits: torch.Tensor, seed: int) -> l
 
 
 @pytest.mark.parametrize("width", [VOCAB_SIZE - 2, VOCAB_SIZE, VOCAB_SIZE + 5])
-def test_laws_are_those_of_the_request_over_the_targets_tokens(width: int) -> None:
+def test_distributions_are_those_of_the_request_over_the_targets_tokens(width: int) -> None:
     logits = torch.randn(1, width, generator=torch.Generator().manual_seed(2))
     if width > VOCAB_SIZE:
         logits[:, VOCAB_SIZE:] += 9.0  # tokens that the target does not have
@@ -60,12 +60,12 @@ def test_laws_are_those_of_the_request_over_the_targets_tokens(width: int) -> No
     assert chain.log_probs == ()
     for place, row in enumerate(chain.draft_log_probs):
         output = [2, *chain.token_ids[:place]]
-        law = naive_law(known, TRUNCATED, prompt=[5, 1], output=output)
-        assert row.exp().tolist() == pytest.approx(law, abs=1e-6)
-        assert law[chain.token_ids[place]] > 0.0
+        distribution = naive_distribution(known, TRUNCATED, prompt=[5, 1], output=output)
+        assert row.exp().tolist() == pytest.approx(distribution, abs=1e-6)
+        assert distribution[chain.token_ids[place]] > 0.0
 
 
-def test_tokens_follow_their_laws_and_not_the_seed() -> None:
+def test_tokens_follow_their_distributions_and_not_the_seed() -> None:
     count = 4000
     sequences = [_sequence(sequence_id=i) for i in range(count)]
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))

@@ -11,11 +11,11 @@ import torch
 
 from shared.tokens import SamplingParams, TokenTree
 
-Law: TypeAlias = Callable[[tuple[int, ...]], Sequence[float]]
+Distribution: TypeAlias = Callable[[tuple[int, ...]], Sequence[float]]
 Forest: TypeAlias = "tuple[tuple[int, Forest], ...]"
 
 
-def naive_law(
+def naive_distribution(
     logits: Sequence[float],
     params: SamplingParams,
     *,
@@ -23,7 +23,7 @@ def naive_law(
     output: Sequence[int] = (),
     banned: Sequence[int] = (),
 ) -> list[float]:
-    """The law of the next token after `prompt + output`, in float64."""
+    """The distribution of the next token after `prompt + output`, in float64."""
     shaped = [_shaped(token, x, params, prompt, output) for token, x in enumerate(logits)]
     shaped = [-math.inf if token in banned else x for token, x in enumerate(shaped)]
     order = sorted(range(len(shaped)), key=lambda token: (-shaped[token], token))
@@ -96,7 +96,7 @@ def row_contexts(tree: TokenTree) -> list[tuple[int, ...]]:
 
 
 def chi_square_p_value(observed: Sequence[float], expected: Sequence[float]) -> float:
-    """Probability of a statistic at least this large when `expected` is the law's counts.
+    """Probability of a statistic at least this large when `expected` is the distribution's counts.
 
     Cells expected to be empty must be empty: one hit there is a p-value of 0.
     """
@@ -108,9 +108,11 @@ def chi_square_p_value(observed: Sequence[float], expected: Sequence[float]) -> 
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def joint_law(law: Law, vocab_size: int, length: int) -> dict[tuple[int, ...], float]:
+def joint_distribution(
+    distribution: Distribution, vocab_size: int, length: int
+) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of a length."""
     return {
-        tokens: math.prod(law(tokens[:i])[tokens[i]] for i in range(length))
+        tokens: math.prod(distribution(tokens[:i])[tokens[i]] for i in range(length))
         for tokens in itertools.product(range(vocab_size), repeat=length)
     }

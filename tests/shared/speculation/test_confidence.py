@@ -96,7 +96,7 @@ def test_greedy_rows_rank_by_the_plain_probability_in_any_company() -> None:
     assert torch.equal(point_mass_confidence(logits, mixed)[0], plain[0])
 
 
-def test_point_mass_scores_are_the_targets_law_of_the_draft() -> None:
+def test_point_mass_scores_are_the_targets_distribution_of_the_draft() -> None:
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(3))
     sampling = row_sampling([SamplingParams(temperature=0.6, top_p=0.8)], [3], device=CPU)
     assert torch.equal(point_mass_confidence(logits, sampling), target_log_probs(logits, sampling))

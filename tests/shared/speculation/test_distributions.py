@@ -1,4 +1,4 @@
-"""Laws of rows against plain loops, the processors of transformers, and edge cases."""
+"""Distributions of rows against plain loops, the processors of transformers, and edge cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared.speculation.penalties import TokenCounts
 from shared.speculation.row_sampling import RowSampling, row_sampling
 from shared.tokens import SamplingParams
 from tests.helpers.token_counts import TokenHistory, count_tokens
-from tests.shared.speculation.naive import naive_law
+from tests.shared.speculation.naive import naive_distribution
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def sampling_of(*params: SamplingParams, **kwargs: Any) -> RowSampling:
     return row_sampling(params, [1] * len(params), device=CPU, **kwargs)
 
 
-def law(logits: list[float], params: SamplingParams, **kwargs: Any) -> list[float]:
+def distribution(logits: list[float], params: SamplingParams, **kwargs: Any) -> list[float]:
     log_probs = target_log_probs(torch.tensor([logits]), sampling_of(params, **kwargs))
     probs: list[float] = log_probs.exp()[0].tolist()
     return probs
@@ -52,13 +52,13 @@ PARAMS = st.builds(
 
 @given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
 @settings(deadline=None)
-def test_mixed_rows_have_the_laws_of_plain_loops(
+def test_mixed_rows_have_the_distributions_of_plain_loops(
     rows: list[tuple[list[float], SamplingParams]],
 ) -> None:
     logits = torch.tensor([row[0] for row in rows])
     log_probs = target_log_probs(logits, sampling_of(*(row[1] for row in rows)))
     # A bias of -100 leaves a mass that only float64 can tell from none.
-    expected = torch.tensor([naive_law(*row) for row in rows], dtype=torch.float64)
+    expected = torch.tensor([naive_distribution(*row) for row in rows], dtype=torch.float64)
     assert torch.equal(log_probs > -math.inf, expected > 0)
     torch.testing.assert_close(log_probs.double().exp(), expected, rtol=1e-4, atol=1e-6)
 
@@ -93,7 +93,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         ),
     ],
 )
-def test_laws_agree_with_transformers(params: SamplingParams, processors: list[Any]) -> None:
+def test_distributions_agree_with_transformers(
+    params: SamplingParams, processors: list[Any]
+) -> None:
     logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(3)) * 3
     expected = logits
     for processor in processors:
@@ -127,31 +129,31 @@ def test_penalties_come_before_bias_and_temperature() -> None:
 def test_top_p_is_taken_of_what_top_k_leaves() -> None:
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
     # Of the two kept tokens the first has 4/7 = 0.571, of all four only 0.4.
-    assert law(logits, SamplingParams(top_k=2, top_p=0.5)) == pytest.approx([1, 0, 0, 0])
-    assert law(logits, SamplingParams(top_p=0.5)) == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert distribution(logits, SamplingParams(top_k=2, top_p=0.5)) == pytest.approx([1, 0, 0, 0])
+    assert distribution(logits, SamplingParams(top_p=0.5)) == pytest.approx([4 / 7, 3 / 7, 0, 0])
 
 
 @pytest.mark.parametrize(
     "params", [SamplingParams(top_k=2), SamplingParams(top_p=0.49), SamplingParams(top_p=0.5)]
 )
 def test_ties_at_the_border_keep_the_lowest_ids(params: SamplingParams) -> None:
-    assert law([1.0, 1.0, 1.0, 1.0], params) == [0.5, 0.5, 0.0, 0.0]
-    assert law([0.0, 9.0, -9.0, 9.0, 9.0], SamplingParams(top_k=2)) == [0, 0.5, 0, 0.5, 0]
+    assert distribution([1.0, 1.0, 1.0, 1.0], params) == [0.5, 0.5, 0.0, 0.0]
+    assert distribution([0.0, 9.0, -9.0, 9.0, 9.0], SamplingParams(top_k=2)) == [0, 0.5, 0, 0.5, 0]
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
-    assert law([0.0, 2.0, 2.0], SamplingParams(temperature=0.0)) == [0, 1, 0]
+    assert distribution([0.0, 2.0, 2.0], SamplingParams(temperature=0.0)) == [0, 1, 0]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e-6])
 def test_tiny_temperatures_are_greedy_without_nan(temperature: float) -> None:
-    assert law([-3.0, 8.0, 2.0], SamplingParams(temperature=temperature)) == [0, 1, 0]
+    assert distribution([-3.0, 8.0, 2.0], SamplingParams(temperature=temperature)) == [0, 1, 0]
 
 
 @pytest.mark.parametrize("top_p", [5e-324, 1e-12])
 def test_at_least_one_token_survives_every_cut(top_p: float) -> None:
     params = SamplingParams(top_p=top_p, min_p=1.0, top_k=1, temperature=2.0)
-    assert law([1.0, 1.5, 1.0], params) == [0, 1, 0]
+    assert distribution([1.0, 1.5, 1.0], params) == [0, 1, 0]
 
 
 def test_a_full_width_top_k_beside_a_row_without_one_removes_nothing() -> None:
@@ -162,21 +164,21 @@ def test_a_full_width_top_k_beside_a_row_without_one_removes_nothing() -> None:
 
 
 def test_banned_tokens_are_never_drawn() -> None:
-    probs = law([5.0, 1.0, 1.0], SamplingParams(), banned_token_ids=[(0,)])
+    probs = distribution([5.0, 1.0, 1.0], SamplingParams(), banned_token_ids=[(0,)])
     assert probs == [0, 0.5, 0.5]
     greedy = SamplingParams(temperature=0.0)
-    assert law([5.0, 1.0, 2.0], greedy, banned_token_ids=[(0, 2)]) == [0, 1, 0]
+    assert distribution([5.0, 1.0, 2.0], greedy, banned_token_ids=[(0, 2)]) == [0, 1, 0]
 
 
 def test_a_row_whose_every_token_is_banned_keeps_them_all() -> None:
-    probs = law([1.0, 1.0], SamplingParams(), banned_token_ids=[(0, 1)])
+    probs = distribution([1.0, 1.0], SamplingParams(), banned_token_ids=[(0, 1)])
     assert probs == [0.5, 0.5]
 
 
 def test_tokens_removed_beforehand_stay_removed() -> None:
     params = SamplingParams(top_k=3, top_p=0.999, min_p=0.001, logit_bias={1: 50.0})
     logits = [-math.inf, -math.inf, 1.0, 1.0]
-    assert law(logits, params) == pytest.approx([0, 0, 0.5, 0.5])
+    assert distribution(logits, params) == pytest.approx([0, 0, 0.5, 0.5])
 
 
 def test_half_precision_logits_are_taken_as_they_are() -> None:

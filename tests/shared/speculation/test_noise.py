@@ -113,9 +113,9 @@ def test_noise_has_the_gumbel_distribution() -> None:
     noise = gumbel_noise(*rows(128), 8192).flatten().to(torch.float64).sort().values
 
     def distance(values: Tensor) -> float:
-        law = torch.exp(-torch.exp(-values))
+        distribution = torch.exp(-torch.exp(-values))
         steps = torch.arange(1, len(values) + 1, dtype=torch.float64) / len(values)
-        return float((law - steps).abs().max())
+        return float((distribution - steps).abs().max())
 
     limit = 1.95 / math.sqrt(len(noise))  # exceeded with a chance of 0.001
     assert distance(noise) < limit

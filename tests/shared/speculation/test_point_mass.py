@@ -23,12 +23,12 @@ from shared.tokens import EMPTY_TREE, TokenTree
 from tests.shared.speculation.naive import chi_square_p_value, every_tree, row_contexts
 
 Context = tuple[int, ...]
-ExactLaw = tuple[Fraction, ...]
+ExactDistribution = tuple[Fraction, ...]
 # Sixteenths are exact in float64, so the enumeration has no rounding anywhere.
 SIXTEENTHS = ((7, 4, 5), (0, 10, 6), (1, 0, 15), (8, 8, 0), (3, 12, 1), (16, 0, 0))
 
 
-def exact_law(context: Context) -> ExactLaw:
+def exact_distribution(context: Context) -> ExactDistribution:
     index = sum((token + 1) * 4**i for i, token in enumerate(context))
     return tuple(Fraction(n, 16) for n in SIXTEENTHS[index % len(SIXTEENTHS)])
 
@@ -50,12 +50,12 @@ def coin_intervals(probs: Sequence[Fraction], acc: Fraction) -> list[tuple[Fract
 def enumerated(tree: TokenTree, thresholds: Thresholds) -> Iterator[tuple[Context, Fraction, int]]:
     """Every outcome of the coins: accepted tokens, its probability, and the row it ends at."""
     contexts, children = row_contexts(tree), row_children(tree)
-    laws = [exact_law(context) for context in contexts]
+    distributions = [exact_distribution(context) for context in contexts]
     node_probs: list[Fraction] = [Fraction(0)] * len(tree)
     for row, nodes in enumerate(children):
         for node in nodes:
-            node_probs[node] = laws[row][tree.token_ids[node]]
-    has_residual = [sum(residual_law(tree, row)) > 0 for row in range(len(tree) + 1)]
+            node_probs[node] = distributions[row][tree.token_ids[node]]
+    has_residual = [sum(residual_distribution(tree, row)) > 0 for row in range(len(tree) + 1)]
     pieces = [
         coin_intervals([node_probs[n] for n in nodes], Fraction(thresholds.acc))
         for nodes in children
@@ -63,7 +63,7 @@ def enumerated(tree: TokenTree, thresholds: Thresholds) -> Iterator[tuple[Contex
     for coins in itertools.product(*pieces):
         draws = PointMassDraws(
             node_probs=tuple(float(p) for p in node_probs),
-            # The row's own number stands for its bonus, whose law is known apart.
+            # The row's own number stands for its bonus, whose distribution is known apart.
             residual_token_ids=tuple(row if ok else None for row, ok in enumerate(has_residual)),
             coins=tuple(float(middle) for middle, _ in coins),
         )
@@ -76,48 +76,48 @@ def enumerated(tree: TokenTree, thresholds: Thresholds) -> Iterator[tuple[Contex
         )
 
 
-def residual_law(tree: TokenTree, row: int) -> list[Fraction]:
-    """The row's law without its children, not renormalised."""
-    law = list(exact_law(row_contexts(tree)[row]))
+def residual_distribution(tree: TokenTree, row: int) -> list[Fraction]:
+    """The row's distribution without its children, not renormalised."""
+    distribution = list(exact_distribution(row_contexts(tree)[row]))
     for node in row_children(tree)[row]:
-        law[tree.token_ids[node]] = Fraction(0)
-    return law
+        distribution[tree.token_ids[node]] = Fraction(0)
+    return distribution
 
 
-def output_law(tree: TokenTree, thresholds: Thresholds, length: int) -> Counter[Context]:
-    law: Counter[Context] = Counter()
+def output_distribution(tree: TokenTree, thresholds: Thresholds, length: int) -> Counter[Context]:
+    distribution: Counter[Context] = Counter()
     for accepted, weight, row in enumerated(tree, thresholds):
-        residual = residual_law(tree, row)
+        residual = residual_distribution(tree, row)
         for bonus, mass in enumerate(residual):
             if mass:
-                extend(law, (*accepted, bonus), weight * mass / sum(residual), length)
-    return law
+                extend(distribution, (*accepted, bonus), weight * mass / sum(residual), length)
+    return distribution
 
 
-def extend(law: Counter[Context], tokens: Context, weight: Fraction, length: int) -> None:
+def extend(distribution: Counter[Context], tokens: Context, weight: Fraction, length: int) -> None:
     """Adds `tokens` with every plain continuation up to `length`."""
     if len(tokens) >= length:
-        law[tokens[:length]] += weight  # type: ignore[assignment]
+        distribution[tokens[:length]] += weight  # type: ignore[assignment]
         return
-    for token, prob in enumerate(exact_law(tokens)):
+    for token, prob in enumerate(exact_distribution(tokens)):
         if prob:
-            extend(law, (*tokens, token), weight * prob, length)
+            extend(distribution, (*tokens, token), weight * prob, length)
 
 
-def plain_law(length: int) -> Counter[Context]:
-    law: Counter[Context] = Counter()
-    extend(law, (), Fraction(1), length)
-    return law
+def plain_distribution(length: int) -> Counter[Context]:
+    distribution: Counter[Context] = Counter()
+    extend(distribution, (), Fraction(1), length)
+    return distribution
 
 
-def test_every_tree_gives_exactly_the_targets_law_of_three_tokens() -> None:
-    expected = plain_law(3)
+def test_every_tree_gives_exactly_the_targets_distribution_of_three_tokens() -> None:
+    expected = plain_distribution(3)
     assert sum(expected.values()) == 1
     for tree in every_tree(vocab_size=3, depth=2):
-        assert output_law(tree, EXACT, 3) == expected
+        assert output_distribution(tree, EXACT, 3) == expected
 
 
-def test_children_in_any_order_and_repeated_give_the_targets_law() -> None:
+def test_children_in_any_order_and_repeated_give_the_targets_distribution() -> None:
     trees = [
         TokenTree((2, 0, 1), (None, None, None)),
         TokenTree((0, 0, 1, 1, 0), (None, None, 0, 0, 1)),
@@ -125,18 +125,18 @@ def test_children_in_any_order_and_repeated_give_the_targets_law() -> None:
         TokenTree.chain((0, 1, 2)),
     ]
     for tree in trees:
-        assert output_law(tree, EXACT, 3) == plain_law(3)
+        assert output_distribution(tree, EXACT, 3) == plain_distribution(3)
 
 
 @pytest.mark.parametrize("thresholds", [Thresholds(acc=0.5), Thresholds(single=0.25)])
-def test_thresholds_below_one_change_the_law(thresholds: Thresholds) -> None:
+def test_thresholds_below_one_change_the_distribution(thresholds: Thresholds) -> None:
     """Negative control of the enumeration: the lossy rule favours the first child."""
     tree = TokenTree.chain((0, 1))
-    found = output_law(tree, thresholds, 3)
+    found = output_distribution(tree, thresholds, 3)
     assert sum(found.values()) == 1
-    assert found != plain_law(3)
+    assert found != plain_distribution(3)
     first = sum(weight for tokens, weight in found.items() if tokens[0] == 0)
-    assert first > exact_law(())[0]
+    assert first > exact_distribution(())[0]
 
 
 def test_a_threshold_outside_its_range_is_refused() -> None:
@@ -226,7 +226,7 @@ def first_two_p_value(decide: Decide) -> float:
     )
 
 
-def test_committed_tokens_follow_the_targets_law() -> None:
+def test_committed_tokens_follow_the_targets_distribution() -> None:
     p_value = first_two_p_value(lambda tree, draws: accept_point_mass(tree, draws).token_ids(tree))
     assert p_value > 1e-3
 

@@ -13,11 +13,17 @@ from torch import Tensor
 
 import shared.speculation.rejection as rejection
 from shared.speculation.block_verification import BLOCK
-from shared.speculation.rejection import REJECTION, ChainLaws, ChainRule, DrawnChain, accept_chains
-from tests.shared.speculation.naive import chi_square_p_value, joint_law
+from shared.speculation.rejection import (
+    REJECTION,
+    ChainDistributions,
+    ChainRule,
+    DrawnChain,
+    accept_chains,
+)
+from tests.shared.speculation.naive import chi_square_p_value, joint_distribution
 
 Context = tuple[int, ...]
-Laws = Callable[[Context], Sequence[float]]
+Distributions = Callable[[Context], Sequence[float]]
 VOCAB_SIZE = 3
 RULES = {"rejection": REJECTION, "block": BLOCK}
 PAIRS = {
@@ -31,14 +37,14 @@ PAIRS = {
 }
 
 
-def sixteenths(table: Sequence[Sequence[int]]) -> Laws:
-    """A law for every context, none like its neighbours'."""
+def sixteenths(table: Sequence[Sequence[int]]) -> Distributions:
+    """A distribution for every context, none like its neighbours'."""
 
-    def law(context: Context) -> Sequence[float]:
+    def distribution(context: Context) -> Sequence[float]:
         index = sum((token + 1) * 4**place for place, token in enumerate(context))
         return [each / 16 for each in table[index % len(table)]]
 
-    return law
+    return distribution
 
 
 @pytest.fixture(params=RULES)
@@ -46,8 +52,10 @@ def rule(request: pytest.FixtureRequest) -> ChainRule:
     return RULES[request.param]
 
 
-def log_rows(law: Laws, contexts: Sequence[Context]) -> Tensor:
-    return torch.tensor([law(each) for each in contexts], dtype=torch.float64).log().float()
+def log_rows(distribution: Distributions, contexts: Sequence[Context]) -> Tensor:
+    return (
+        torch.tensor([distribution(each) for each in contexts], dtype=torch.float64).log().float()
+    )
 
 
 def prefixes(tokens: Context, count: int) -> list[Context]:
@@ -55,21 +63,25 @@ def prefixes(tokens: Context, count: int) -> list[Context]:
 
 
 def enumerated(
-    target: Laws, draft: Laws, depth: int, rule: ChainRule, drawn_from: Laws | None = None
+    target: Distributions,
+    draft: Distributions,
+    depth: int,
+    rule: ChainRule,
+    drawn_from: Distributions | None = None,
 ) -> Iterator[tuple[float, Context, Tensor]]:
     """Every chain with every number of accepted tokens: the probability of it, the accepted
-    tokens, and the law of the bonus token after them.
+    tokens, and the distribution of the bonus token after them.
 
     Args:
-        draft: the law that is handed over.
+        draft: the distribution that is handed over.
         drawn_from: the one that tokens come from; the same if left out.
     """
-    for tokens, weight in joint_law(drawn_from or draft, VOCAB_SIZE, depth).items():
+    for tokens, weight in joint_distribution(drawn_from or draft, VOCAB_SIZE, depth).items():
         if weight == 0.0 or any(not draft(tokens[:i])[tokens[i]] for i in range(depth)):
             continue
         chain = DrawnChain.of(tokens, log_rows(draft, prefixes(tokens, depth)))
         log_probs = log_rows(target, prefixes(tokens, depth + 1))
-        rows = rule.rows(ChainLaws.of(log_probs, [chain]))
+        rows = rule.rows(ChainDistributions.of(log_probs, [chain]))
         residuals = rows.residuals / rows.residuals.sum(-1, keepdim=True)
         thresholds = rows.thresholds.tolist()
         for passes in itertools.product((False, True), repeat=depth):
@@ -78,14 +90,14 @@ def enumerated(
             yield weight * coins, tokens[:count], residuals[count]
 
 
-def output_law(
-    target: Laws,
-    draft: Laws,
+def output_distribution(
+    target: Distributions,
+    draft: Distributions,
     depth: int,
     rule: ChainRule,
-    drawn_from: Laws | None = None,
+    drawn_from: Distributions | None = None,
 ) -> Counter[Context]:
-    """The law of depth + 1 tokens: what a round commits, and plain decoding after it."""
+    """The distribution of depth + 1 tokens: what a round commits, and plain decoding after it."""
     found: Counter[Context] = Counter()
     for weight, accepted, residual in enumerated(target, draft, depth, rule, drawn_from):
         for bonus, prob in enumerate(residual.tolist()):
@@ -96,11 +108,13 @@ def output_law(
     return found
 
 
-def continuations(target: Laws, head: Context, length: int) -> dict[Context, float]:
-    return joint_law(lambda tail: target((*head, *tail)), VOCAB_SIZE, length - len(head))
+def continuations(target: Distributions, head: Context, length: int) -> dict[Context, float]:
+    return joint_distribution(lambda tail: target((*head, *tail)), VOCAB_SIZE, length - len(head))
 
 
-def accepted_length(target: Laws, draft: Laws, depth: int, rule: ChainRule) -> float:
+def accepted_length(
+    target: Distributions, draft: Distributions, depth: int, rule: ChainRule
+) -> float:
     return sum(
         weight * len(accepted) for weight, accepted, _ in enumerated(target, draft, depth, rule)
     )
@@ -113,15 +127,17 @@ def distance(found: Counter[Context], expected: dict[Context, float]) -> float:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_output_has_exactly_the_targets_law(pair: str, depth: int, rule: ChainRule) -> None:
+def test_output_has_exactly_the_targets_distribution(
+    pair: str, depth: int, rule: ChainRule
+) -> None:
     target, draft = map(sixteenths, PAIRS[pair])
-    found = output_law(target, draft, depth, rule)
+    found = output_distribution(target, draft, depth, rule)
     assert sum(found.values()) == pytest.approx(1.0)
-    assert distance(found, joint_law(target, VOCAB_SIZE, depth + 1)) < 1e-6
+    assert distance(found, joint_distribution(target, VOCAB_SIZE, depth + 1)) < 1e-6
 
 
-def test_a_law_that_tokens_were_not_drawn_from_is_noticed(rule: ChainRule) -> None:
-    """Negative control: the law before truncation is handed over, or one of another
+def test_a_distribution_that_tokens_were_not_drawn_from_is_noticed(rule: ChainRule) -> None:
+    """Negative control: the distribution before truncation is handed over, or one of another
     temperature."""
     target, full = map(sixteenths, PAIRS["both full"])
 
@@ -133,10 +149,10 @@ def test_a_law_that_tokens_were_not_drawn_from_is_noticed(rule: ChainRule) -> No
         powers = [prob**1.2 for prob in full(context)]
         return [power / sum(powers) for power in powers]
 
-    expected = joint_law(target, VOCAB_SIZE, 3)
-    assert distance(output_law(target, full, 2, rule), expected) < 1e-6
+    expected = joint_distribution(target, VOCAB_SIZE, 3)
+    assert distance(output_distribution(target, full, 2, rule), expected) < 1e-6
     for drawn_from in (truncated, sharper):
-        assert distance(output_law(target, full, 2, rule, drawn_from), expected) > 0.01
+        assert distance(output_distribution(target, full, 2, rule, drawn_from), expected) > 0.01
 
 
 def test_a_chain_cut_by_its_own_token_is_noticed(rule: ChainRule) -> None:
@@ -145,15 +161,15 @@ def test_a_chain_cut_by_its_own_token_is_noticed(rule: ChainRule) -> None:
     found: Counter[Context] = Counter()
     for token, prob in enumerate(draft(())):
         if prob < 0.5:  # not verified: plain decoding
-            for tokens, rest in joint_law(target, VOCAB_SIZE, 2).items():
+            for tokens, rest in joint_distribution(target, VOCAB_SIZE, 2).items():
                 found[tokens] += prob * rest  # type: ignore[assignment]
         else:
             point = [float(each == token) for each in range(VOCAB_SIZE)]
-            rows = output_law(target, draft, 1, rule, lambda _, point=point: point)
+            rows = output_distribution(target, draft, 1, rule, lambda _, point=point: point)
             for tokens, rest in rows.items():
                 found[tokens] += prob * rest
     assert sum(found.values()) == pytest.approx(1.0)
-    assert distance(found, joint_law(target, VOCAB_SIZE, 2)) > 0.05
+    assert distance(found, joint_distribution(target, VOCAB_SIZE, 2)) > 0.05
 
 
 @pytest.mark.parametrize("rule_name", RULES)
@@ -169,10 +185,10 @@ def test_a_chain_may_end_for_what_its_last_node_holds(rule_name: str) -> None:
             return [draft(())[first] * (token == first) for token in range(VOCAB_SIZE)]
 
         depth = 1 if first == 1 else 2
-        for tokens, prob in output_law(target, draft, depth, rule, begun).items():
+        for tokens, prob in output_distribution(target, draft, depth, rule, begun).items():
             for tail, rest in continuations(target, tokens, 3).items():
                 found[(*tokens, *tail)] += prob * rest  # type: ignore[assignment]
-    assert distance(found, joint_law(target, VOCAB_SIZE, 3)) < 1e-6
+    assert distance(found, joint_distribution(target, VOCAB_SIZE, 3)) < 1e-6
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -188,7 +204,7 @@ def test_block_verification_accepts_no_less(pair: str) -> None:
         assert whole > one_by_one + 0.02
 
 
-def test_one_token_is_accepted_with_the_overlap_of_both_laws(rule: ChainRule) -> None:
+def test_one_token_is_accepted_with_the_overlap_of_both_distributions(rule: ChainRule) -> None:
     target, draft = map(sixteenths, PAIRS["both full"])
     overlap = sum(map(min, target(()), draft(())))
     assert accepted_length(target, draft, 1, rule) == pytest.approx(overlap, abs=1e-6)
@@ -201,7 +217,8 @@ LOWEST_COIN, HIGHEST_COIN = 0.5 / 2**52, (2**52 - 0.5) / 2**52
 def test_no_coin_commits_a_token_the_target_forbids(
     coin: float, rule: ChainRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float32 laws that sum to a little less or more than 1, and share few tokens or all."""
+    """Float32 distributions that sum to a little less or more than 1, and share few tokens or
+    all."""
     monkeypatch.setattr(rejection, "fresh_coins", lambda count, _: (coin,) * count)
     source = torch.Generator().manual_seed(2)
     target_logits = torch.randn(200, 4, 6, generator=source) * 8
@@ -209,18 +226,19 @@ def test_no_coin_commits_a_token_the_target_forbids(
     target_logits[100:, :, 3:] = torch.randn(100, 4, 3, generator=source)
     draft_logits = torch.randn(200, 3, 6, generator=source) * 8
     draft_logits[:50] = target_logits[:50, :3]  # equal but for rounding
-    log_probs, laws = target_logits.log_softmax(-1), (draft_logits + 0.1).log_softmax(-1)
+    log_probs, distributions = target_logits.log_softmax(-1), (draft_logits + 0.1).log_softmax(-1)
     tokens = [
-        [int(torch.multinomial(law.exp(), 1, generator=source)) for law in each] for each in laws
+        [int(torch.multinomial(distribution.exp(), 1, generator=source)) for distribution in each]
+        for each in distributions
     ]
-    chains = [DrawnChain.of(*each) for each in zip(tokens, laws, strict=True)]
+    chains = [DrawnChain.of(*each) for each in zip(tokens, distributions, strict=True)]
     paths = accept_chains(log_probs.flatten(0, 1), chains, rule, source)
     for rows, chain, path in zip(log_probs, chains, paths, strict=True):
         for row, token in zip(rows, path.token_ids(chain), strict=False):
             assert row[token] > -torch.inf
 
 
-def test_equal_laws_are_accepted_whole_whatever_the_coin(
+def test_equal_distributions_are_accepted_whole_whatever_the_coin(
     rule: ChainRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rejection, "fresh_coins", lambda count, _: (HIGHEST_COIN,) * count)
@@ -230,11 +248,11 @@ def test_equal_laws_are_accepted_whole_whatever_the_coin(
     assert path.node_indices == (0, 1, 2, 3)
 
 
-def test_a_token_without_mass_in_its_own_law_is_our_bug(rule: ChainRule) -> None:
-    law = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    chain = DrawnChain.of((2,), law)
+def test_a_token_without_mass_in_its_own_distribution_is_our_bug(rule: ChainRule) -> None:
+    distribution = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    chain = DrawnChain.of((2,), distribution)
     with pytest.raises(AssertionError, match="cannot have drawn"):
-        accept_chains(law.repeat(2, 1), [chain], rule, torch.Generator())
+        accept_chains(distribution.repeat(2, 1), [chain], rule, torch.Generator())
 
 
 def test_chains_of_a_batch_do_not_touch_each_other(rule: ChainRule) -> None:
@@ -245,9 +263,10 @@ def test_chains_of_a_batch_do_not_touch_each_other(rule: ChainRule) -> None:
         for n in lengths
     ]
     rows = [torch.randn(n + 1, 5, generator=source).log_softmax(-1) for n in lengths]
-    together = rule.rows(ChainLaws.of(torch.cat(rows), chains))
+    together = rule.rows(ChainDistributions.of(torch.cat(rows), chains))
     alone = [
-        rule.rows(ChainLaws.of(*each)) for each in zip(rows, [[c] for c in chains], strict=True)
+        rule.rows(ChainDistributions.of(*each))
+        for each in zip(rows, [[c] for c in chains], strict=True)
     ]
     assert torch.equal(together.thresholds, torch.cat([each.thresholds for each in alone]))
     assert torch.equal(together.residuals, torch.cat([each.residuals for each in alone]))
@@ -256,7 +275,7 @@ def test_chains_of_a_batch_do_not_touch_each_other(rule: ChainRule) -> None:
 def test_chains_beyond_what_memory_allows_are_decided_in_turn(
     rule: ChainRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Laws are points, so there is one right answer for each."""
+    """Distributions are points, so there is one right answer for each."""
     monkeypatch.setattr(rejection, "_MAX_LAW_ELEMENTS", 4 * 5)
     drawn = torch.zeros(3, 5).log_softmax(-1)
     chains = [DrawnChain.of(tokens, drawn[: len(tokens)]) for tokens in ((1, 2, 3), (4,), (0, 1))]
@@ -269,8 +288,8 @@ def test_chains_beyond_what_memory_allows_are_decided_in_turn(
 
 
 def test_a_drawn_chain_is_cut_by_depth_alone() -> None:
-    laws = torch.zeros(3, 4)
-    chain = DrawnChain.of((1, 2, 3), laws)
+    distributions = torch.zeros(3, 4)
+    chain = DrawnChain.of((1, 2, 3), distributions)
     cut = chain.only((0, 1))
     assert isinstance(cut, DrawnChain)
     assert cut.token_ids == (1, 2)
@@ -287,7 +306,8 @@ def first_tokens_p_value(rule: ChainRule, handed_over: float) -> float:
     """Chi-square of the first two tokens where a first one was accepted, else of the first.
 
     Args:
-        handed_over: power of the draft's law that is handed over; 1 is the law itself.
+        handed_over: power of the draft's distribution that is handed over; 1 is the distribution
+            itself.
     """
     source = torch.Generator().manual_seed(9)
     target = torch.randn(1 + 4, 4, generator=source).log_softmax(-1)
@@ -299,7 +319,7 @@ def first_tokens_p_value(rule: ChainRule, handed_over: float) -> float:
         DrawnChain.of((one, two), told[[0, 1 + one]])
         for one, two in zip(first.tolist(), second.tolist(), strict=True)
     ]
-    # The third row's law is of no interest here.
+    # The third row's distribution is of no interest here.
     rows = torch.stack([target[[0, 1 + one, 0]] for one in first.tolist()]).flatten(0, 1)
     paths = accept_chains(rows, chains, rule, torch.Generator().manual_seed(3))
     probs = target.exp()
@@ -316,9 +336,9 @@ def first_tokens_p_value(rule: ChainRule, handed_over: float) -> float:
     return chi_square_p_value([observed[each] for each in expected], list(expected.values()))
 
 
-def test_committed_tokens_follow_the_targets_law(rule: ChainRule) -> None:
+def test_committed_tokens_follow_the_targets_distribution(rule: ChainRule) -> None:
     assert first_tokens_p_value(rule, handed_over=1.0) > 1e-3
 
 
-def test_a_slightly_wrong_law_is_caught_by_statistics(rule: ChainRule) -> None:
+def test_a_slightly_wrong_distribution_is_caught_by_statistics(rule: ChainRule) -> None:
     assert first_tokens_p_value(rule, handed_over=1.2) < 1e-6

@@ -13,7 +13,7 @@ from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import banned_by_min_tokens, row_paths
 from shared.tokens import SamplingParams, StopParams, TokenTree
 from tests.helpers.token_counts import TokenHistory, count_tokens
-from tests.shared.speculation.naive import naive_law, row_contexts
+from tests.shared.speculation.naive import naive_distribution, row_contexts
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 7
@@ -48,7 +48,7 @@ def stop_params(minimum: int) -> StopParams:
     return StopParams(max_output_tokens=50, min_output_tokens=minimum, stop_token_ids=stops)
 
 
-def tree_laws(batch: list[Case], logits: torch.Tensor) -> torch.Tensor:
+def tree_distributions(batch: list[Case], logits: torch.Tensor) -> torch.Tensor:
     sampling = row_sampling(
         [params for _, params, *_ in batch],
         [len(tree) + 1 for tree, *_ in batch],
@@ -69,10 +69,10 @@ def tree_laws(batch: list[Case], logits: torch.Tensor) -> torch.Tensor:
     return target_log_probs(logits, sampling, counts).exp()
 
 
-def plain_laws(batch: list[Case], logits: torch.Tensor) -> list[list[float]]:
+def plain_distributions(batch: list[Case], logits: torch.Tensor) -> list[list[float]]:
     rows = iter(logits.tolist())
     return [
-        naive_law(
+        naive_distribution(
             next(rows),
             params,
             prompt=prompt,
@@ -86,13 +86,16 @@ def plain_laws(batch: list[Case], logits: torch.Tensor) -> list[list[float]]:
 
 @given(st.lists(cases(), min_size=1, max_size=3), st.integers(0, 10**6))
 @settings(max_examples=150, deadline=None)
-def test_each_row_of_a_tree_has_the_law_of_plain_decoding_after_its_path(
+def test_each_row_of_a_tree_has_the_distribution_of_plain_decoding_after_its_path(
     batch: list[Case], seed: int
 ) -> None:
     num_rows = sum(len(tree) + 1 for tree, *_ in batch)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 2
-    found, expected = tree_laws(batch, logits), torch.tensor(plain_laws(batch, logits))
+    found, expected = (
+        tree_distributions(batch, logits),
+        torch.tensor(plain_distributions(batch, logits)),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -101,10 +104,10 @@ def test_penalties_that_skip_the_path_are_noticed() -> None:
     params = SamplingParams(frequency_penalty=2.0)
     case = (TokenTree.chain((1, 1, 3)), params, [0], [4], 0)
     logits = torch.zeros(4, VOCAB_SIZE)
-    right = tree_laws([case], logits)
+    right = tree_distributions([case], logits)
     history = TokenHistory([0], [4], [()] * 4, has_penalties=True)
     counts = count_tokens([history], vocab_size=VOCAB_SIZE, device=CPU)
     wrong = target_log_probs(logits, row_sampling([params], [4], device=CPU), counts).exp()
-    torch.testing.assert_close(right, torch.tensor(plain_laws([case], logits)))
+    torch.testing.assert_close(right, torch.tensor(plain_distributions([case], logits)))
     assert math.isclose(float(right[0].sub(wrong[0]).abs().max()), 0.0, abs_tol=1e-7)
     assert all(float(right[row].sub(wrong[row]).abs().max()) > 0.05 for row in (1, 2, 3))

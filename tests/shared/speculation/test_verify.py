@@ -18,7 +18,7 @@ from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree
 from tests.shared.speculation.naive import (
     chi_square_p_value,
     every_tree,
-    joint_law,
+    joint_distribution,
     row_contexts,
 )
 
@@ -30,7 +30,7 @@ Context = tuple[int, ...]
 
 
 class ToyTarget:
-    """A law for every context of up to `LENGTH` tokens; some tokens have no mass."""
+    """A distribution for every context of up to `LENGTH` tokens; some tokens have no mass."""
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -45,11 +45,11 @@ class ToyTarget:
         self.log_probs = logits.log_softmax(-1)
         self.probs = self.log_probs.double().exp()
 
-    def law(self, context: Context) -> list[float]:
+    def distribution(self, context: Context) -> list[float]:
         probs: list[float] = self.probs[self.rows[context]].tolist()
         return probs
 
-    def laws(self, contexts: Sequence[Context]) -> Tensor:
+    def distributions(self, contexts: Sequence[Context]) -> Tensor:
         return self.log_probs[torch.tensor([self.rows[context] for context in contexts])]
 
 
@@ -126,7 +126,7 @@ def test_drawing_skips_the_noise_for_greedy_rows_in_any_company() -> None:
 
 
 def noisy_trees(target: ToyTarget) -> list[TokenTree]:
-    """Trees picked by the very noise the target uses, with laws the draft got wrong."""
+    """Trees picked by the very noise the target uses, with distributions the draft got wrong."""
     flat = (target.log_probs * 0.4).log_softmax(-1)
     seeds = torch.arange(NUM_ROUNDS)
     first = coupled_draw(flat[:1].expand(NUM_ROUNDS, -1), seeds, torch.full_like(seeds, 10))
@@ -158,8 +158,8 @@ def committed(target: ToyTarget, trees: Sequence[TokenTree], draw: Draw) -> list
             for output, tree in zip(outputs, round_trees, strict=True)
             for position in drawn_positions(tree, root_position=9 + len(output))
         ]
-        laws = target.laws(contexts)
-        drawn = iter(draw(laws, torch.tensor(seeds), torch.tensor(positions)).tolist())
+        distributions = target.distributions(contexts)
+        drawn = iter(draw(distributions, torch.tensor(seeds), torch.tensor(positions)).tolist())
         for i, tree in enumerate(round_trees):
             rows = [next(drawn) for _ in range(len(tree) + 1)]
             outputs[i] = (*outputs[i], *accept_path(tree, rows).token_ids(tree))
@@ -167,8 +167,8 @@ def committed(target: ToyTarget, trees: Sequence[TokenTree], draw: Draw) -> list
 
 
 def position_p_values(target: ToyTarget, outputs: Sequence[Context]) -> list[float]:
-    """One p-value for each position's marginal, then that of the joint law."""
-    joint = joint_law(target.law, VOCAB_SIZE, LENGTH)
+    """One p-value for each position's marginal, then that of the joint distribution."""
+    joint = joint_distribution(target.distribution, VOCAB_SIZE, LENGTH)
     p_values = []
     for cells in (*([i] for i in range(LENGTH)), list(range(LENGTH))):
         observed = Counter(tuple(output[i] for i in cells) for output in outputs)
@@ -182,7 +182,7 @@ def position_p_values(target: ToyTarget, outputs: Sequence[Context]) -> list[flo
     return p_values
 
 
-def test_coupled_output_follows_the_targets_law_at_every_position() -> None:
+def test_coupled_output_follows_the_targets_distribution_at_every_position() -> None:
     target = ToyTarget()
     outputs = committed(target, noisy_trees(target), coupled_draw)
     assert min(position_p_values(target, outputs)) > 1e-3
@@ -191,9 +191,9 @@ def test_coupled_output_follows_the_targets_law_at_every_position() -> None:
 def test_verifying_by_argmax_is_caught() -> None:
     """Negative control: the known trap of taking the highest logit where a tree is missed."""
 
-    def argmax_at_times(laws: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        drawn = coupled_draw(laws, seeds, positions)
-        return torch.where(seeds % 5 == 0, laws.argmax(-1), drawn)
+    def argmax_at_times(distributions: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        drawn = coupled_draw(distributions, seeds, positions)
+        return torch.where(seeds % 5 == 0, distributions.argmax(-1), drawn)
 
     target = ToyTarget()
     outputs = committed(target, noisy_trees(target), argmax_at_times)

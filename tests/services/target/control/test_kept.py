@@ -38,15 +38,15 @@ def test_without_probabilities_the_upper_levels_are_kept() -> None:
     assert [kept and kept.nodes for kept in found] == [(0,), (0, 1, 2), (0, 1, 2, 3, 4)]
 
 
-def test_a_drawn_chain_is_cut_by_depth_with_its_laws() -> None:
+def test_a_drawn_chain_is_cut_by_depth_with_its_distributions() -> None:
     """Its tokens must have no say: choosing among them would change what is drawn."""
-    laws = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    distributions = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     for tokens in itertools.permutations((1, 2, 3, 4)):
-        kept = narrowed(DrawnChain.of(tokens, laws), 3)
+        kept = narrowed(DrawnChain.of(tokens, distributions), 3)
         assert kept is not None
         assert isinstance(kept.tree, DrawnChain)
         assert kept.tree.token_ids == tokens[:2]
-        assert torch.equal(kept.tree.draft_log_probs, laws[:2])
+        assert torch.equal(kept.tree.draft_log_probs, distributions[:2])
 
 
 def _random_tree(source: random.Random, log_probs: tuple[float, ...]) -> TokenTree:

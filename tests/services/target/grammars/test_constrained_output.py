@@ -244,15 +244,15 @@ def test_json_of_a_model_that_knows_no_json_parses(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("mode", VerificationMode)
-def test_law_is_the_models_own_given_that_the_output_matches_so_far(
+def test_distribution_is_the_models_own_given_that_the_output_matches_so_far(
     decoder: Decoder, mode: VerificationMode
 ) -> None:
     """Exact: every output of a small language, its probability by the chain rule over masks."""
     grammar = regex("(a|ab|bc|x)(0|1|12)?")
     prompt = [1, 2, 3]
-    law = _law(decoder, prompt, grammar)
-    assert math.isclose(sum(law.values()), 1.0, abs_tol=1e-5)
-    assert len(law) >= 16
+    distribution = _distribution(decoder, prompt, grammar)
+    assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-5)
+    assert len(distribution) >= 16
     counts: Counter[tuple[int, ...]] = Counter()
     num_outputs, size = 2000, 250
     for start in range(0, num_outputs, size):
@@ -266,17 +266,19 @@ def test_law_is_the_models_own_given_that_the_output_matches_so_far(
             ]
             collector = run(engine, asked)
             counts.update(tuple(collector.token_ids(key)) for key in range(len(asked)))
-    assert set(counts) <= set(law)
-    assert _chi_square(counts, law) < _bound(len(law))
-    # The control: the same counts do not fit a law that is off by a tenth.
-    skewed = {output: p * (1.3 if i % 2 else 0.7) for i, (output, p) in enumerate(law.items())}
-    assert _chi_square(counts, skewed) > _bound(len(law))
+    assert set(counts) <= set(distribution)
+    assert _chi_square(counts, distribution) < _bound(len(distribution))
+    # The control: the same counts do not fit a distribution that is off by a tenth.
+    skewed = {
+        output: p * (1.3 if i % 2 else 0.7) for i, (output, p) in enumerate(distribution.items())
+    }
+    assert _chi_square(counts, skewed) > _bound(len(distribution))
 
 
-def _law(
+def _distribution(
     decoder: Decoder, prompt: list[int], grammar: CompiledGrammar
 ) -> dict[tuple[int, ...], float]:
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     waiting: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while waiting:
         output, probability = waiting.pop()
@@ -284,7 +286,7 @@ def _law(
         for token_id in output:
             matcher.advance(token_id)
         if matcher.has_ended:
-            law[output] = probability
+            distribution[output] = probability
             continue
         [mask] = matcher.tree_masks(EMPTY_TREE)
         assert mask is not None
@@ -293,13 +295,16 @@ def _law(
         [logits] = plain_forward(decoder, whole, [len(whole) - 1]).logits.float()
         weights = logits[ids].softmax(0).tolist()
         waiting += [((*output, i), probability * w) for i, w in zip(ids, weights, strict=True)]
-    return law
+    return distribution
 
 
-def _chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    total, mass = counts.total(), sum(law.values())
+def _chi_square(
+    counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]
+) -> float:
+    total, mass = counts.total(), sum(distribution.values())
     return sum(
-        (counts[output] - total * p / mass) ** 2 / (total * p / mass) for output, p in law.items()
+        (counts[output] - total * p / mass) ** 2 / (total * p / mass)
+        for output, p in distribution.items()
     )
 
 
