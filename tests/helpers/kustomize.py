@@ -19,6 +19,8 @@ def built(folder: Path) -> list[Manifest]:
     found: list[Manifest] = []
     for name in content.get("resources", ()):
         path = folder / name
+        # Kustomize reads files of the folder alone; others come as folders.
+        assert path.is_dir() or path.resolve().is_relative_to(folder.resolve()), path
         found += built(path) if path.is_dir() else _documents(path)
     for name in content.get("components", ()):
         component = yaml.safe_load((folder / name / "kustomization.yaml").read_text())
