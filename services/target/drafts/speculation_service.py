@@ -12,7 +12,7 @@ from grpc import aio
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import draft_messages
 from services.target.drafts.draft_stream import DraftStream
-from services.target.drafts.handshake import AcceptedDraft, Handshake
+from services.target.drafts.handshake_service import AcceptedDraft, Handshake
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
 from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavailable
