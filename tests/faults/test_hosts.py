@@ -24,6 +24,8 @@ WALL_CLOCK = {
     "gateway/__main__.py": "start time, shown",
     "gateway/planner.py": "`created` of an answer",
     "gateway/responses/answer.py": "`created_at` of an answer",
+    "gateway/responses/conversation_routes.py": "`created_at` of a conversation",
+    "gateway/responses/routes.py": "`created_at` of an answer",
     "gateway/text/chat_template.py": "`strftime_now` of templates",
     "services/certs.py": "validity of certificates",
     "services/draft/process.py": "start time, shown",
