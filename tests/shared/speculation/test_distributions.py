@@ -230,13 +230,22 @@ def test_rows_without_allowed_tokens_are_left_as_they_are() -> None:
 
 def test_bad_words_of_one_token_are_removed_with_the_banned_ones() -> None:
     params = SamplingParams(bad_words=((1,), (2, 3)))
-    assert law([1.0, 3.0, 1.0, 1.0], params, banned_token_ids=[(0,)]) == [0.0, 0.0, 0.5, 0.5]
-    assert law([1.0, 3.0], SamplingParams(bad_words=((0,), (1,)))) == pytest.approx(
-        law([1.0, 3.0], SamplingParams())
+    assert distribution([1.0, 3.0, 1.0, 1.0], params, banned_token_ids=[(0,)]) == [
+        0.0,
+        0.0,
+        0.5,
+        0.5,
+    ]
+    assert distribution([1.0, 3.0], SamplingParams(bad_words=((0,), (1,)))) == pytest.approx(
+        distribution([1.0, 3.0], SamplingParams())
     )
 
 
 def test_a_forced_token_is_drawn_unless_a_grammar_forbids_it() -> None:
-    assert law([9.0, 0.0, -80.0], SamplingParams(), forced_token_ids=[2]) == [0.0, 0.0, 1.0]
-    probs = law([1.0, 1.0, -math.inf], SamplingParams(), forced_token_ids=[2])
+    assert distribution([9.0, 0.0, -80.0], SamplingParams(), forced_token_ids=[2]) == [
+        0.0,
+        0.0,
+        1.0,
+    ]
+    probs = distribution([1.0, 1.0, -math.inf], SamplingParams(), forced_token_ids=[2])
     assert probs == [0.5, 0.5, 0.0]
