@@ -15,7 +15,7 @@ from types import MappingProxyType
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
 from services.serve_settings import LauncherSettings
-from services.sglang_settings import refusal, without_prefix
+from services.sglang_settings import is_only_one, refusal, without_prefix
 from services.target.settings import TargetSettings
 from shared.settings_argv import Syntax, scan
 from shared.settings_field import Field, declared_fields
@@ -103,7 +103,7 @@ def _sort(flag: str, texts: Sequence[str], line: Line) -> None:
     for service in owners:
         name = _OTHER_NAMES.get((service, flag), flag)
         line.services[service].extend(_words(name, texts))
-    if owners:
+    if owners or is_only_one(flag, texts):
         return
     service, _, rest = flag.removeprefix("--").partition("-")
     if service in _FIELDS and f"--{rest}" in {each.flag for each in _FIELDS[service]}:

@@ -60,6 +60,21 @@ class SglangSettings:
     watchdog_timeout: float | None = setting(
         None, "no effect: requests have --request-timeout-s, and a dead engine ends its process"
     )
+    moe_runner_backend: str | None = setting(
+        None, "no effect: products with experts have one implementation"
+    )
+    speculative_moe_runner_backend: str | None = setting(
+        None, "no effect: products with experts have one implementation, of drafts as well"
+    )
+    moe_a2a_backend: str | None = setting(
+        None, "no effect: --tp-size cuts every expert, so that no rows are exchanged"
+    )
+    speculative_moe_a2a_backend: str | None = setting(
+        None, "no effect: --tp-size cuts every expert, so that no rows are exchanged"
+    )
+    disable_shared_experts_fusion: bool = setting(
+        False, "no effect: shared experts are a product of their own"
+    )
     sampling_backend: str | None = setting(None, "no effect: sampling has one implementation")
     grammar_backend: str | None = setting(None, "no effect: grammars are compiled by llguidance")
 
@@ -70,6 +85,10 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "one gateway with `outrider gateway --target A --target B`",
         "--ep-size": "experts are not spread over GPUs; --tp-size cuts every matrix",
         "--pp-size": "layers are not spread over GPUs; --tp-size cuts every matrix",
+        "--enable-dp-attention": "a process of --tp-size has some heads of all requests; "
+        "leave the flag out",
+        "--enable-eplb": "experts are not spread over GPUs, so that none is busier; leave the flag "
+        "out",
         "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "
         "draft --target HOST:PORT`",
         "--lora-paths": "adapters are not supported; merge them into the checkpoint",
@@ -78,8 +97,28 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 _REFUSED_ALIASES = MappingProxyType(
-    {"--dp": "--dp-size", "--ep": "--ep-size", "--data-parallel-size": "--dp-size"}
+    {
+        "--dp": "--dp-size",
+        "--data-parallel-size": "--dp-size",
+        "--ep": "--ep-size",
+        "--expert-parallel-size": "--ep-size",
+        "--enable-ep-moe": "--ep-size",
+        "--pp": "--pp-size",
+        "--pipeline-parallel-size": "--pp-size",
+        "--node-rank": "--nnodes",
+        "--dist-init-addr": "--nnodes",
+    }
 )
+
+
+_ONE_OF_ALL = ("--dp-size", "--ep-size", "--pp-size", "--nnodes")
+
+
+def is_only_one(flag: str, texts: Sequence[str]) -> bool:
+    """Whether a flag asks for one of what there is one of here, which changes nothing."""
+    if flag == "--node-rank":
+        return list(texts) == ["0"]
+    return _REFUSED_ALIASES.get(flag, flag) in _ONE_OF_ALL and list(texts) == ["1"]
 
 
 def without_prefix(arguments: Sequence[str]) -> list[str]:

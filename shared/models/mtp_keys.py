@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 
 class MtpStyle(enum.Enum):
-    """The two spellings; they also concatenate in opposite orders, see `MtpLayer`."""
+    """The spellings; MIMO's concatenates in the opposite order, see `MtpLayer`."""
 
     DEEPSEEK = "model.layers."
     MIMO = "model.mtp_layers."
+    MIMO_V2 = "model.mtp.layers."
 
 
 # In a DeepSeek-style folder the layers are numbered on from the decoder's own, so only the
@@ -20,8 +21,9 @@ class MtpStyle(enum.Enum):
 _KEYS = {
     MtpStyle.DEEPSEEK: re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\."),
     MtpStyle.MIMO: re.compile(r"model\.mtp_layers\.(\d+)\."),
+    MtpStyle.MIMO_V2: re.compile(r"model\.mtp\.layers\.(\d+)\."),
 }
-# Next-token layers of spellings that no drafter reads yet.
+# What else stands beside next-token layers.
 MTP_PREFIXES = ("model.mtp.",)
 
 

@@ -111,6 +111,10 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
         ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
         ("--speculative-num-stips 3", "did you mean --speculative-num-steps?"),
         ("--dp-size 2", "--dp-size: replicas are targets of their own"),
+        ("--ep-size 8", "--ep-size: experts are not spread"),
+        ("--pipeline-parallel-size 2", "--pp-size: layers are not spread"),
+        ("--enable-dp-attention", "--enable-dp-attention: a process of --tp-size"),
+        ("--node-rank 1", "--nnodes: --tp-size takes GPUs of one host"),
         ("--dp 2", "--dp-size: replicas are targets of their own"),
         ("--metrics-port 1", "each service has its own: --target-metrics-port"),
         ("--target h:1", "the target is started here"),
@@ -122,6 +126,11 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
 )
 def test_what_cannot_be_served_is_refused_by_name(flags: str, problem: str) -> None:
     assert problem in _problems(*flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--ep 1 --dp-size 1", "--pp-size 1 --nnodes 1 --node-rank 0"])
+def test_one_of_what_there_is_one_of_is_taken(flags: str) -> None:
+    assert _plan(*flags.split()).target == _plan().target
 
 
 def test_a_draft_with_another_tokenizer_is_refused_with_both_folders(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from shared.demo.recipe.model import Llama, parameter_count
 from shared.demo.recipe.optimise import Clock, Log, Optimisers, autocast, schedule
 
 TARGET = Path(__file__).parents[1] / "target"
-_BALANCE_RATE = 1e-3
+_BALANCE_RATE = 4e-3
 _NEXT_WEIGHT, _LATER_WEIGHT = 0.5, 0.25
 _TARGET_WEIGHT = 0.5
 
@@ -106,7 +106,8 @@ def train(args: argparse.Namespace) -> Mixture:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimisers.step(schedule(progress))
-        busiest = max(each.balance(_BALANCE_RATE) for each in model.mixtures())
+        rate = _BALANCE_RATE * schedule(progress)
+        busiest = max(each.balance(rate) for each in model.mixtures())
         step += 1
         if step == 1:
             clock.restart()  # the forward is compiled now

@@ -19,7 +19,7 @@ from shared.models.mtp_keys import MtpStyle
 class MtpLayer:
     """See `HeadLayer`. The state it hands on is normed, as the target's hidden state is.
 
-    DeepSeek-style layers read `cat(embedding, hidden)`. MiMo's read `cat(hidden, embedding)`, and
+    Most layers read `cat(embedding, hidden)`. MiMo's read `cat(hidden, embedding)`, and
     were trained with zeros for the embedding at position 0.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 23; MiMo, arXiv 2505.07608,
@@ -41,7 +41,7 @@ class MtpLayer:
         return self.block.attention
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        if self.style is MtpStyle.DEEPSEEK:
+        if self.style is not MtpStyle.MIMO:
             inputs = (self.embedding_norm(embedded), self.hidden_norm(hidden))
         else:
             is_first = (context.batch.positions == 0).unsqueeze(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,11 +31,19 @@ from shared.models.weights import WeightPart, read_weights
 LAYER_COUNT_KEY = "num_nextn_predict_layers"
 # Copies of the target's own, which the head borrows.
 _SHARED_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
+# What some checkpoints call the norm before the feed-forward block.
+_OTHER_NORM = ("post_attention_layernorm", "pre_mlp_layernorm")
 _NAMES = {
     MtpStyle.DEEPSEEK: {
         "enorm": "embedding_norm",
         "hnorm": "hidden_norm",
         "shared_head.norm": "state_norm",
+        "eh_proj": "projection",
+    },
+    MtpStyle.MIMO_V2: {
+        "enorm": "embedding_norm",
+        "hnorm": "hidden_norm",
+        "final_layernorm": "state_norm",
         "eh_proj": "projection",
     },
     MtpStyle.MIMO: {
@@ -99,8 +108,8 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
     num_layers = len(layers.prefixes)
     if num_layers == 0:
         raise CheckpointError(
-            f"{folder} has no next-token layers: no key begins with {MtpStyle.MIMO.value}, nor "
-            f"with {MtpStyle.DEEPSEEK.value}N.eh_proj"
+            f"{folder} has no next-token layers: no key begins with {MtpStyle.MIMO.value}, "
+            f"{MtpStyle.MIMO_V2.value} or {MtpStyle.DEEPSEEK.value}N.eh_proj"
         )
     file = ConfigFile.read(folder / CONFIG_FILE)
     stated = file.integer(LAYER_COUNT_KEY, num_layers)
@@ -110,6 +119,8 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
             f"{', '.join(layers.prefixes)}"
         )
     config = ModelConfig.from_folder(folder)
+    if layers.style is MtpStyle.MIMO_V2:
+        config = _sliding(config, num_layers)
     for key, own, needed in (
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -117,6 +128,21 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
         if own != needed:
             raise CheckpointError(f"{file.path}: {key} is {own}; the target's is {needed}")
     return config
+
+
+def _sliding(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """Returns the config of layers that are all as the sliding ones of a decoder.
+
+    Source: MiMo-V2-Flash, arXiv 2601.02780, section 2.3.
+    """
+    window = next((each for each in config.sliding_windows if each is not None), None)
+    return replace(
+        config,
+        num_layers=num_layers,
+        sliding_windows=(window,) * num_layers,
+        rope=config.sliding_rope or config.rope,
+        sliding_rope=None,
+    )
 
 
 def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> Iterator[WeightPart]:
@@ -127,7 +153,11 @@ def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> It
             shape = (hidden, 2 * hidden) if name == "projection" else (hidden,)
             yield WeightPart(f"{prefix}{key}.weight", shape, f"layers.{index}.{name}")
         has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in checkpoint.files)
-        yield from layer_parts(config, prefix, f"layers.{index}.", has_experts=has_experts)
+        for part in layer_parts(
+            config, prefix, f"layers.{index}.", layer=index, has_experts=has_experts
+        ):
+            other = part.key.replace(*_OTHER_NORM)
+            yield replace(part, key=other) if other in checkpoint.files else part
 
 
 def _build(
