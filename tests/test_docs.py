@@ -21,6 +21,7 @@ from google.protobuf import json_format, message_factory
 
 from gateway.schema import ChatCompletionRequest
 from gateway.settings import GatewaySettings
+from services.draft.learner.settings import LearnerSettings
 from services.draft.settings import DraftSettings
 from services.serve_line import Line, take_apart
 from services.target.settings import TargetSettings
@@ -31,7 +32,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MOST_WORDS = 18_000  # of all pages in docs/
 
-SERVICES = {"target": TargetSettings, "draft": DraftSettings, "gateway": GatewaySettings}
+SERVICES = {
+    "target": TargetSettings,
+    "draft": DraftSettings,
+    "gateway": GatewaySettings,
+    "learner": LearnerSettings,
+}
 
 # Flags of other people's programs that the documents call.
 FOREIGN_FLAGS = {
@@ -206,7 +212,7 @@ def flags_of_other_programs(page: Page) -> Iterator[str]:
         outside_quotes = re.sub(r"'[^']*'", "", command)
         flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w…-])", outside_quotes)
         own: set[str] = {"--help"}
-        if service := re.match(r"outrider[- ](target|draft|gateway|serve|check) ", command):
+        if service := re.match(r"outrider[- ](target|draft|gateway|learner|serve|check) ", command):
             own |= set(_flags_of_services()[service[1]])
         elif module := re.match(r"(?:\w+=\S+ )*python3? -m (tests[\w.]+)", command):
             own |= _flags_of(module[1])
@@ -249,7 +255,7 @@ def unknown_rpcs(page: Page) -> Iterator[str]:
 def refused_commands(page: Page) -> Iterator[str]:
     """Commands of a service that would not start it, for a flag's value or for what is missing."""
     for command in re.sub(r"\s*\\\n\s*", " ", page.code).splitlines():
-        named = re.match(r"outrider[- ](target|draft|gateway|serve) (?=--)", command)
+        named = re.match(r"outrider[- ](target|draft|gateway|learner|serve) (?=--)", command)
         if named is None:
             continue
         flags = re.sub(r"--config \S+", "", command.removeprefix(named[0]))

@@ -2,7 +2,7 @@
 
 outrider serve MODEL_FLAGS    target, drafts and gateway on this host; takes SGLang's lines
 outrider check LINE           what `outrider serve LINE` would start, and what is wrong with it
-outrider target | draft | gateway     one service
+outrider target | draft | gateway | learner     one service
 outrider bench | tune         measurements, from a checkout of the source
 outrider --version
 """
@@ -23,6 +23,7 @@ _SERVICES = MappingProxyType(
     {
         "target": "services.target.__main__",
         "draft": "services.draft.__main__",
+        "learner": "services.draft.learner.__main__",
         "gateway": "gateway.__main__",
     }
 )

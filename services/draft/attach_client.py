@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpc import aio
 
 from services.draft.backoff import Backoff
-from services.draft.engine import DraftEngine
-from services.draft.events import Output
+from services.draft.engine import Deliver
+from services.draft.events import Event, LinkTerms, Output
 from services.draft.link_codec import (
     attach_request,
     event_from_response,
@@ -44,6 +44,14 @@ Stream = aio.StreamStreamCall[pb.SpeculateRequest, pb.SpeculateResponse]
 log = logging.getLogger(__name__)
 
 
+class LinkedEngine(Protocol):
+    """What a link hands events to; see `DraftEngine`."""
+
+    def open_link(self, terms: LinkTerms, deliver: Deliver) -> int: ...
+    def close_link(self, link: int) -> None: ...
+    def submit(self, event: Event) -> None: ...
+
+
 class AttachClient:
     """Holds one `Speculate` stream to one target for as long as `run` runs."""
 
@@ -51,7 +59,7 @@ class AttachClient:
         self,
         address: str,
         identity: WorkerIdentity,
-        engine: DraftEngine,
+        engine: LinkedEngine,
         backoff: Backoff,
         *,
         max_waiting_requests: int = MAX_WAITING_REQUESTS,

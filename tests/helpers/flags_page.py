@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gateway.settings import GatewaySettings
+from services.draft.learner.settings import LearnerSettings
 from services.draft.settings import DraftSettings
 from services.serve_settings import LauncherSettings
 from services.sglang_settings import SglangSettings
@@ -41,6 +42,7 @@ def page() -> str:
     launcher = [field for field in declared_fields(LauncherSettings) if field not in of_sglang]
     parts = [_INTRODUCTION, _section("`outrider serve`", launcher)]
     parts.append(_section("All services", common))
+    fields["learner"] = declared_fields(LearnerSettings)
     for service, own in fields.items():
         parts.append(_section(f"`outrider {service}`", [f for f in own if f not in common]))
     parts.append(_section("Accepted from SGLang by `outrider serve`", of_sglang))

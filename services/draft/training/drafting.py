@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,16 +28,30 @@ def draft_chains(head: Head, target: FrozenTarget, token_ids: Tensor, *, num_ste
         anchors = torch.arange(1, len(token_ids), device=token_ids.device).unsqueeze(0)
         states = head(target.embedding, rows.token_ids, rows.features.float(), anchors)
         return F.linear(states[0], target.lm_head.float()).argmax(-1)
-    features = rows.features[:, :-1].float()
-    return _recurrent_chains(head, target, rows.token_ids[:, 1:], features, num_steps)
+    hidden = head.fuse(rows.features[:, :-1].float())
+    return recurrent_chains(head, target, rows.token_ids[:, 1:], hidden, num_steps)
 
 
-def _recurrent_chains(
-    head: RecurrentHead, target: FrozenTarget, known: Tensor, features: Tensor, num_steps: int
+class TargetEnds(Protocol):
+    """Embedding and lm_head of a target, `[V, H]` each."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+    @property
+    def lm_head(self) -> Tensor: ...
+
+
+def recurrent_chains(
+    head: RecurrentHead, target: TargetEnds, known: Tensor, hidden: Tensor, num_steps: int
 ) -> Tensor:
-    """`known` `[1, R]` are the tokens behind the rows' positions."""
+    """Returns `[R, K]` int64, the greedy draft behind each of the tokens `known`.
+
+    Args:
+        known: `[1, R]` int64, the tokens behind the rows' positions.
+        hidden: `[1, R, H]`, fused features.
+    """
     embedding, lm_head = target.embedding.float(), target.lm_head.float()
-    hidden, tokens = head.fuse(features), known
+    tokens = known
     unrolling, drafted = Unrolling(head.shape), []
     for _ in range(num_steps):
         hidden = head.advance(F.embedding(tokens, embedding), hidden, unrolling)

@@ -1,0 +1,68 @@
+"""`outrider learner`: teaches the heads of running drafts what their targets answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from services.draft.learner.process import LearnerProcess
+from services.draft.learner.settings import LearnerSettings
+from shared.errors import OutriderError
+from shared.hub import local_path
+from shared.settings import load_settings
+from shared.telemetry.logs import configure_logs
+from shared.telemetry.metrics_server import serve_metrics
+
+
+def main() -> None:
+    """Learns until SIGINT or SIGTERM, or until `--max-lessons`."""
+    try:
+        settings = read_settings(sys.argv[1:])
+        configure_logs("learner", level=settings.log_level, log_format=settings.log_format)
+        torch.set_num_threads(settings.num_threads)
+        uvloop.run(_serve(settings))
+    except OutriderError as error:
+        sys.exit(f"outrider-learner: {error.message}")
+
+
+def read_settings(arguments: Sequence[str]) -> LearnerSettings:
+    """Reads flags and environment; fetches models that are named by their id on the Hub.
+
+    Raises:
+        SettingsError: names every bad setting.
+    """
+    settings = load_settings(
+        LearnerSettings, service="learner", arguments=arguments, env=os.environ
+    )
+    head, target = settings.speculative_draft_model_path, settings.target_model_path
+    return replace(
+        settings,
+        speculative_draft_model_path=head
+        and local_path(head, flag="--speculative-draft-model-path", revision=None),
+        target_model_path=target and local_path(target, flag="--target-model-path", revision=None),
+    )
+
+
+async def _serve(settings: LearnerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    process = await asyncio.to_thread(LearnerProcess, settings)
+    registry = CollectorRegistry()
+    registry.register(process.metrics())
+    host, tls = settings.maintenance_host, settings.server_tls
+    serve_metrics(registry, host, settings.metrics_port, tls)
+    await process.run(stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The learner process: what it loads, its links to targets, and its way to the drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from grpc import aio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from torch.nn import functional as F
+
+from services.draft.algorithm import Algorithm
+from services.draft.attach_client import AttachClient
+from services.draft.backoff import Backoff
+from services.draft.learner.learner import Learner, Lessons
+from services.draft.learner.settings import LearnerSettings
+from services.draft.learner.student import Student, Teaching
+from services.draft.learner.traffic import Example, Retention, Traffic
+from services.draft.training.documents import Documents
+from services.draft.training.frozen_target import FrozenTarget
+from services.draft.worker import WorkerIdentity
+from shared.hub import shown_name
+from shared.models.config import ModelConfig
+from shared.models.heads.config import HeadConfig, HeadKind
+from shared.models.heads.head import DraftHead
+from shared.models.heads.loader import load_head
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetFolder
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
+from shared.rpc.channel import open_channel
+from shared.rpc.status import error_from_rpc
+from shared.runtime.device import device_named, dtype_named
+from shared.tokenizer_files import tokenizer_sha256
+
+_PREFIX = "outrider_learner"
+_PUBLISH_TIMEOUT_S = 120.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ends:
+    """See `TargetEnds`."""
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+
+
+class LearnerProcess:
+    """Everything around one `Learner`.
+
+    Raises:
+        CheckpointError: head or target cannot be loaded, or recorded traffic cannot be read.
+        SettingsError: there is no such device.
+
+    Attributes:
+        traffic: what came.
+        learner: gives the lessons.
+    """
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        self._settings = settings
+        head, ends = _served_head(settings)
+        self._spec = head.feature_spec
+        teaching = Teaching(
+            unroll=settings.unroll,
+            rate=settings.rate,
+            batch_size=settings.batch_size,
+            window=settings.window,
+        )
+        student = Student(settings.model_folder, ends, teaching)
+        self.traffic = Traffic(
+            Retention(
+                settings.retain_tokens,
+                settings.retain_s,
+                settings.held_out_share,
+                settings.replay_share,
+            )
+        )
+        self.learner = Learner(student, self.traffic, _lessons(settings), self._publish)
+        self._stop = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        for example in _recorded(settings, settings.traffic, student):
+            self.traffic.add(example)
+        for example in _recorded(settings, settings.replay, student):
+            self.traffic.add(example, is_old=True)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Learns until `stop`, or until there were as many lessons as were asked for.
+
+        Raises:
+            OutriderError: a draft refuses the weights of the start, or cannot be reached.
+        """
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self.learner.begin)
+        clients = [self._client(address) for address in self._settings.target]
+        links = [asyncio.create_task(client.run()) for client in clients]
+        lessons = asyncio.create_task(
+            asyncio.to_thread(self.learner.run, self._stop, max_lessons=self._settings.max_lessons)
+        )
+        waiting = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([lessons, waiting], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stop.set()
+            await lessons
+            waiting.cancel()
+            for client in clients:
+                client.detach()
+            await asyncio.gather(*links, return_exceptions=True)
+
+    def metrics(self) -> LearnerMetrics:
+        """Returns the metrics of the process, to be registered once."""
+        return LearnerMetrics(self.learner, self.traffic)
+
+    def _client(self, address: str) -> AttachClient:
+        settings = self._settings
+        identity = WorkerIdentity(
+            worker_id=f"learner-{socket.gethostname()}-{os.getpid()}",
+            model_id=shown_name(settings.model_folder),
+            algorithm=settings.speculative_algorithm.value,
+            tokenizer_sha256=tokenizer_sha256(settings.target_folder),
+            max_sequences=1,
+            max_context_tokens=settings.window,
+            feature_spec=self._spec,
+            learns=True,
+        )
+        return AttachClient(address, identity, self.traffic, Backoff(), tls=settings.target_tls)
+
+    def _publish(self, folder: Path, version: int) -> None:
+        """On the learner's thread; see `Publish`."""
+        assert self._loop is not None
+        request = pb.UpdateDraftWeightsRequest(
+            model_path=str(folder.resolve()), weight_version=str(version)
+        )
+        asyncio.run_coroutine_threadsafe(self._swap(request), self._loop).result()
+
+    async def _swap(self, request: pb.UpdateDraftWeightsRequest) -> None:
+        for address in self._settings.publish_to:
+            try:
+                async with open_channel(address, self._settings.target_tls) as channel:
+                    stub = pb_grpc.AdminServiceStub(channel)
+                    response = await stub.UpdateDraftWeights(request, timeout=_PUBLISH_TIMEOUT_S)
+            except aio.AioRpcError as failure:
+                raise error_from_rpc(failure) from failure
+            pause_s = response.pause_duration.ToNanoseconds() / 1e9
+            version, pause_ms = request.weight_version, pause_s * 1e3
+            log.info("%s has version %s; rounds waited %.1f ms", address, version, pause_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMetrics(Collector):
+    """Counters and gauges of a learner.
+
+    | metric | unit | query |
+    |---|---|---|
+    | `outrider_learner_version` | of the weights that serve; 0 is the start's | |
+    | `outrider_learner_loss` | of the last lesson | |
+    | `outrider_learner_accepted_before`, `…_after` | tokens a round, held out | gain: difference |
+    | `outrider_learner_attached_target_count` | targets | 0 learns nothing new |
+    | `outrider_learner_kept_tokens` | tokens in memory | |
+    | `outrider_learner_examples`, `…_tokens` | since the start | |
+    | `outrider_learner_lessons`, `…_swaps`, `…_rollbacks`, `…_refusals` | since the start | |
+    | `outrider_learner_busy_seconds` | of training | share of time: its rate |
+    """
+
+    learner: Learner
+    traffic: Traffic
+
+    def collect(self) -> Iterator[Metric]:
+        figures, traffic = self.learner.figures, self.traffic
+        for name, meaning, value in (
+            ("version", "Version of the weights that serve", figures.version),
+            ("loss", "Mean loss of the last lesson", figures.loss),
+            ("accepted_before", "Tokens a round of the served weights", figures.accepted_before),
+            ("accepted_after", "Tokens a round of those that were tried", figures.accepted_after),
+            ("attached_target_count", "Targets learnt from", traffic.num_links),
+            ("kept_tokens", "Tokens in memory", traffic.num_kept_tokens),
+        ):
+            yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
+        for name, meaning, value in (
+            ("examples", "Sequences that came", traffic.num_examples),
+            ("tokens", "Tokens that came", traffic.num_tokens),
+            ("lessons", "Lessons given", figures.num_lessons),
+            ("swaps", "Weights swapped into drafts", figures.num_swaps),
+            ("rollbacks", "Weights taken back", figures.num_rollbacks),
+            ("refusals", "Weights that a draft refused", figures.num_refused),
+            ("busy_seconds", "Time of training", figures.busy_s),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
+
+
+def _lessons(settings: LearnerSettings) -> Lessons:
+    return Lessons(
+        out=settings.out,
+        num_updates=settings.lesson_updates,
+        # Where nothing new comes, what there is is gone over again.
+        min_new_tokens=settings.lesson_tokens if settings.target else 0,
+        min_gain=settings.min_gain,
+        max_loss=settings.max_loss,
+        replay_share=settings.replay_share,
+        busy_share=settings.busy_share,
+        num_kept=settings.versions_kept,
+    )
+
+
+def _served_head(settings: LearnerSettings) -> tuple[DraftHead, _Ends]:
+    """Loads the head as drafts do: so the target hears of the same features, bit for bit."""
+    folder, algorithm = settings.model_folder, settings.speculative_algorithm
+    target = ModelConfig.from_folder(settings.target_folder)
+    device = device_named(settings.device)
+    if algorithm is Algorithm.MTP:
+        saved = ModelConfig.from_folder(folder).dtype
+    else:
+        saved = HeadConfig.from_folder(folder, HeadKind(algorithm.value), target).dtype
+    dtype = dtype_named(settings.dtype, saved, device)
+    tensors = TargetFolder(settings.target_folder, dtype=dtype, device=device)
+    if algorithm is Algorithm.MTP:
+        head = load_mtp(folder, tensors, dtype=dtype, device=device)
+    else:
+        kind = HeadKind(algorithm.value)
+        head = load_head(folder, kind, tensors, dtype=dtype, device=device)
+    return head, _Ends(head.embedding, tensors.lm_head())
+
+
+def _recorded(
+    settings: LearnerSettings, archives: Sequence[Path], student: Student
+) -> Iterator[Example]:
+    """Yields the texts of archives with what the head reads of them, which the target computes."""
+    if not archives:
+        return
+    device = device_named(settings.device)
+    target = FrozenTarget.load(settings.target_folder, device=device, dtype=torch.float32)
+    layers, projection = student.head.shape.feature_layers, student.projection
+    for row in (row for path in archives for row in Documents.load(path).rows()):
+        for start in range(0, len(row), settings.window):
+            part = row[start : start + settings.window]
+            with torch.no_grad():
+                features = target.read(torch.tensor([part], device=device), layers).features[0]
+                rows = features if projection is None else F.linear(features, projection)
+            yield Example(tuple(part), rows[:-1].cpu(), 0, math.inf)

@@ -1,0 +1,203 @@
+"""Lessons: a head gets better on what it is taught, better weights are swapped, worse ones taken
+back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.draft.learner.learner import LOG_FILE, Learner, Lessons
+from services.draft.learner.student import Student, Teaching
+from services.draft.learner.traffic import Example, Retention, Traffic
+from services.draft.training.head_shape import Algorithm, HeadShape
+from services.draft.training.heads import build_head, save_head
+from shared.errors import CheckpointError, InvalidArgument
+
+VOCAB_SIZE, HIDDEN = 24, 32
+STEP = 5
+
+
+class Ends:
+    """Of a target whose states are the embeddings of the tokens that it says next."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.embedding = torch.randn(VOCAB_SIZE, HIDDEN, generator=draw)
+        self.lm_head = self.embedding
+
+
+ENDS = Ends()
+
+
+def _head(folder: Path, algorithm: Algorithm, *, draft_vocab_size: int | None = None) -> Path:
+    shape = HeadShape(
+        algorithm=algorithm,
+        hidden_size=HIDDEN,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=32,
+        vocab_size=VOCAB_SIZE,
+        draft_vocab_size=draft_vocab_size,
+        num_layers=1,
+        num_target_layers=4,
+        feature_layers=(1, 2, 4) if algorithm is Algorithm.EAGLE3 else (5,),
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(3)
+    known = None if draft_vocab_size is None else range(draft_vocab_size)
+    save_head(build_head(shape, known), folder)
+    return folder
+
+
+def _example(first: int, step: int = STEP, num_tokens: int = 24) -> Example:
+    """A text whose tokens are `step` apart, by a target that is sure of it."""
+    tokens = [(first + step * place) % VOCAB_SIZE for place in range(num_tokens)]
+    rows = ENDS.embedding[tokens[1:]] * 3.0
+    return Example(tuple(tokens), rows, 4)
+
+
+def _examples(step: int = STEP) -> list[Example]:
+    return [_example(first, step) for first in range(VOCAB_SIZE)]
+
+
+def _student(folder: Path) -> Student:
+    return Student(folder, ENDS, Teaching(unroll=3, rate=1e-2, batch_size=8, window=20))
+
+
+class Drafts:
+    """Keeps what is published, and refuses it if it is told to."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.refuses = False
+
+    def __call__(self, folder: Path, version: int) -> None:
+        assert (folder / "model.safetensors").is_file()
+        self.versions.append(version)
+        if self.refuses and version:
+            raise InvalidArgument.of("WEIGHTS_REFUSED", "model_path", "norm.weight is too odd")
+
+
+def _learner(
+    tmp_path: Path, drafts: Drafts, examples: Sequence[Example]
+) -> tuple[Learner, Traffic, Student]:
+    return _learner_on(_head(tmp_path / "head", Algorithm.EAGLE), drafts, examples)
+
+
+def _learner_on(
+    folder: Path, drafts: Drafts, examples: Sequence[Example]
+) -> tuple[Learner, Traffic, Student]:
+    student = _student(folder)
+    traffic = Traffic(Retention(held_out_share=0.5), clock=iter(range(10**6)).__next__)
+    for example in examples:
+        traffic.add(example)
+    lessons = Lessons(
+        out=folder.parent / "out", num_updates=30, min_new_tokens=1, num_steps=3, num_kept=2
+    )
+    clock = iter(range(1, 10**6)).__next__
+    return Learner(student, traffic, lessons, drafts, clock), traffic, student
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft_vocab_size"),
+    [
+        (Algorithm.EAGLE, None),
+        (Algorithm.EAGLE3, None),
+        (Algorithm.EAGLE3, 20),
+        (Algorithm.MTP, None),
+    ],
+)
+def test_a_head_learns_what_its_target_says(
+    tmp_path: Path, algorithm: Algorithm, draft_vocab_size: int | None
+) -> None:
+    folder = _head(tmp_path / "head", algorithm, draft_vocab_size=draft_vocab_size)
+    student, examples = _student(folder), _examples()
+    frozen = student.projection.clone() if student.projection is not None else None
+    before = student.acceptance(examples, num_steps=3)
+    generator = torch.Generator().manual_seed(0)
+    losses = [student.learn(examples[::5], generator) for _ in range(80)]
+    assert losses[-1] < losses[0]
+    after = student.acceptance(examples, num_steps=3)
+    assert after > before + 0.3
+    student.save(tmp_path / "saved")
+    again = _student(tmp_path / "saved")
+    assert again.acceptance(examples, num_steps=3) == pytest.approx(after, abs=0.1)
+    if frozen is not None:
+        assert again.projection is not None
+        assert torch.equal(again.projection, frozen), "the target applies it"
+
+
+def test_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="blocks"):
+        _student(_head(tmp_path / "head", Algorithm.DFLASH))
+
+
+def test_better_weights_are_swapped_and_logged(tmp_path: Path) -> None:
+    drafts = Drafts()
+    learner, traffic, _ = _learner(tmp_path, drafts, _examples())
+    learner.begin()
+    report = learner.step()
+    assert report is not None
+    assert report.before is not None
+    assert report.after is not None
+    assert report.event == "swapped"
+    assert report.after > report.before
+    assert drafts.versions == [0, 1]
+    assert (learner.version, learner.figures.num_swaps) == (1, 1)
+    assert learner.step() is None, "there is nothing new to learn"
+    traffic.add(_example(3))
+    learner.step()
+    [line, *_] = (tmp_path / "out" / LOG_FILE).read_text().splitlines()
+    assert json.loads(line)["event"] == "swapped"
+
+
+def test_weights_that_a_draft_refuses_are_taken_back_from_all(tmp_path: Path) -> None:
+    drafts = Drafts()
+    drafts.refuses = True
+    learner, _, student = _learner(tmp_path, drafts, _examples())
+    served = student.state()
+    report = learner.step()
+    assert report is not None
+    assert report.event == "refused"
+    assert drafts.versions == [1, 0]
+    assert learner.version == 0
+    assert all(torch.equal(served[name], each) for name, each in student.state().items())
+
+
+def test_weights_that_turn_out_worse_are_taken_back(tmp_path: Path) -> None:
+    """The traffic turns right after the swap to what the weights before it were good at."""
+    drafts = Drafts()
+    student = _student(_head(tmp_path / "head", Algorithm.EAGLE))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        student.learn(_examples(step=7)[::3], generator)
+    student.save(tmp_path / "other")
+    learner, traffic, _ = _learner_on(tmp_path / "other", drafts, _examples())
+    report = learner.step()
+    assert report is not None
+    assert report.event == "swapped"
+    assert learner.watch() is None, "nothing came since"
+    for example in _examples(step=7):
+        traffic.add(Example(example.token_ids, example.rows, 4, arrived_s=float("inf")))
+    taken_back = learner.watch()
+    assert taken_back is not None
+    assert taken_back.event == "rolled back"
+    assert drafts.versions == [1, 0]
+    assert (learner.version, learner.figures.num_rollbacks) == (0, 1)
+
+
+def test_old_versions_go(tmp_path: Path) -> None:
+    learner, _, _ = _learner(tmp_path, Drafts(), _examples())
+    for _ in range(4):
+        learner._swap(0.0, 1.0, 2.0)
+    assert sorted(each.name for each in (tmp_path / "out").glob("version-*")) == [
+        "version-3",
+        "version-4",
+    ]
