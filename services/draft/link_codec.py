@@ -199,15 +199,40 @@ def _verdict_rows(
     batch: pb.VerdictBatch, spec: FeatureSpec | None, ring: FeatureRingReader | None
 ) -> list[Tensor | None]:
     """Returns the rows of each verdict, None where there are none."""
-    read = ColumnReader(batch, len(batch.sequence_ids), malformed_verdicts)
-    counts = read.required("feature_row_counts")
-    starts = read.optional("feature_ring_starts", -1)
+    columns = ColumnReader(batch, len(batch.sequence_ids), malformed_verdicts)
+    counts: list[int] = columns.required("feature_row_counts")
+    starts: list[int] = columns.optional("feature_ring_starts", -1)
+    if min(counts) < 0:
+        raise bad_features(f"a verdict has {min(counts)} rows; it must have 0 or more")
     inline_counts = [count if start < 0 else 0 for count, start in zip(counts, starts, strict=True)]
-    inline = _inline_rows(batch, spec, inline_counts)
-    return [
-        None if not count else own if start < 0 else _from_ring(start, count, ring)
-        for count, start, own in zip(counts, starts, inline, strict=True)
-    ]
+    rows = list(_inline_rows(batch, spec, inline_counts))
+    in_ring = [place for place, start in enumerate(starts) if start >= 0 and counts[place]]
+    for span in _side_by_side(sorted(in_ring, key=starts.__getitem__), starts, counts):
+        # One copy for all of a step: it costs as much as the copy of one row.
+        end, first = starts[span[-1]] + counts[span[-1]], starts[span[0]]
+        copied = _from_ring(first, end - first, ring)
+        for place in span:
+            own = starts[place] - first
+            rows[place] = copied[own : own + counts[place]]
+    return [own if count else None for own, count in zip(rows, counts, strict=True)]
+
+
+def _side_by_side(
+    places: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> list[list[int]]:
+    """Returns places whose rows follow one another in the ring, together.
+
+    Args:
+        places: in the order of their rows.
+    """
+    spans: list[list[int]] = []
+    end = -1
+    for place in places:
+        if starts[place] != end:
+            spans.append([])
+        spans[-1].append(place)
+        end = starts[place] + counts[place]
+    return spans
 
 
 def _inline_rows(
@@ -216,8 +241,6 @@ def _inline_rows(
     """Returns the rows of each verdict that travel as bytes."""
     if spec is None:
         raise bad_features("features arrived; none were asked for")
-    if min(counts) < 0:
-        raise bad_features(f"a verdict has {min(counts)} rows; it must have 0 or more")
     if not any(counts):
         return [None] * len(counts)
     rows = rows_from_message(batch.features, spec)

@@ -23,7 +23,7 @@ from services.draft.drafters.whole_trees import grows_whole
 from services.draft.events import Output
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.draft.preparation import Preparation
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence
 from services.draft.sequence_table import SequenceTable
 from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
 
@@ -91,9 +91,14 @@ class Rounds:
         if self._table.is_serving:
             self._served_s = self._clock()
         due = [each for each in self._table.due.values() if not self._resumes(each)]
-        ready = [sequence for sequence in due if self._is_ready(sequence)]
+        backlogs = [(sequence, self._drafter.backlog(sequence)) for sequence in due]
+        ready = [sequence for sequence, backlog in backlogs if backlog <= NUM_READY_TOKENS]
         batch = self._turn(ready)
-        late = [sequence for sequence in due if self._is_late(sequence)]
+        late = [
+            sequence
+            for sequence, backlog in backlogs
+            if backlog > self._chunk_tokens and not sequence.is_probe
+        ]
         start_s = self._clock()
         proposals = self._propose(batch)
         elapsed_s = self._clock() - start_s
@@ -197,12 +202,6 @@ class Rounds:
             and lookahead.resume(sequence, self._shape_for(sequence))
         )
 
-    def _is_ready(self, sequence: DraftSequence) -> bool:
-        return self._drafter.backlog(sequence) <= NUM_READY_TOKENS
-
-    def _is_late(self, sequence: DraftSequence) -> bool:
-        return not sequence.is_probe and self._drafter.backlog(sequence) > self._chunk_tokens
-
     def _propose(self, ready: Sequence[DraftSequence]) -> list[Proposal]:
         by_shape: dict[tuple[TreeShape, bool], list[DraftSequence]] = {}
         for sequence in ready:
@@ -212,14 +211,14 @@ class Rounds:
         for (shape, _), sequences in by_shape.items():
             if any(self._needs_graphs(sequence) for sequence in sequences):
                 self._preparation.ensure(shape, len(self._table))
-            batch = self._with_room(sequences)
+            batch = self._with_room(sequences, shape)
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []
             elapsed_s = self._clock() - start_s
             self._charge(batch, elapsed_s)
             if proposed:
                 self._table.recorder.proposed(proposed, elapsed_s)
-            proposals += (replace(proposal, shape=shape) for proposal in proposed)
+            proposals += [Proposal(e.sequence, e.tree, e.condition, shape) for e in proposed]
         return proposals
 
     def _catch_up(self) -> int:
@@ -237,18 +236,29 @@ class Rounds:
     def _chunk_of(self, sequence: DraftSequence) -> int:
         return min(self._drafter.backlog(sequence), self._chunk_tokens)
 
-    def _with_room(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+    def _with_room(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape | None = None
+    ) -> list[DraftSequence]:
         """Reserves memory for each, releasing the least recently used others where it is short;
-        returns those that got it."""
+        returns those that got it.
+
+        Args:
+            shape: of their trees; None where they differ.
+        """
         roomy: list[DraftSequence] = []
         for sequence in sequences:
-            spared = {sequence.key, *(other.key for other in roomy)}
-            if self._table.holds(sequence) and self._make_room(sequence, spared):
+            own = shape or self._shape_for(sequence)
+            has_room = self._table.holds(sequence) and (
+                self._drafter.reserve(sequence, own) or self._make_room(sequence, own, roomy)
+            )
+            if has_room:
                 roomy.append(sequence)
         return roomy
 
-    def _make_room(self, sequence: DraftSequence, spared: set[SequenceKey]) -> bool:
-        shape = self._shape_for(sequence)
+    def _make_room(
+        self, sequence: DraftSequence, shape: TreeShape, roomy: Sequence[DraftSequence]
+    ) -> bool:
+        spared = {sequence.key, *(other.key for other in roomy)}
         while not self._drafter.reserve(sequence, shape):
             victim = self._table.least_recently_used(spared=spared)
             if victim is None or sequence.is_probe:

@@ -187,6 +187,13 @@ def best_tree(
         parents: row of each row's parent.
         paths: score of the path to each row.
     """
+    if len(token_ids) <= max_nodes + 1 and min(paths) > -math.inf:
+        above = parents[1:]
+        return TokenTree(
+            tuple(token_ids[1:]),
+            tuple([row - 1 if row else None for row in above]),
+            tuple([path - paths[row] for path, row in zip(paths[1:], above, strict=True)]),
+        )
     kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
     if len(kept) > max_nodes:
         # A child's score is at most its parent's and its row comes later, so parents stay.

@@ -108,23 +108,22 @@ class OpenArrays:
             num_pages: P.
             walk_size: of `WalkedTree.numbers`; zeros where trees grow.
         """
-        numbers = np.array([empty_number_row(max_open_rows)] * num_slots, np.int64)
-        columns = np.array([_GREEDY_COLUMNS] * num_slots, np.float64)
+        num_empty = num_slots - len(sequences)
+        rows = [_number_row(each, max_open_rows) for each in sequences]
+        numbers = np.array([*rows, *[empty_number_row(max_open_rows)] * num_empty], np.int64)
+        sampling = [sampling_columns(each.sampling) for each in sequences]
+        columns = np.array([*sampling, *[_GREEDY_COLUMNS] * num_empty], np.float64)
         table = np.full((num_slots, num_pages), PADDING_PAGE, np.int32)
-        sources = np.zeros((num_slots, max_open_rows), np.int64)
         walks = np.zeros((num_slots, *walk_size), np.int64)
-        num_rows = 0
         for slot, each in enumerate(sequences):
-            count = each.num_open
-            assert 1 <= count <= max_open_rows, f"{count} open rows; a pass takes {max_open_rows}"
-            _write_numbers(numbers[slot], each)
-            columns[slot] = sampling_columns(each.sampling)
             pages = each.pages[:num_pages]
             table[slot, : len(pages)] = pages
-            sources[slot, :count] = range(num_rows, num_rows + count)
             if each.walk is not None:
                 walks[slot] = each.walk.numbers()
-            num_rows += count
+        sources = np.zeros((num_slots, max_open_rows), np.int64)
+        # Slot by slot, the open rows read one row after another.
+        is_open = np.arange(max_open_rows) < numbers[: len(sequences), OPEN, None]
+        sources[: len(sequences)][is_open] = np.arange(np.count_nonzero(is_open))
         return cls((numbers, columns.view(np.int64), sources, walks), table)
 
     def upload(self, device: torch.device) -> OpenInputs:
@@ -151,7 +150,10 @@ class OpenSlots:
         self._table[:, : pages.shape[1]].copy_(pages)
 
 
-def _write_numbers(row: Array, sequence: OpenSequence) -> None:
-    row[LENGTH], row[OPEN], row[ACTIVE] = sequence.length, sequence.num_open, 1
+def _number_row(sequence: OpenSequence, max_open_rows: int) -> list[int]:
+    row, count = empty_number_row(max_open_rows), len(sequence.token_ids)
+    assert 1 <= count <= max_open_rows, f"{count} open rows; a pass takes {max_open_rows}"
+    row[LENGTH], row[OPEN], row[ACTIVE] = sequence.num_computed + count + 1, count, 1
     row[SEED], row[OFFSET] = signed_seed(sequence.sampling.seed), sequence.num_before
-    row[TAIL : TAIL + sequence.num_open] = sequence.token_ids
+    row[TAIL : TAIL + count] = sequence.token_ids
+    return row

@@ -166,8 +166,10 @@ class EagleDrafter:
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        complete = [sequence for sequence in sequences if self._contexts.is_complete(sequence)]
-        waiting = [sequence for sequence in sequences if not self._contexts.is_complete(sequence)]
+        complete: list[DraftSequence] = []
+        waiting: list[DraftSequence] = []
+        for sequence in sequences:
+            (complete if self._contexts.is_complete(sequence) else waiting).append(sequence)
         shape, branches = self._grown_shape(shape), self._branches
         whole, rest = ([], complete) if branches is None else split(complete)
         return [

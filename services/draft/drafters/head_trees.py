@@ -102,19 +102,16 @@ class HeadTrees:
         self, sequences: Sequence[DraftSequence], shape: TreeShape
     ) -> tuple[list[OpenSequence], list[Tensor]]:
         """Lays out the committed rows that are left, and the features that they read."""
-        contexts = self._contexts
-        self._catch_up(sequences, self._grower.max_open_rows(shape))
-        features = contexts.features([(each, contexts.backlog(each)) for each in sequences])
+        contexts, most = self._contexts, self._grower.max_open_rows(shape)
+        counts = [(each, contexts.backlog(each)) for each in sequences]
+        # After a prompt, or a deeper tree of another draft, there is more than a pass can take.
+        excess = [(each, count - most) for each, count in counts if count > most]
+        if excess:
+            contexts.compute(excess, with_logits=False)
+        features = contexts.features([(each, min(count, most)) for each, count in counts])
         return [contexts.open_sequence(each) for each in sequences], features
 
     def _let_go(self, sequences: Sequence[DraftSequence]) -> None:
         for sequence in sequences:
             self._contexts.publish(sequence)
             self._contexts.drop_features(sequence)
-
-    def _catch_up(self, sequences: Sequence[DraftSequence], num_left: int) -> None:
-        """Computes what a pass cannot take, after a prompt or a deeper tree of another draft."""
-        backlogs = ((each, self._contexts.backlog(each) - num_left) for each in sequences)
-        due = [(sequence, count) for sequence, count in backlogs if count > 0]
-        if due:
-            self._contexts.compute(due, with_logits=False)

@@ -54,10 +54,11 @@ def split(
     sequences: Sequence[DraftSequence],
 ) -> tuple[list[DraftSequence], list[DraftSequence]]:
     """Returns those whose trees a pass can grow, and the others."""
-    return (
-        [each for each in sequences if grows_whole(each)],
-        [each for each in sequences if not grows_whole(each)],
-    )
+    whole: list[DraftSequence] = []
+    rest: list[DraftSequence] = []
+    for each in sequences:
+        (whole if grows_whole(each) else rest).append(each)
+    return whole, rest
 
 
 def batches(

@@ -74,7 +74,7 @@ def _has_own(rows: FeatureRows, verdict: Verdict) -> bool:
     where a sequence was preempted and is read anew, or where the first ones are not known."""
     # A round computes the root and the accepted path: as many as it commits.
     num_own = len(verdict.committed_token_ids)
-    return rows.end == verdict.committed_token_count - 1 and len(rows.rows) >= num_own
+    return rows.end == verdict.committed_token_count - 1 and rows.num_rows >= num_own
 
 
 def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
@@ -107,7 +107,7 @@ def _with_verdicts(
         if found is not None and _has_own(found, verdict):
             del rows[verdict.sequence_id]
             num_own = len(verdict.committed_token_ids)
-            if len(found.rows) > num_own:  # splitting costs more than the rest of a message
+            if found.num_rows > num_own:  # splitting costs more than the rest of a message
                 earlier, found = found.split(num_own)
                 before.append(earlier)
             own[place] = found
@@ -119,7 +119,7 @@ def _add_rows(batch: pb.VerdictBatch, own: Sequence[FeatureRows | None]) -> None
     placed = [each for each in own if each is not None]
     if not placed:
         return
-    batch.feature_row_counts.extend([0 if each is None else len(each.rows) for each in own])
+    batch.feature_row_counts.extend([0 if each is None else each.num_rows for each in own])
     inline = [each.rows for each in placed if each.ring_start is None]
     if len(inline) < len(placed):
         starts = [None if each is None else each.ring_start for each in own]

@@ -27,13 +27,18 @@ class FeatureRows:
     ring_start: int | None = None
 
     @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.rows.shape[0]  # several times as fast as its length
+
+    @property
     def completes_prompt(self) -> bool:
         """Whether no prompt row but the last, which comes with its verdict, is left to send."""
         return self.end >= self.num_prompt_tokens - 1
 
     def split(self, num_last: int) -> tuple[FeatureRows, FeatureRows]:
         """Returns the rows before the last `num_last`, and those."""
-        num_before = max(len(self.rows) - num_last, 0)
+        num_before = max(self.num_rows - num_last, 0)
         return (
             replace(self, rows=self.rows[:num_before]),
             replace(
@@ -47,4 +52,4 @@ class FeatureRows:
     @property
     def end(self) -> int:
         """The position after the last row."""
-        return self.position_offset + len(self.rows)
+        return self.position_offset + self.num_rows

@@ -106,6 +106,37 @@ def test_rows_of_several_verdicts_lie_end_to_end() -> None:
     assert second.position_offset == 17
 
 
+class _Ring:
+    """Row n of the ring is n, n, n, n; notes what is copied."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[int, int]] = []
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        self.copied.append((start, count))
+        return torch.arange(start, start + count).unsqueeze(1).expand(-1, 4)
+
+
+def test_rows_side_by_side_in_the_ring_are_one_copy() -> None:
+    ring = _Ring()
+    response = pb.SpeculateResponse()
+    found = [Verdict(each, 2, Outcome.MISSED, (), (11, 12), 20) for each in range(6)]
+    add_verdicts(response.verdicts, found)
+    response.verdicts.feature_row_counts.extend([2, 1, 3, 0, 1, 2])
+    response.verdicts.feature_ring_starts.extend([7, 9, -1, 5, 6, 20])
+    response.verdicts.features.CopyFrom(tensor_message(ROWS))
+    event = event_from_response(3, response, SPEC, ring)  # type: ignore[arg-type]
+    assert isinstance(event, RoundsDecided)
+    rows = [None if each.features is None else each.features.rows for each in event.results]
+    assert ring.copied == [(6, 4), (20, 2)]
+    assert rows[3] is None
+    assert rows[2] is not None
+    assert torch.equal(rows[2], ROWS)
+    starts = [None if rows[place] is None else int(rows[place][0, 0]) for place in (0, 1, 4, 5)]
+    assert starts == [7, 9, 6, 20]
+    assert [len(rows[place]) for place in (0, 1, 4, 5)] == [2, 1, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("response", "spec", "said"),
     [
