@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.kernels.attention_rows import RowPlan
 from shared.kernels.attention_rows_jit import attend_rows, join_spans
+from shared.kernels.empties import empties
 
 # Keys of a span; sums over them are made by one program.
 SPAN = 512
@@ -52,7 +53,7 @@ def row_attention(
     if not is_whole:
         shape = (num_rows, num_heads, num_spans)
         sums = queries.new_empty((*shape, wanted), dtype=torch.float32)
-        highs, masses = sums.new_empty((2, *shape)).unbind()
+        highs, masses = empties(2, shape, torch.float32, sums.device)
     tail = plan.tail_slots
     log2_scale = scale * math.log2(math.e)
     sink_scores = queries if sinks is None else sinks

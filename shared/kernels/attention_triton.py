@@ -14,6 +14,7 @@ from shared.kernels.attention_chunk_jit import attend_chunk
 from shared.kernels.attention_jit import attend_splits, combine
 from shared.kernels.attention_whole_jit import attend_whole
 from shared.kernels.dependent import dependent_launch
+from shared.kernels.empties import empties
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.narrow_cache import CacheScales
 from shared.kernels.split_plan import (
@@ -134,7 +135,7 @@ class _Call:
         num_rows = len(self.plan.plain_blocks.counts) * rows_per_block
         shape = (num_rows, num_heads, self.plan.max_splits)
         sums = self.queries.new_empty((*shape, head_dim), dtype=torch.float32)
-        maxima, masses = sums.new_empty((2, *shape)).unbind()
+        maxima, masses = empties(2, shape, torch.float32, sums.device)
         return sums, maxima, masses
 
     def shape_options(self) -> dict[str, int | bool]:

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from shared.kernels.dependent import dependent_launch
+from shared.kernels.empties import empties
 from shared.kernels.paged_rows import PagedRows
 from shared.kernels.split_plan import (
     MAX_KV_HEADS,
@@ -15,6 +16,8 @@ from shared.kernels.split_plan import (
     RowBlocks,
 )
 from shared.kernels.split_plan_jit import plan_all, plan_chunks
+
+_FEWEST_LOADED = 64
 
 
 def parts_on_device(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
@@ -35,8 +38,7 @@ def parts_on_device(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut |
         num_rows, plain_cut.max_blocks, num_sequences, batch.page_table.stride(0), width,
         PAGE_SIZE=batch.page_size, HAS_TAIL=mask is not None, HAS_CHUNKS=chunk_cut is not None,
         ROWS=plain_cut.rows_per_block, MAX_PLAIN_ROWS=MAX_PLAIN_ROWS, NUM_COUNTERS=MAX_KV_HEADS,
-        BLOCK_SEQUENCES=triton.next_power_of_2(num_sequences),
-        BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4,
+        BLOCK_SEQUENCES=_block_of(num_sequences), BLOCK_WIDTH=_block_of(width), num_warps=4,
         **dependent_launch(batch.positions.device, num_rows),
     )  # fmt: skip
     chunks = None if chunk_cut is None else _chunk_blocks(batch, chunk_cut)
@@ -48,12 +50,17 @@ def _chunk_blocks(batch: PagedRows, cut: BlockCut) -> RowBlocks:
     plan_chunks[(cut.max_blocks,)](
         batch.query_starts, batch.is_causal, blocks.sequences, blocks.first_rows, blocks.counts,
         num_sequences, ROWS=cut.rows_per_block, MAX_PLAIN_ROWS=MAX_PLAIN_ROWS,
-        BLOCK_SEQUENCES=triton.next_power_of_2(num_sequences), num_warps=4,
+        BLOCK_SEQUENCES=_block_of(num_sequences), num_warps=4,
     )  # fmt: skip
     return blocks
 
 
 def _room_for(batch: PagedRows, cut: BlockCut) -> RowBlocks:
-    shape, device = (3, cut.max_blocks), batch.positions.device
-    sequences, first_rows, counts = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+    parts = empties(3, (cut.max_blocks,), torch.int32, batch.positions.device)
+    sequences, first_rows, counts = parts
     return RowBlocks(sequences, first_rows, counts, cut.tile)
+
+
+def _block_of(count: int) -> int:
+    """Returns how many elements a program loads of so many: few sizes, as each is compiled."""
+    return max(int(triton.next_power_of_2(count)), _FEWEST_LOADED)

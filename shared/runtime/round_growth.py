@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from shared.kernels.dependent import dependent_launch
+from shared.kernels.empties import empties
 from shared.kv.batch import ForwardBatch
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_growth_jit import grow_level
@@ -139,9 +140,9 @@ def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[Forward
     """Returns what `RoundBatches.of_open_rows` returns, in one launch."""
     num_slots, num_rows = state.open_tokens.shape
     device = state.numbers.device
-    wide = torch.empty((4, num_slots, num_rows), dtype=torch.int64, device=device).unbind()
+    wide = empties(4, (num_slots, num_rows), torch.int64, device)
     token_ids, positions, slots, feature_slots = wide
-    lengths, prefixes = torch.empty((2, num_slots), dtype=torch.int32, device=device).unbind()
+    lengths, prefixes = empties(2, (num_slots,), torch.int32, device)
     last_rows = torch.empty(num_slots, dtype=torch.int64, device=device)
     lay_open_rows[(num_slots,)](
         state.numbers, state.head_page_table, state.page_table,

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from shared.kernels.dependent import dependent_launch
+from shared.kernels.empties import empties
 from shared.runtime.round_growth_jit import choose_tokens, score_blocks
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import LENGTH, OFFSET, SEED, RoundState
@@ -80,7 +81,7 @@ class FusedScores:
         num_blocks = triton.cdiv(num_own, _BLOCK)
         num_keys, device = width or self._topk, logits.device
         keys = torch.empty((num_rows, num_blocks, num_keys), dtype=torch.int64, device=device)
-        maxima, sums = torch.empty((2, num_rows, num_blocks), device=device).unbind()
+        maxima, sums = empties(2, (num_rows, num_blocks), torch.float32, device)
         token_map = self._token_map
         score_blocks[(num_rows, num_blocks)](
             logits, logits if token_map is None else token_map, state.numbers, state.sampling,

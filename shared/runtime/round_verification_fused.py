@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from shared.kernels.dependent import dependent_launch
+from shared.kernels.empties import empties
 from shared.kernels.fused_triton import parts_of
 from shared.kernels.linear import LinearWeight, linear_partials
 from shared.models.decoder import DecoderOutput
@@ -59,8 +60,7 @@ class FusedRoundVerification(RoundVerification):
         """See `RoundVerification.finish`."""
         num_slots, width = state.num_slots, self.shape.max_committed
         num_rows, device = self.shape.num_tree_rows, drawn.device
-        paths = torch.empty((3, num_slots * width), dtype=torch.int64, device=device).unbind()
-        rows, sources, targets = paths
+        rows, sources, targets = empties(3, (num_slots * width,), torch.int64, device)
         result = torch.empty((num_slots, RESULT_COUNTS + width), dtype=torch.int64, device=device)
         accept_trees[(num_slots,)](
             drawn, tree.rows.token_ids, tree.rows.parents, tree.rows.visible, tree.batch.slots,

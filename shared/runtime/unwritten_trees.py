@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.kernels.empties import empties
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_state import RoundState
 from shared.speculation.tree_rows import TreeRows
@@ -33,10 +34,10 @@ class UnwrittenTrees:
 
     @classmethod
     def of(cls, num_slots: int, num_rows: int, device: torch.device) -> UnwrittenTrees:
-        wide = torch.empty((6, num_slots, num_rows), dtype=torch.int64, device=device)
-        token_ids, parents, depths, batch_tokens, positions, slots = wide.unbind()
+        wide = empties(6, (num_slots, num_rows), torch.int64, device)
+        token_ids, parents, depths, batch_tokens, positions, slots = wide
         visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
-        lengths, prefixes = torch.empty((2, num_slots), dtype=torch.int32, device=device).unbind()
+        lengths, prefixes = empties(2, (num_slots,), torch.int32, device)
         return cls(
             *(token_ids, parents, depths, visible),
             *(batch_tokens, positions, slots, lengths, prefixes),
