@@ -234,6 +234,29 @@ class TokenTree:
             tuple(self.log_probs[node] for node in nodes) if self.log_probs else (),
         )
 
+    def below(self, token_ids: Sequence[int]) -> TokenTree:
+        """Returns what hangs off the path that spells out tokens; empty where there is no such
+        path, or nothing follows it."""
+        end: int | None = None
+        for token_id in token_ids:
+            keys = zip(self.parent_indices, self.token_ids, strict=True)
+            end = next((node for node, key in enumerate(keys) if key == (end, token_id)), None)
+            if end is None:
+                return EMPTY_TREE
+        nodes, found = list[int](), {end}
+        for node, parent in enumerate(self.parent_indices):
+            if parent in found:
+                nodes.append(node)
+                found.add(node)
+        new_index: dict[int | None, int | None] = {end: None}
+        for node in nodes:
+            new_index[node] = len(new_index) - 1
+        return TokenTree(
+            tuple(self.token_ids[node] for node in nodes),
+            tuple(new_index[self.parent_indices[node]] for node in nodes),
+            tuple(self.log_probs[node] for node in nodes) if self.log_probs else (),
+        )
+
     def path(self, node: int) -> tuple[int, ...]:
         """Returns the node indices from the root's child down to `node`, both included."""
         path: list[int] = []

@@ -33,7 +33,13 @@ class Committer:
         self._fallback_order = fallback_order
 
     def commit(
-        self, entry: ScheduledSequence, decision: Decision, start_s: float, now_s: float
+        self,
+        entry: ScheduledSequence,
+        decision: Decision,
+        start_s: float,
+        now_s: float,
+        *,
+        is_lane: bool = False,
     ) -> int:
         """Commits one decision and returns how many tokens that were.
 
@@ -41,6 +47,7 @@ class Committer:
 
         Args:
             start_s: when the device could begin with the step.
+            is_lane: the sequence has a lane, whose pages are never replaced by shared ones.
         """
         sequence, has_tree = entry.sequence, bool(entry.tree.token_ids)
         was_verified = has_tree and self._attachments.assignments.has_tree(sequence)
@@ -67,7 +74,7 @@ class Committer:
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, _last_event(sequence))
             return len(committed)
-        if was_prompt:
+        if was_prompt and not is_lane:
             self._publish(sequence)
         if was_predicted and sequence.prediction is None:
             self._attachments.assignments.assign(sequence, now_s)

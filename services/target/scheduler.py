@@ -56,6 +56,25 @@ class Lanes(Protocol):
         """Takes a sequence out of its lane, with every launched round read. It may have ended."""
 
 
+class AllLanes:
+    """Lanes of several kinds, which never have the same sequence."""
+
+    def __init__(self, *kinds: Lanes) -> None:
+        self._kinds = kinds
+
+    def holds(self, sequence: Sequence) -> bool:
+        """See `Lanes`."""
+        return any(each.holds(sequence) for each in self._kinds)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """See `Lanes`."""
+        return any(each.takes(sequence) for each in self._kinds)
+
+    def evict(self, sequence: Sequence) -> None:
+        """See `Lanes`."""
+        next(each for each in self._kinds if each.holds(sequence)).evict(sequence)
+
+
 class NoLanes:
     """Every token is drawn by a planned step."""
 

@@ -34,7 +34,7 @@ from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_commits import SelectionCommits
 from services.target.rounds.selection_steps import SelectionSteps, Turn
-from services.target.scheduler import Scheduler
+from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
 from services.target.step_account import StepAccount
@@ -46,6 +46,7 @@ from services.target.weight_version import WeightVersion
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
 from shared.models.weight_update import named_tensors
+from shared.runtime.host_copy import DeviceMark
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
@@ -108,7 +109,6 @@ class StepLoop:
             runs_ahead=overlaps,
             config=lanes,
         )
-        scheduler.lanes = self._rounds
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
         self._commits = StepCommits(
@@ -142,6 +142,7 @@ class StepLoop:
         self.drafts = DraftExchange(
             self.attachments, self._features, self._rounds, self._selections, clock, runner.cache
         )
+        scheduler.lanes = AllLanes(self._rounds, self._selections)
         self._in_flight: LaunchedStep | None = None
         self.weights = WeightControl(
             decoder=runner.decoder,
@@ -160,6 +161,7 @@ class StepLoop:
                 is_movable=not runner.has_graphs and runner.decoder.group is None,
             ),
         )
+        self._planned = DeviceMark(runner.device)
 
     def step(self) -> bool:
         """Launches a step, and reads and commits the one before, or both if the loop may not run
@@ -168,9 +170,10 @@ class StepLoop:
             self._tell()  # what commands have left
             return False
         self._rounds.choose(self._settle)
+        self._selections.choose()
         now_s = self._clock()
         self.speculation.update(now_s)
-        turn = self._selections.step(self._settle)
+        turn = self._selections.step()
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
             began_s = self._selections.began_s if turn is Turn.DONE else None
@@ -180,18 +183,38 @@ class StepLoop:
                 idle_s=self._idle_s(),
             )
             now_s = self._clock()  # a planned step begins behind that
-        elif turn is Turn.WAITING:
-            self._subscriptions.deliver()  # what commands have left
-        return self._step(now_s) if turn is Turn.ELSEWHERE else turn is Turn.DONE
+        if turn is Turn.ELSEWHERE or self._has_others:
+            return self._step(now_s, is_aside=turn is not Turn.ELSEWHERE) or turn is Turn.DONE
+        self._subscriptions.deliver()  # what commands have left
+        return turn is Turn.DONE
 
-    def _step(self, now_s: float) -> bool:
-        """A planned step of prompts and of whoever has no lane, then a round of the lanes."""
+    @property
+    def _has_others(self) -> bool:
+        """Whether a step is to be planned beside lanes whose trees drafts push: a sequence has no
+        lane yet, or waits, and the device is done with the last such step."""
+        if self._in_flight is None and not self._planned.is_passed:
+            return False
+        lanes, running = self._scheduler.lanes, self._scheduler.running
+        is_any = self._in_flight is not None or self._scheduler.may_admit
+        return is_any or not all(map(lanes.holds, running))
+
+    def _step(self, now_s: float, *, is_aside: bool) -> bool:
+        """A planned step of prompts and of whoever has no lane, then a round of the lanes.
+
+        Args:
+            is_aside: lanes whose trees drafts push have had their part of the turn.
+        """
         others = self._rounds.not_taken(self._scheduler.running)
-        self.attachments.readiness.judge(others, now_s)
+        if is_aside:
+            others = [each for each in others if not self._scheduler.lanes.takes(each)]
+            others = [each for each in others if not self._scheduler.lanes.holds(each)]
+        else:
+            self.attachments.readiness.judge(others, now_s)
         is_late = not self._runs_ahead()  # a draft has attached since the launch, or is asked again
         if is_late:
             self._settle()
-        self.attachments.readiness.prepare(others, now_s)
+        if not is_aside or others:
+            self.attachments.readiness.prepare(others, now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
@@ -201,6 +224,7 @@ class StepLoop:
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
+            self._planned.put()
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
         has_round = self._rounds.launch(is_alone=not plan.scheduled)
         self._subscriptions.deliver()  # what the turn before left until the device computes
@@ -214,22 +238,23 @@ class StepLoop:
             self._settle()
         has_round |= self._rounds.commit()
         self.drafts.tell()
-        idle_s = self._idle_s()
+        idle_s = 0.0 if is_aside else self._idle_s()
         is_computing = self._in_flight is not None or self._rounds.is_under_way
         if is_computing or not self._runner.computes_aside or idle_s > 0.0:
             self._subscriptions.deliver()  # what nothing is launched before waits for nothing
         if has_round:
             self._account.end_aside()
         else:
-            self._account.end(now_s, is_timed=is_alike and not is_late, idle_s=idle_s)
+            is_timed = is_alike and not is_late and not is_aside
+            self._account.end(now_s, is_timed=is_timed, idle_s=idle_s)
         was_busy = bool(plan.scheduled or plan.preempted or last is not None or has_round)
-        if not was_busy:
+        if not was_busy and not is_aside:
             self._host_gap.wait()
         return was_busy
 
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """The tree for a sequence's current round: its draft's, else the target's own."""
-        tree = self.attachments.assignments.candidate_tree(sequence)
+        tree = self.attachments.assignments.tree(sequence)
         return tree if tree.token_ids else self._fallback_order.tree(sequence)
 
     def _idle_s(self) -> float:

@@ -71,6 +71,25 @@ class HostCopy:
         return self._host
 
 
+class DeviceMark:
+    """Tells whether the work that was queued before `put` is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def put(self) -> None:
+        """Marks the end of what is queued so far, in place of an earlier mark."""
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has come to the mark, or none was put."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
 def wait_for(event: torch.cuda.Event) -> None:
     """Waits for an event; without a chance for other threads to take the interpreter where there is
     nothing to wait for."""

@@ -121,6 +121,14 @@ class SelectionRunner:
         """Returns the graphs of a round of all that are placed, to be measured part by part."""
         return self._rounds_of(shape).of(self._slots.num_used, self._slots.sampling)
 
+    def capture(self, num_sequences: int, shape: TreeShape, sampling: RoundSampling) -> None:
+        """Captures the graphs for a number of sequences before anyone waits for them.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit the device's memory.
+        """
+        self._rounds_of(shape).make(num_sequences, sampling)
+
     def num_kv_tokens(self, sequence_id: int, shape: TreeShape) -> int:
         """Returns how many tokens the pages of a sequence must cover for the next round."""
         return self._slots.placed[sequence_id].longest - 1 + shape.num_draft_tokens

@@ -12,6 +12,8 @@ MAX_TREE_ROWS = _ROWS[-1]
 MAX_TREE_DEPTH = _DEPTHS[-1]
 # Only whether nodes have siblings matters.
 _CHAIN, _BRANCHED = 1, 2
+PLAIN_SHAPE = TreeShape(1, _CHAIN, _ROWS[0])
+"""Of rounds without any tree."""
 
 
 def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
@@ -23,6 +25,17 @@ def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
         if not _is_chain(tree):
             topk = _BRANCHED
         max_depth = max(max_depth, *tree.depths, 0)
+    return _covering(num_rows, max_depth, topk)
+
+
+def covering_shape_of(shape: TreeShape) -> TreeShape | None:
+    """Returns the shape in which rounds take every tree of a shape; None where there is none."""
+    return _covering(
+        shape.max_node_count + 1, shape.num_steps, _CHAIN if shape.topk == 1 else _BRANCHED
+    )
+
+
+def _covering(num_rows: int, max_depth: int, topk: int) -> TreeShape | None:
     rows = next((size for size in _ROWS if size >= num_rows), None)
     depth = next((size for size in _DEPTHS if size >= max_depth), None)
     if rows is None or depth is None:

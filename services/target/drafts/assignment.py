@@ -52,6 +52,8 @@ class Assignment:
         course: what is known and wanted of the sequence at this draft.
         is_stepping: a step is computing the current round, so its tree is chosen.
         stale_in_round: something for another state arrived since the last verdict.
+        late: came for the current round while a step was computing it.
+        rest: what is left, in the current round, of the tree that was late for the one before.
         num_heard: unconditional candidates that were current.
         num_features_sent: position after the last feature row that was sent; None before any.
     """
@@ -68,6 +70,8 @@ class Assignment:
     kept: Kept | None = None
     is_stepping: bool = False
     stale_in_round: bool = False
+    late: Candidate | None = None
+    rest: TokenTree = EMPTY_TREE
     num_heard: int = 0
     num_features_sent: int | None = None
     _pushed: dict[ConditionKey, tuple[CandidateColumns, int]] = field(default_factory=dict)
@@ -210,6 +214,11 @@ class Assignment:
         self.candidate = self.allowed = self.kept = None
         if selected is not None:
             self._take(selected)
+        late, self.late, self.rest = self.late, None, EMPTY_TREE
+        if late is not None:
+            rest = late.tree.below(committed_token_ids)
+            allowed = narrowed(rest, self.sequence.request.num_draft_tokens)
+            self.rest = rest if allowed is None else allowed.tree
         self.is_stepping = False
         self.stale_in_round = False
         return verdict, foreseen

@@ -51,6 +51,14 @@ class Assignments:
         assignment = self.get(sequence.sequence_id)
         return EMPTY_TREE if assignment is None else assignment.tree
 
+    def tree(self, sequence: Sequence) -> TokenTree:
+        """Returns what can be verified of drafts in the sequence's current round: the tree for it,
+        or what is left of the one that came too late for the round before; perhaps empty."""
+        assignment = self.get(sequence.sequence_id)
+        if assignment is None:
+            return EMPTY_TREE
+        return assignment.tree if assignment.candidate is not None else assignment.rest
+
     def has_tree(self, sequence: Sequence) -> bool:
         """Whether the sequence's draft has a tree for the current round."""
         return bool(self.candidate_tree(sequence).token_ids)

@@ -78,7 +78,8 @@ def _take(
         assignment.stale_in_round = True
         if is_current:
             # The round went without it, but it came before the round's end: such a draft is worth
-            # waiting for.
+            # waiting for, and what follows the round's tokens there is of use.
+            assignment.late = columns.candidate(place)
             timeout.heard(_response_s(assignment, now_s))
         return
     assignment.receive(columns.candidate(place), now_s)

@@ -61,6 +61,7 @@ class DraftExchange:
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
+            self._selections.open(attachment)
         except RuntimeError as error:
             logger.warning(
                 "no memory for rounds on the device, the host leads them: %s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from services.target.drafts.feature_store import FeatureStore
@@ -27,20 +28,8 @@ class Guest:
     @property
     def newcomer(self) -> Newcomer:
         """What places it; the head lacks one row at least, from which a tree starts."""
-        sequence = self.sequence
-        return Newcomer(
-            sequence.sequence_id,
-            sequence.token_ids,
-            sequence.sampling,
-            pages=sequence.open_lease.pages,
-            head_pages=self.head_pages,
-            num_head_rows=min(self.num_head_rows, len(sequence.token_ids) - 2),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            min_length=sequence.num_prompt_tokens + sequence.request.stop.min_output_tokens,
-            stop_token_ids=sequence.stop_token_ids,
-            top_logprobs=sequence.request.top_logprobs,
-            logprob_temperature=sequence.request.logprob_temperature,
-        )
+        num_head_rows = min(self.num_head_rows, len(self.sequence.token_ids) - 2)
+        return newcomer_of(self.sequence, self.head_pages, num_head_rows)
 
     def has_features(self, store: FeatureStore, page_size: int) -> bool:
         """Whether the features are there that the head has not read; the sequence takes no part."""
@@ -61,3 +50,22 @@ class Guest:
         except OutOfPages:
             return False
         return True
+
+
+def newcomer_of(
+    sequence: Sequence, head_pages: SequenceOf[int] = (), num_head_rows: int = 0
+) -> Newcomer:
+    """Returns what gives a sequence its lane; without a head there is nothing to say of one."""
+    return Newcomer(
+        sequence.sequence_id,
+        sequence.token_ids,
+        sequence.sampling,
+        pages=sequence.open_lease.pages,
+        head_pages=head_pages,
+        num_head_rows=num_head_rows,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        min_length=sequence.num_prompt_tokens + sequence.request.stop.min_output_tokens,
+        stop_token_ids=sequence.stop_token_ids,
+        top_logprobs=sequence.request.top_logprobs,
+        logprob_temperature=sequence.request.logprob_temperature,
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.target.clock import Clock
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.selected_round import SelectedRound, conditional_trees
-from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from shared.runtime.prepared_trees import PreparedTree
 from shared.tokens import EMPTY_TREE, Candidate, TokenTree
@@ -47,44 +47,34 @@ class NextTrees:
 class TreeForecast:
     """Looks at what drafts have pushed. Owned by the engine thread."""
 
-    def __init__(self, scheduler: Scheduler, attachments: Attachments, clock: Clock) -> None:
-        self._scheduler = scheduler
+    def __init__(self, attachments: Attachments, clock: Clock) -> None:
         self._assignments = attachments.assignments
         self._readiness = attachments.readiness
         self._clock = clock
 
-    @property
-    def is_any_announced(self) -> bool:
-        """Whether a draft has sent a tree for whose verdicts it drafts ahead."""
-        return any(
-            assignment is not None and assignment.is_announced
-            for assignment in map(self._assignment, self._scheduler.running)
-        )
+    def is_any_here(self, lanes: Iterable[Sequence]) -> bool:
+        """Whether a sequence has its tree, or no draft, unless it is under way."""
+        found = map(self._assignment, lanes)
+        return any(each is None or each.candidate is not None for each in found)
 
-    @property
-    def is_any_ready(self) -> bool:
-        """Whether a running sequence waits for nothing, unless it is under way."""
-        now_s = self._clock()
-        return any(self._readiness.is_ready(each, now_s) for each in self._scheduler.running)
-
-    def of_ready(self) -> NextTrees:
+    def of_ready(self, lanes: Iterable[Sequence]) -> NextTrees:
         """Returns the trees, perhaps empty, of the sequences that wait for nothing. None of them is
         under way."""
         trees, now_s = NextTrees.none(), self._clock()
-        for sequence in self._scheduler.running:
+        for sequence in lanes:
             self._join(sequence, trees, now_s)
         return trees
 
-    def is_complete(self, under_way: SelectedRound) -> bool:
+    def is_complete(self, lanes: Iterable[Sequence], under_way: SelectedRound) -> bool:
         """Whether nothing is to come any more that decides on the round after this one, but its
         end."""
-        return all(self._is_foreseen(each, under_way) for each in self._scheduler.running)
+        return all(self._is_foreseen(each, under_way) for each in lanes)
 
-    def after(self, under_way: SelectedRound) -> NextTrees:
+    def after(self, lanes: Iterable[Sequence], under_way: SelectedRound) -> NextTrees:
         """Returns what is prepared for the end of a round, and hands it to the device: it stays as
         it is until the verdict."""
         trees, now_s = NextTrees.none(), self._clock()
-        for sequence in self._scheduler.running:
+        for sequence in lanes:
             verified = under_way.trees.get(sequence.sequence_id)
             if verified is None:
                 self._join(sequence, trees, now_s)
@@ -98,7 +88,7 @@ class TreeForecast:
             assignment = self._assignment(sequence)
             if assignment is not None:
                 assignment.cut(None)  # rounds verify trees whole
-            tree = self._assignments.candidate_tree(sequence)
+            tree = self._assignments.tree(sequence)
             trees.add(sequence, tree, num_tokens=len(sequence.token_ids))
 
     def _foresee(self, sequence: Sequence, verified: TokenTree, trees: NextTrees) -> None:

@@ -10,6 +10,7 @@ from services.target.draw import Decision
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence, pruned
 from shared.runtime.prepared_trees import Ending, PreparedTree
+from shared.runtime.round_sequences import SequenceRound
 from shared.tokens import Candidate, TokenTree, TreeShape
 
 
@@ -56,14 +57,15 @@ def conditional_trees(
 
 
 def as_step(
-    sequence: Sequence, tree: TokenTree, token_ids: tuple[int, ...]
+    sequence: Sequence, tree: TokenTree, result: SequenceRound
 ) -> tuple[ScheduledSequence, Decision]:
     """Returns a sequence's part of a round as if a step of the general path had done it, which
     leaves out what is beyond the end of the output."""
     tree, nodes = pruned(tree, sequence.num_remaining - 1)
-    token_ids = token_ids[: sequence.num_remaining]
+    token_ids = result.token_ids[: sequence.num_remaining]
     entry = ScheduledSequence(sequence, sequence.num_computed, 1, tree, nodes, is_complete=True)
-    return entry, Decision(_accepted_nodes(tree, token_ids[:-1]), token_ids, ())
+    logprobs = result.logprobs[: len(token_ids)]
+    return entry, Decision(_accepted_nodes(tree, token_ids[:-1]), token_ids, logprobs)
 
 
 def _accepted_nodes(tree: TokenTree, token_ids: SequenceOf[int]) -> tuple[int, ...]:

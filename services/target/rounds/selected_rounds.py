@@ -9,16 +9,18 @@ from contextlib import AbstractContextManager
 
 from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.device_rounds import MIN_SPARSE
+from services.target.rounds.guest import newcomer_of
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.sequence import Sequence
 from shared.kv.leases import KvLeases
 from shared.runtime.prepared_trees import PreparedTree
-from shared.runtime.round_graphs import num_computed
+from shared.runtime.round_graphs import ROUND_SIZES, num_computed
 from shared.runtime.round_runner import RoundLimits
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_sequences import SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner
-from shared.runtime.selection_shapes import covering_shape
+from shared.runtime.selection_shapes import PLAIN_SHAPE, covering_shape, covering_shape_of
 from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 
@@ -29,6 +31,7 @@ class SelectedRounds:
     """Owned by the engine thread.
 
     Attributes:
+        max_sequences: slots.
         store: of the features that rounds keep; None where they keep none.
     """
 
@@ -36,7 +39,7 @@ class SelectedRounds:
         self._target = runner
         self._leases = leases
         self._limits = limits
-        self._max_sequences = limits.max_sequences
+        self.max_sequences = limits.max_sequences
         self._sequences: dict[int, Sequence] = {}
         self.store: FeatureStore | None = None
         self._runner = self._made(None)
@@ -51,6 +54,22 @@ class SelectedRounds:
             self._confine(0, Shortage.of(error))
             return
         self.store = store
+
+    def capture(self, tree: TreeShape) -> None:
+        """Makes the graphs of rounds with trees of a shape, and of plain ones, for every number of
+        sequences, so that none is made under traffic; those that do not fit the memory are left
+        out. Takes seconds on a GPU."""
+        for shape in (covering_shape_of(tree), PLAIN_SHAPE):
+            for size in reversed(ROUND_SIZES):
+                if shape is None or size * shape.num_draft_tokens > MAX_ROWS:
+                    continue
+                if size > self.max_sequences:
+                    continue
+                try:
+                    for sampling in (RoundSampling.GREEDY, RoundSampling.DRAWN):
+                        self._runner.capture(size, shape, sampling)
+                except RuntimeError as error:
+                    self._confine(size - 1, Shortage.of(error))
 
     def _made(self, store: FeatureStore | None) -> SelectionRunner:
         return SelectionRunner(
@@ -88,12 +107,23 @@ class SelectedRounds:
         """Whether the oldest unread round can be read without waiting."""
         return self._runner.is_done
 
-    def takes(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether there are slots for all of these, and none is too long."""
-        longest = self._limits.max_context_tokens
-        return len(sequences) <= self._max_sequences and all(
-            len(each.token_ids) <= longest for each in sequences
-        )
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Who has a slot."""
+        return tuple(self._sequences.values())
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a sequence has a slot."""
+        return sequence.sequence_id in self._sequences
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return self.max_sequences - len(self._sequences)
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether a sequence is not too long."""
+        return len(sequence.token_ids) <= self._limits.max_context_tokens
 
     def prepare(self, prepared: Mapping[Sequence, SequenceOf[PreparedTree]]) -> TreeShape | None:
         """Has the device choose the trees of the next round once the one under way has ended; see
@@ -157,6 +187,11 @@ class SelectedRounds:
         self._runner.remove(self._sequences)
         self._sequences.clear()
 
+    def evict(self, sequence: Sequence) -> None:
+        """Takes a sequence from its slot; every round has been read."""
+        assert self.num_pending == 0, "a round would be lost"
+        self.forget(sequence)
+
     def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended. Whoever takes its pages next queues its work behind
         the rounds under way."""
@@ -165,7 +200,7 @@ class SelectedRounds:
 
     def _confine(self, max_sequences: int, shortage: Shortage) -> None:
         """No memory is left for rounds of more sequences."""
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         logger.warning(
             "no memory for rounds on the device of more than %d sequences that drafts push trees "
             "for; the host leads others: %s",
@@ -194,10 +229,10 @@ class SelectedRounds:
         return sequence.open_lease.slots(start, end, self._leases.page_size)
 
     def _place(self, sequences: SequenceOf[Sequence]) -> None:
-        newcomers = [
-            Newcomer(each.sequence_id, each.token_ids, each.sampling, each.open_lease.pages, (), 0)
-            for each in sequences
-        ]
-        if newcomers:
-            self._runner.place(newcomers)
+        for each in sequences:
+            # Equal prompts need not wait for this one to end. A lane's pages are not replaced, as
+            # sharing may do.
+            self._leases.publish(each.open_lease, each.token_ids[: each.num_computed])
+        if sequences:
+            self._runner.place([newcomer_of(each) for each in sequences])
             self._sequences.update({each.sequence_id: each for each in sequences})

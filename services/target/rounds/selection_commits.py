@@ -63,7 +63,7 @@ class SelectionCommits:
             took_part = bool(result.token_ids)
             assert took_part == (tree is not None), "device and host differ on who took part"
             if tree is not None:
-                entry, decision = as_step(sequence, tree, result.token_ids)
+                entry, decision = as_step(sequence, tree, result)
                 num_rounds += 1
                 num_committed += self._commit(entry, decision, start_s, now_s)
                 num_drafted += len(entry.tree)
@@ -96,7 +96,7 @@ class SelectionCommits:
         """Commits a sequence's part of a round; returns how many tokens that were."""
         sequence = entry.sequence
         sequence.num_computed += 1
-        num_committed = self._committer.commit(entry, decision, start_s, now_s)
+        num_committed = self._committer.commit(entry, decision, start_s, now_s, is_lane=True)
         if sequence.finish_reason is not None:
             self._forget(sequence)
         return num_committed

@@ -1,10 +1,10 @@
-"""Steps of the loop that are rounds with trees of remote drafts, selected on the device.
+"""Lanes whose trees remote drafts push: who has one, their rounds, and when each is launched.
 
-While the device verifies the trees of a round, drafts push those for its ends. Once they are here
-they are uploaded, and the next round can be launched before the host has read the last one. What
-the host makes of that, tokens, events and verdicts, is then off the critical path. A sequence that
-nothing was pushed for sits rounds out until its tree comes, as it is left out of steps of the
-general path; whatever rounds cannot do sends all sequences there.
+Planned steps of prompts, and of whoever has no lane, go beside them. While the device verifies the
+trees of a round, drafts push those for its ends. Once they are here they are uploaded, and the next
+round can be launched before the host has read the last one. What the host makes of that, tokens,
+events and verdicts, is then off the critical path. A sequence that waits for its tree sits rounds
+out. Where no tree is wanted, and where pages are missing, there are no lanes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from services.target.clock import Clock
+from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.host_gap import HostGap
 from services.target.rounds.early_launch import EarlyLaunch
 from services.target.rounds.next_trees import NextTrees, TreeForecast
+from services.target.rounds.round_steps import MIN_LANE_TOKENS
 from services.target.rounds.round_wait import RoundWait
 from services.target.rounds.selected_round import SelectedRound
 from services.target.rounds.selected_rounds import SelectedRounds
@@ -39,10 +41,10 @@ class Turn(enum.Enum):
 
 
 class SelectionSteps:
-    """Takes the loop's step where it can be such a round. Owned by the engine thread.
+    """See `Lanes`. Owned by the engine thread.
 
     Args:
-        rounds: None leaves every step to the general path.
+        rounds: None has no lanes.
         host_gap: that of the loop.
         take_offers: takes what drafts pushed meanwhile.
         runs_ahead: whether anything is prepared before the round under way is read.
@@ -71,7 +73,8 @@ class SelectionSteps:
         self._host_gap = host_gap
         self._take_offers = take_offers
         self._terms = SelectionTerms(scheduler, attachments, clock)
-        self._forecast = TreeForecast(scheduler, attachments, clock)
+        self._forecast = TreeForecast(attachments, clock)
+        self._is_open = False
         self._early = EarlyLaunch()
         self._wait = RoundWait()
         self._read_s = 0.0
@@ -103,43 +106,83 @@ class SelectionSteps:
         began_s = max(self._launched[0].start_s, self._read_s)
         return self._wait.patience_s(self._clock() - began_s)
 
-    def step(self, settle: Callable[[], None]) -> Turn:
-        """Does what can be done of a round.
+    def open(self, attachment: Attachment) -> None:
+        """A draft attached. While nobody waits for it, all graphs for its trees are made."""
+        rounds = self._rounds
+        is_idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
+        if rounds is None or not is_idle or not self._terms.are_features_known:
+            return
+        self._turn_to_store(rounds)
+        rounds.capture(attachment.base_shape)
 
-        Args:
-            settle: reads and commits the general path's step in flight.
+    def choose(self) -> None:
+        """A turn of the loop begins: decides whether lanes draw in it."""
+        rounds = self._rounds
+        if rounds is None:
+            return
+        self._is_open = rounds.max_sequences > 0 and self._terms.are_met
+        if self._is_open:
+            self._turn_to_store(rounds)
+        if not self._is_open or rounds.is_sparse or not all(map(rounds.fits, rounds.sequences)):
+            self.settle()
+
+    def holds(self, sequence: Sequence) -> bool:
+        """See `Lanes`."""
+        return self._rounds is not None and self._rounds.holds(sequence)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """See `Lanes`. Somebody has to draw the token after a prompt of one."""
+        rounds = self._rounds
+        if rounds is None or not self._is_open or len(sequence.token_ids) < MIN_LANE_TOKENS:
+            return False
+        return rounds.num_free > 0 and rounds.fits(sequence) and self._terms.suit(sequence)
+
+    def evict(self, sequence: Sequence) -> None:
+        """See `Lanes`."""
+        rounds = self._rounds
+        assert rounds is not None
+        self._drain(rounds)
+        if rounds.holds(sequence):
+            rounds.evict(sequence)
+
+    def step(self) -> Turn:
+        """Does what can be done of a round.
 
         Returns:
             WAITING where there is nothing to do but to wait for the device or for drafts, and
-            ELSEWHERE where the step is the general path's.
+            ELSEWHERE where no lane draws in this turn.
         """
         rounds, self._began_s, self._has_captured = self._rounds, None, False
-        if rounds is None:
+        if rounds is None or not self._is_open:
             return Turn.ELSEWHERE
-        if not self._terms.suit(rounds):
-            self.settle()
-            return Turn.ELSEWHERE
-        is_idle = not self._launched
-        self._turn_to_store(rounds)
-        if rounds.is_sparse:
-            self.settle()
         if self._launched:
             return self._go_on(rounds)
-        if not rounds.is_running:
-            if not self._forecast.is_any_announced:
-                return Turn.ELSEWHERE
-            settle()
-            if not self._terms.suit(rounds):  # who was in flight has ended
-                return Turn.ELSEWHERE
-        return self._launch_ready(rounds, is_idle=is_idle)
+        return self._launch_ready(rounds, is_idle=True)
 
     def settle(self) -> None:
-        """Reads and commits the rounds under way, and leaves the sequences to the general path."""
+        """Reads and commits the rounds under way, and takes all lanes from those who have them."""
         rounds = self._rounds
         if rounds is not None and rounds.is_running:
-            while self._launched:
-                self._commit(rounds)
+            self._drain(rounds)
             rounds.leave()
+
+    def _drain(self, rounds: SelectedRounds) -> None:
+        while self._launched:
+            self._commit(rounds)
+
+    def _lanes(self, rounds: SelectedRounds) -> list[Sequence]:
+        """Returns who has a lane, and who can get one now: the last token is read, and all before
+        it are computed."""
+        lanes, num_free = list[Sequence](), rounds.num_free
+        for each in self._scheduler.running:
+            if rounds.holds(each):
+                lanes.append(each)
+                continue
+            is_ready = each.num_pending == 0 and each.num_uncomputed == 1 and each.num_computed > 0
+            if is_ready and num_free > 0 and self.takes(each):
+                lanes.append(each)
+                num_free -= 1
+        return lanes
 
     def aside(self) -> AbstractContextManager[None]:
         """Returns a context in which what earlier rounds left is read beside the one under way."""
@@ -161,24 +204,25 @@ class SelectionSteps:
             rounds.turn_to(store)
 
     def _launch_ready(self, rounds: SelectedRounds, *, is_idle: bool) -> Turn:
-        """Launches a round of the sequences that wait for nothing, if a tree is among theirs that
-        is drafted ahead of; others are better left to the general path.
+        """Launches a round of the sequences that wait for nothing.
 
         Args:
             is_idle: nothing was under way when the turn began.
         """
-        now_s, trees = self._clock(), self._forecast.of_ready()
+        now_s, lanes = self._clock(), self._lanes(rounds)
+        if not lanes:
+            return Turn.ELSEWHERE
+        trees = self._forecast.of_ready(lanes)
         if not trees.prepared:
             self._host_gap.wait()
             return Turn.WAITING
-        if not self._forecast.is_any_announced:
-            self.settle()
-            return Turn.ELSEWHERE
         if is_idle:
             # Else the time since the last turn was that of a round, which nobody waited for.
             self._attachments.controller.wake(now_s, was_idle=True)
         shape = self._prepare(rounds, trees)
         if shape is None:
+            # Planned steps need fewer pages, and may preempt.
+            self._is_open = False
             self.settle()
             return Turn.ELSEWHERE
         self._launch(rounds, shape, trees)
@@ -188,9 +232,9 @@ class SelectionSteps:
     def _go_on(self, rounds: SelectedRounds) -> Turn:
         """With a round under way: launches the next one ahead, if what was pushed for it is here,
         or reads the one under way once it is done."""
-        under_way = self._launched[0]
-        if self._runs_ahead and self._forecast.is_complete(under_way):
-            self._launch_ahead(rounds, self._forecast.after(under_way))
+        under_way, lanes = self._launched[0], self._lanes(rounds)
+        if self._runs_ahead and self._forecast.is_complete(lanes, under_way):
+            self._launch_ahead(rounds, self._forecast.after(lanes, under_way))
         elif not rounds.is_done:
             return Turn.WAITING
         self._commit(rounds)
@@ -201,11 +245,11 @@ class SelectionSteps:
 
     def _launch_next(self, rounds: SelectedRounds) -> None:
         """Launches a round behind one that was read, if it can be. Mostly all sequences wait for
-        their drafts, which are yet to be told: that is asked first, since it is quick."""
-        if not (self._forecast.is_any_ready or self._scheduler.may_admit):
-            self._host_gap.wait()
-        elif self._terms.suit(rounds):
+        their drafts, which are yet to be told: nobody gives up waiting before that."""
+        if self._forecast.is_any_here(self._lanes(rounds)):
             self._launch_ready(rounds, is_idle=False)
+        else:
+            self._host_gap.wait()
 
     def _launch_ahead(self, rounds: SelectedRounds, trees: NextTrees) -> None:
         """Has trees chosen for the end of the round under way, and launches the next one: at once,

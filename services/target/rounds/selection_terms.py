@@ -1,4 +1,4 @@
-"""When the loop's next step can be a round whose trees the device selects."""
+"""Which sequences have a lane whose trees remote drafts push, and when there are such lanes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from services.target.clock import Clock
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.rounds.round_requests import can_be_round
-from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 
@@ -19,20 +18,23 @@ class SelectionTerms:
         self._attachments = attachments
         self._clock = clock
 
-    def suit(self, rounds: SelectedRounds) -> bool:
-        """Whether the next step of all running sequences can be a round, once the host has read
-        those before it."""
-        running = self._scheduler.running
+    @property
+    def are_met(self) -> bool:
+        """Whether lanes draw in this turn: a tree is wanted of a draft, and drafts read nothing
+        that the device has yet to write."""
         return (
-            bool(running)
-            and not self._scheduler.may_admit
-            and rounds.takes(running)
-            and all(map(self._takes, running))
-            and len(self.wanted_features) <= 1
-            and all(each.is_elsewhere for each in self._attachments.drafts.live)
+            self._attachments.assignments.num_drafted_for > 0
+            and self.are_features_known
             and self._verifies_whole_trees
             and not self._any_moves()
         )
+
+    @property
+    def are_features_known(self) -> bool:
+        """Whether lanes can keep what drafts read: features of one kind at most, which leave the
+        device before a draft reads them."""
+        drafts = self._attachments.drafts.live
+        return len(self.wanted_features) <= 1 and all(each.is_elsewhere for each in drafts)
 
     @property
     def wanted_features(self) -> dict[str, FeatureSpec]:
@@ -40,13 +42,14 @@ class SelectionTerms:
         specs = (each.feature_spec for each in self._attachments.drafts.live)
         return {spec.key: spec for spec in specs if spec is not None}
 
-    def _takes(self, sequence: Sequence) -> bool:
+    def suit(self, sequence: Sequence) -> bool:
+        """Whether a lane can do all that the request asks for."""
         assignment = self._attachments.assignments.get(sequence.sequence_id)
         wanted = sequence.request.draft_algorithm or ""
         algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
-        is_decoding = sequence.num_uncomputed == 1 and sequence.num_computed > 0
-        is_decoding = is_decoding and not sequence.needs_host_before_next_step
-        return is_decoding and can_be_round(sequence.request, algorithm)
+        if sequence.needs_host_before_next_step:
+            return False
+        return can_be_round(sequence.request, algorithm)
 
     @property
     def _verifies_whole_trees(self) -> bool:

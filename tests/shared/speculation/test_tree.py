@@ -72,3 +72,13 @@ def test_ignored_end_tokens_are_not_banned() -> None:
     )
     banned = banned_by_min_tokens(EMPTY_TREE, stop, num_output_tokens=0, eos_token_ids=(8,))
     assert banned == ((7,),)
+
+
+def test_what_hangs_off_a_path_is_a_tree_of_its_own() -> None:
+    tree = TokenTree((5, 6, 7, 8, 7, 9), (None, None, 0, 2, 1, 3), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    assert tree.below((5,)) == TokenTree((7, 8, 9), (None, 0, 1), (0.3, 0.4, 0.6))
+    assert tree.below((6,)) == TokenTree((7,), (None,), (0.5,))
+    assert tree.below((5, 7, 8)) == TokenTree((9,), (None,), (0.6,))
+    assert tree.below(()) == tree
+    for path in ((7,), (5, 8), (6, 7), (5, 7, 8, 9), (5, 7, 8, 9, 1)):
+        assert tree.below(path) == EMPTY_TREE

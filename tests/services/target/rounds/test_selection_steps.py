@@ -391,10 +391,10 @@ def test_stops_are_where_they_were(decoder: Decoder) -> None:
     ],
     ids=["logprobs", "width"],
 )
-def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
+def test_a_request_that_has_no_lane_steps_beside_those_that_have(
     decoder: Decoder, other: GenerationRequest
 ) -> None:
-    """It comes while the others are in rounds, and they return to rounds when it has ended."""
+    """It comes while the others have lanes, which they keep."""
     setup, collector = Setup(decoder), Collector()
     setup.draft.recovers = True  # it foresees no end that a narrowed tree can have
     for key, each in enumerate(setup.requests(60)):
@@ -403,14 +403,15 @@ def test_a_request_that_rounds_cannot_serve_sends_all_to_the_general_path(
         setup.engine.step()
     assert setup.engine.gauges_now().round_shape is not None
     setup.engine.submit(other, collector, 2)
-    setup.engine.step()
-    assert setup.engine.gauges_now().round_shape is None
+    num_before = len(setup.reports)
+    while not collector.has_ended(2):
+        setup.engine.step()
+    beside = [each.round_shape is not None for each in setup.reports[num_before:]]
+    assert beside.count(False) > 2
+    assert beside.count(True) > 2
     settle(setup.engine)
     setup.check(collector, 60)
     assert collector.token_ids(2) == _plain(decoder, [other])[0]
-    is_round = [each.round_shape is not None for each in setup.reports]
-    assert is_round.index(False, is_round.index(True)) < len(is_round) - 1
-    assert is_round[-1]
 
 
 @pytest.mark.usefixtures("choice")
@@ -455,7 +456,8 @@ def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
     monkeypatch.setattr(SelectionRunner, "prepare", prepare_few)
     setup = Setup(decoder)
     setup.check(run(setup.engine, setup.requests(40)), 40)
-    assert asked == [2]
+    assert asked[0] == 2
+    assert set(asked[1:]) == {1}, "one keeps its lane, the other steps beside it"
     setup.check(run(setup.engine, setup.requests(40, 1)), 40, 1)
     assert set(asked[1:]) == {1}
 
@@ -490,6 +492,90 @@ def test_places_of_those_that_have_ended_are_given_up(
         assert found.token_ids(key) == answer[2 : 2 + length]
     assert max(sizes) == 24
     assert sizes[-1] == 1
+
+
+def _random_request(source: random.Random) -> GenerationRequest:
+    prompt = [source.randrange(24) for _ in range(source.choice((1, 2, 5, 9, 40)))]
+    sampling = source.choice(
+        (
+            GREEDY,
+            SamplingParams(seed=source.randrange(99)),
+            SamplingParams(temperature=0.8, top_k=9, top_p=0.9, seed=source.randrange(99)),
+            SamplingParams(frequency_penalty=0.7, presence_penalty=0.5, seed=source.randrange(99)),
+            SamplingParams(temperature=0.0, repetition_penalty=1.4, logit_bias={7: 2.0}),
+        )
+    )
+    stop = StopParams(source.randrange(5, 40), min_output_tokens=source.choice((0, 0, 5)))
+    asked = request(prompt, sampling, stop, top_logprobs=source.choice((None, None, 0, 2)))
+    if source.random() < 0.2:
+        return replace(asked, num_draft_tokens=2)  # has no lane
+    return replace(asked, speculation_disabled=source.random() < 0.1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_change_no_token(
+    decoder: Decoder, other_decoder: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of all kinds come, are cancelled and preempted beside one another, while the draft
+    is late, loses what it says, and comes and goes."""
+    source = random.Random(seed)
+    monkeypatch.setattr(EarlyLaunch, "pays", lambda early, rates, s: source.random() < 0.5)
+    asked = [_random_request(source) for _ in range(16)]
+    expected = run(build_engine(decoder, max_running=16), asked)
+    reports = list[StepReport]()
+    engine = build_engine(
+        decoder,
+        num_pages=source.choice((24, 60, 200)),
+        max_running=source.choice((3, 8)),
+        on_step=reports.append,
+        poisons_free_pages=True,
+        selects=True,
+    )
+    draft = lossy_draft(engine, standalone((decoder, other_decoder)[seed % 2]), BUDGET, seed)
+    collector, submitted, cancelled = Collector(), 0, set[int]()
+    step = 0
+    while submitted < len(asked) or not all(
+        map(collector.has_ended, set(range(len(asked))) - cancelled)
+    ):
+        if submitted < len(asked) and source.random() < 0.2:
+            engine.submit(asked[submitted], collector, submitted)
+            submitted += 1
+        if submitted and source.random() < 0.02:
+            key = source.randrange(submitted)
+            if not collector.has_ended(key):
+                engine.cancel(collector, key)
+                cancelled.add(key)
+        engine.step()
+        draft.each_step(step)
+        step += 1
+    for key in range(len(asked)):
+        found = collector.token_ids(key) if key in collector.events else []
+        if key in cancelled:
+            assert found == expected.token_ids(key)[: len(found)]
+        else:
+            assert found == expected.token_ids(key), key
+            pairs = zip(collector.logprobs(key), expected.logprobs(key), strict=True)
+            assert all(a.log_prob == pytest.approx(b.log_prob, abs=1e-4) for a, b in pairs)
+    engine.check_idle()
+    assert num_device_rounds(reports) > 20
+
+
+def test_what_is_left_of_a_late_tree_is_verified(decoder: Decoder) -> None:
+    """The tree for a round that goes without it comes while that round is under way."""
+    setup = Setup(decoder)
+    setup.engine.detach("ahead")
+    identity = DraftIdentity("late", "late", "m", "SCRIPTED", 64, 0.0)
+    draft = AheadDraft(setup.engine, setup.answers, name="late", is_held=True, recovers=True)
+    draft.foresees = lambda number, round_: False
+    setup.engine.attach(Attachment(identity, draft, DraftTimeout(0.0)))  # nobody waits for it
+    collector = Collector()
+    for key, each in enumerate(setup.requests(30)):
+        setup.engine.submit(each, collector, key)
+    while not all(map(collector.has_ended, range(2))):
+        setup.engine.step()
+        draft.release()
+    setup.check(collector, 30)
+    assert sum(each.num_accepted for each in setup.reports) > 10
 
 
 def test_sequences_without_a_draft_go_along(decoder: Decoder) -> None:
