@@ -157,11 +157,11 @@ class TargetSettings(ServiceSettings):
     )
     max_draft_sequences: int = setting(256, "most sequences assigned to one draft", minimum=1)
     speculative_fallback: Fallback = setting(
-        Fallback.NONE, "ngram: repeat what followed before in rounds that no draft has a tree for"
+        Fallback.NONE, "ngram: without a draft's tree, verify one of n-grams of the sequence"
     )
     speculative_adaptive: bool = setting(
         False,
-        "choose trees, or none, by what was measured; else drafts choose their shapes",
+        "choose shapes of trees, or plain steps, by measured speed; else drafts choose",
     )
     speculative_adaptive_config: Path | None = setting(
         None, "JSON file of candidate steps by batch size, as SGLang has it"
