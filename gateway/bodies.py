@@ -14,7 +14,7 @@ from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs, vllm_prompt_logprobs
 from gateway.rounds import round_fields
-from gateway.usage import metrics, usage
+from gateway.usage import metrics, timings, usage
 from shared.text.tokenizer import Tokenizer
 
 
@@ -66,8 +66,10 @@ def _body(plan: Plan, final_choices: Sequence[FinalChoice], kind: str) -> dict[s
         "created": plan.created,
         "model": plan.model,
         "system_fingerprint": plan.fingerprint,
+        **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
         "usage": usage(plan, choices),
         "metrics": metrics(choices),
+        "timings": timings(plan, choices),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from gateway.output.parser import OutputParser
 from gateway.output.parts import Content, Part, Reasoning
 from gateway.plan import TextOptions
 from gateway.rounds import NodeBudget, TokenRound
+from gateway.stop_patterns import StopPatterns
 from shared.text.detokenizer import Detokenizer
 from shared.text.stop_strings import StopStrings
 from shared.text.tokenizer import Tokenizer
@@ -59,6 +61,8 @@ class Choice:
         prompt_scores: log probabilities of the prompt's tokens, from where they were asked for; all
             of them are there before the first token of output.
         stop_token_id: the token that ended it, where one did and no stop string.
+        begun_s, started_s, first_s, ended_s: when it was asked for, left the target's queue, and
+            had its first and its last token; of `time.perf_counter`.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
     """
@@ -72,6 +76,8 @@ class Choice:
         self.prompt_scores: list[TokenLogprobs] = []
         self.stop_token_id: int | None = None
         self.stats = SpeculationStats()
+        self.begun_s = self.started_s = self.ended_s = time.perf_counter()
+        self.first_s: float | None = None
         self._options = options
         output = options.output
         self._parser = None if output is None else OutputParser(output.format(), output.new_call_id)
@@ -80,9 +86,14 @@ class Choice:
             skip_special_tokens=options.skip_special_tokens,
             kept=() if output is None else output.kept_marks,
         )
-        self._stops = StopStrings(options.stop_strings, include_in_output=options.include_stop)
+        keeps_stop = options.include_stop
+        strings = StopStrings(options.stop_strings, include_in_output=keeps_stop)
+        self._stops: StopStrings | StopPatterns = strings
+        if options.stop_patterns:
+            patterns = options.stop_patterns
+            self._stops = StopPatterns(strings, patterns, include_in_output=keeps_stop)
         self._is_token_wise = (
-            bool(options.stop_strings)
+            bool(options.stop_strings or options.stop_patterns)
             or options.with_logprobs
             or options.with_rounds
             or (output is not None and output.has_reasoning)
@@ -117,16 +128,19 @@ class Choice:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended it, or the pattern."""
         return self._stops.matched
 
     def start(self, event: Started) -> None:
         self.num_cached_tokens = event.num_cached_tokens
+        self.started_s = time.perf_counter()
 
     def push(self, delta: Delta) -> None:
         """Adds the tokens of one engine step."""
         if self._options.hides_output:
             return
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
         if delta.num_drafted:
             self.stats.add_round(delta.num_drafted, delta.num_accepted)
         if self._is_token_wise:
@@ -143,9 +157,9 @@ class Choice:
         tail = self._detokenizer.flush()
         if tail:
             self._texts.append(self._stops.push(tail))
-        held = self._stops.flush()
-        if held:
-            self._texts.append(held)
+        if self._stops.matched is None:
+            self._texts.append(self._stops.flush())
+        self.ended_s = time.perf_counter()
         stopped = self._stops.matched is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
         if self._options.hides_output:
@@ -210,6 +224,7 @@ class Choice:
             self._texts.append(self._stops.push(text))
             if self._stops.matched is not None:
                 self.finish_reason = FinishReason.STOP
+                self.ended_s = time.perf_counter()
                 return number + 1
         return len(delta.token_ids)
 

@@ -18,7 +18,7 @@ from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from gateway.prompt_logprobs import echoed_logprobs
 from gateway.rounds import round_fields
-from gateway.usage import metrics, usage
+from gateway.usage import metrics, timings, usage
 from shared.errors import OutriderError
 from shared.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 class Chunks(Protocol):
     """The chunks of one stream, in the order their interface wants."""
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         """Returns what comes before the first text of a choice; may be empty."""
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -57,6 +57,7 @@ class _Envelope:
             "created": plan.created,
             "model": plan.model,
             "system_fingerprint": plan.fingerprint,
+            **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
         }
         self.before = b"data: " + orjson.dumps(self.head)[:-1] + b',"choices":[{"index":'
 
@@ -74,6 +75,7 @@ class _Envelope:
             "choices": [],
             "usage": usage(self.plan, choices),
             "metrics": metrics(choices),
+            "timings": timings(self.plan, choices),
         }
         return event(last) + DONE
 
@@ -97,9 +99,10 @@ class ChatChunks:
         )
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._envelope.after(b"")
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        chunk = self._envelope.before + b"%d" % choice.index + delta + self._envelope.after(b"")
+        after = self._envelope.after(usage_so_far)
+        chunk = self._envelope.before + b"%d" % choice.index + delta + after
         if not self._plan.return_token_ids:
             return chunk
         prompt = self._plan.generations[choice.index].prompt_token_ids
@@ -161,13 +164,13 @@ class CompletionChunks:
         self._envelope = _Envelope(plan, "text_completion")
         self._echoed: set[int] = set()
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         """Echoes the prompt, and names its token ids, before any output."""
         if self._plan.echoes_scores:
             return b""  # they are not there yet
-        return self._echo(choice, b',"logprobs":null')
+        return self._echo(choice, b',"logprobs":null', usage_so_far)
 
-    def _echo(self, choice: Choice, scores: bytes) -> bytes:
+    def _echo(self, choice: Choice, scores: bytes, usage_so_far: bytes) -> bytes:
         prompt = choice.index // self._plan.num_choices
         echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
         if not echoed and not self._plan.return_token_ids:
@@ -176,7 +179,7 @@ class CompletionChunks:
         if self._plan.return_token_ids:
             token_ids = self._plan.generations[choice.index].prompt_token_ids
             extra = b',"prompt_token_ids":' + orjson.dumps(token_ids) + b',"token_ids":[]'
-        return self._chunk(choice, echoed, scores, b"null" + extra, b"")
+        return self._chunk(choice, echoed, scores, b"null" + extra, usage_so_far)
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
         piece = choice.take()
@@ -190,7 +193,7 @@ class CompletionChunks:
             scores = echoed_logprobs(
                 prompt, choice, (), self._tokenizer, echo_length=0, as_ids=as_ids
             )
-            echo = self._echo(choice, b',"logprobs":' + orjson.dumps(scores))
+            echo = self._echo(choice, b',"logprobs":' + orjson.dumps(scores), usage_so_far)
         return echo + self._news(choice, piece or Piece(""), usage_so_far)
 
     def _news(self, choice: Choice, piece: Piece, usage_so_far: bytes) -> bytes:

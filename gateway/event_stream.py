@@ -59,7 +59,8 @@ class EventStream(Response):
     async def _send_choices(self, answer: Answer, send: Send) -> None:
         chunks = self._chunks
         try:
-            body = b"".join([chunks.opening(choice) for choice in answer.choices])
+            usage_so_far = self._usage_so_far()
+            body = b"".join([chunks.opening(each, usage_so_far) for each in answer.choices])
             body += self._news(answer.choices)
             while not answer.is_complete:
                 if body:
@@ -72,10 +73,13 @@ class EventStream(Response):
             raise _Reported from error
 
     def _news(self, choices: Collection[Choice]) -> bytes:
-        usage_so_far = b""
-        if self._answer.plan.continuous_usage:
-            usage_so_far = orjson.dumps(usage(self._answer.plan, self._answer.choices))
+        usage_so_far = self._usage_so_far()
         return b"".join([self._chunks.news(choice, usage_so_far) for choice in choices])
+
+    def _usage_so_far(self) -> bytes:
+        """Returns what chunks carry of it; nothing where nobody asks."""
+        plan, choices = self._answer.plan, self._answer.choices
+        return orjson.dumps(usage(plan, choices)) if plan.continuous_usage else b""
 
 
 async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:

@@ -11,6 +11,7 @@ from shared.version import package_version
 
 @lru_cache(maxsize=64)
 def fingerprint(model: TargetModel) -> str:
-    """Returns the same text for the same model, tokenizer and version of this package."""
-    parts = (package_version(), model.model_id, model.tokenizer_sha256, str(model.vocab_size))
+    """Returns the same text for the same weights, settings, tokenizer and version."""
+    weights = (model.output_fingerprint, model.weight_version)
+    parts = (package_version(), model.model_id, model.tokenizer_sha256, *weights)
     return f"fp_{hashlib.sha256(':'.join(parts).encode()).hexdigest()[:12]}"

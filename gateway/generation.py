@@ -88,6 +88,8 @@ class TargetModel:
         tokenizer_sha256: lower-case hexadecimal.
         draft_algorithms: of the drafts attached when the target was asked.
         speculation_detail: why no trees are verified; empty while they are.
+        output_fingerprint: of weights and settings; empty from a target that does not tell.
+        weight_version: of the weights in force.
     """
 
     model_id: str
@@ -97,6 +99,8 @@ class TargetModel:
     eos_token_ids: frozenset[int]
     draft_algorithms: tuple[str, ...] = ()
     speculation_detail: str = ""
+    output_fingerprint: str = ""
+    weight_version: str = ""
 
 
 class TargetState(enum.Enum):

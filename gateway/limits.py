@@ -60,18 +60,18 @@ class RequestLimits:
             )
             raise InvalidArgument.of("CHOICES_OUT_OF_RANGE", "n", message)
 
-    def check_stop_strings(self, stops: Sequence[str]) -> None:
+    def check_stop_strings(self, stops: Sequence[str], field: str = "stop") -> None:
         """Raises:
         InvalidArgument: there are too many, or one is empty or too long.
         """
         if len(stops) > self.max_stop_strings:
-            message = f"stop has {len(stops)}; at most {self.max_stop_strings} strings"
-            raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
+            message = f"{field} has {len(stops)}; at most {self.max_stop_strings} strings"
+            raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
         for stop in stops:
             if not 1 <= len(stop) <= self.max_stop_characters:
                 limit = f"[1, {self.max_stop_characters}]"
                 message = f"a stop string has {len(stop)} characters; it must have {limit}"
-                raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
+                raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
 
     def check_template(self, source: str) -> None:
         """Raises:

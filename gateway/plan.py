@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gateway.generation import Generation
 from gateway.output.style import ChatOutput
+from gateway.stop_patterns import StopPattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class TextOptions:
     """
 
     stop_strings: tuple[str, ...] = ()
+    stop_patterns: tuple[StopPattern, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     hidden_token_ids: frozenset[int] = frozenset()
@@ -46,6 +48,7 @@ class Plan:
         shows_prompt_logprobs: the answer has vLLM's `prompt_logprobs`.
         tokens_as_ids: log probabilities name tokens by their ids.
         fingerprint: what the answer depends on beside the request.
+        service_tier: as OpenAI names what the request was served by; None where it was not asked.
         grammar_field: where the client said what the output must match.
         echoed_texts: what goes before the output, one for each prompt; empty without echo.
     """
@@ -62,6 +65,7 @@ class Plan:
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     fingerprint: str = ""
+    service_tier: str | None = None
     grammar_field: str = ""
     num_shown: int = 1
     echoes_scores: bool = False

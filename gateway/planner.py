@@ -220,6 +220,7 @@ class Planner:
             raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
         self.limits.check_choices(wanted.num_choices, len(prompts))
         self.limits.check_stop_strings(body.stop_strings)
+        self.limits.check_stop_strings(body.stop_regexes, "stop_regex")
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
@@ -247,6 +248,7 @@ class Planner:
             return_token_ids=body.return_token_ids,
             tokens_as_ids=body.return_tokens_as_token_ids,
             fingerprint=fingerprint(wanted.model),
+            service_tier=None if body.service_tier is None else "default",
             num_shown=wanted.num_shown,
             shows_prompt_logprobs=body.prompt_logprobs is not None,
             grammar_field="tools" if constraint is None else constraint.field,

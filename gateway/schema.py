@@ -127,6 +127,9 @@ class SamplingFields(Body):
     )
     min_tokens: int | None = None
     stop: str | Items[str] | None = None
+    stop_regex: str | Items[str] | None = Field(
+        default=None, description="patterns that end the answer where they match"
+    )
     stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: Flag = False
     no_stop_trim: Flag = Field(
@@ -189,6 +192,7 @@ class GenerationBody(SharedFields):
     model: str | None = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
+    service_tier: str | None = Field(default=None, description="one tier serves all: `default`")
     n: int | None = Field(default=None, description="choices for each prompt; 1 by default")
     max_tokens: int | None = None
     return_token_ids: Flag = False
@@ -215,6 +219,12 @@ class GenerationBody(SharedFields):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_regexes(self) -> tuple[str, ...]:
+        if self.stop_regex is None:
+            return ()
+        return (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex)
 
 
 class CompletionRequest(GenerationBody):

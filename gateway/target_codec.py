@@ -108,6 +108,8 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
         eos_token_ids=frozenset(message.eos_token_ids),
         draft_algorithms=tuple(message.draft_algorithms),
         speculation_detail=message.speculation_detail,
+        output_fingerprint=message.output_fingerprint,
+        weight_version=message.weight_version,
     )
 
 

@@ -43,6 +43,32 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     return {"speculative_decoding": speculative_decoding(choices)}
 
 
+def timings(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Returns llama.cpp's `timings`, in milliseconds; of several choices from the first token of
+    any to the last of all. The prompt's begin when it has left the target's queue."""
+    first_s = min(
+        choice.ended_s if choice.first_s is None else choice.first_s for choice in choices
+    )
+    prompt_ms = 1e3 * (first_s - min(choice.started_s for choice in choices))
+    predicted_ms = 1e3 * (max(choice.ended_s for choice in choices) - first_s)
+    num_cached = sum(choice.num_cached_tokens for choice in choices[:: plan.num_choices])
+    num_computed = plan.num_prompt_tokens - num_cached
+    num_predicted = sum(choice.num_output_tokens for choice in choices)
+    stats = [choice.stats for choice in choices]
+    return {
+        "queue_ms": 1e3 * min(choice.started_s - choice.begun_s for choice in choices),
+        "cache_n": num_cached,
+        "prompt_n": num_computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_second": 1e3 * num_computed / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": num_predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_second": 1e3 * num_predicted / predicted_ms if predicted_ms else 0.0,
+        "draft_n": sum(each.num_drafted for each in stats),
+        "draft_n_accepted": sum(each.num_accepted for each in stats),
+    }
+
+
 def speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
     """Returns the speculation figures, or None when there are none to tell."""
     stats = [choice.stats for choice in choices]

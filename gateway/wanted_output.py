@@ -23,6 +23,7 @@ from gateway.schema import (
     GenerationBody,
     Speculation,
 )
+from gateway.stop_patterns import StopPattern
 from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
@@ -135,6 +136,7 @@ class WantedOutput:
         hidden = frozenset() if body.keeps_stop else stop.stop_token_ids | eos
         return TextOptions(
             stop_strings=body.stop_strings,
+            stop_patterns=tuple(map(StopPattern.of, body.stop_regexes)),
             include_stop=body.keeps_stop,
             skip_special_tokens=body.skip_special_tokens is not False,
             hidden_token_ids=hidden,

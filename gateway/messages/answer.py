@@ -39,7 +39,7 @@ class MessageChunks:
         self._plan = plan
         self._blocks = BlockEvents()
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         started = {
             **_head(self._plan),
             "content": [],

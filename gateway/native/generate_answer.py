@@ -106,7 +106,7 @@ class GenerateChunks:
         self._tokenizer = tokenizer
         self._texts: dict[int, GeneratedText] = {}
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         self._texts[choice.index] = GeneratedText(self._asked, choice, self._tokenizer)
         return b""
 

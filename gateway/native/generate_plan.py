@@ -51,7 +51,7 @@ _FIELDS = KnownFields(
 )
 _SAMPLING_FIELDS = KnownFields(
     harmless=frozenset({"skip_tokenizer_init"}),
-    unimplemented=frozenset({"beam_width", "custom_params", "stop_regex"}),
+    unimplemented=frozenset({"beam_width", "custom_params"}),
     neutral={"spaces_between_special_tokens": (True,)},
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}

@@ -44,6 +44,21 @@ class AnswerMetrics(Answered):
     )
 
 
+class Timings(Answered):
+    """How long an answer took, by llama.cpp's names."""
+
+    queue_ms: float
+    cache_n: NonNegativeInt
+    prompt_n: NonNegativeInt
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: NonNegativeInt
+    predicted_ms: float = Field(description="from the first token to the last")
+    predicted_per_second: float
+    draft_n: NonNegativeInt
+    draft_n_accepted: NonNegativeInt
+
+
 class TracedTree(Answered):
     """The tree of a round; its lists have one element a node."""
 

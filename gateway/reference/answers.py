@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from gateway.messages.answer_schema import MessageAnswer
 from gateway.native.answer_schema import GenerateAnswer
-from gateway.reference.answered import AnswerMetrics
+from gateway.reference.answered import AnswerMetrics, Timings
 from gateway.responses.answer_schema import ResponseAnswer
 
 Schema = dict[str, Any]
@@ -30,11 +30,11 @@ _BATCHED = frozenset({"/generate"})
 
 def add_answers(paths: Schema, schemas: Schema) -> None:
     """Adds the schemas of whole answers to a document's paths and components."""
-    metrics = _add(schemas, AnswerMetrics)
+    metrics, timings = _add(schemas, AnswerMetrics), _add(schemas, Timings)
     for path, answer in (_OF_OPENAI | _OWN).items():
         schema = _add(schemas, answer)
         if path in _OF_OPENAI:
-            schemas[answer.__name__]["properties"]["metrics"] = metrics
+            schemas[answer.__name__]["properties"] |= {"metrics": metrics, "timings": timings}
         if path in _BATCHED:
             schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
         for operation in paths[path].values():

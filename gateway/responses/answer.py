@@ -141,7 +141,7 @@ class ResponseChunks:
         """Returns the response while it is in progress."""
         return self._text.response(None)
 
-    def opening(self, choice: Choice) -> bytes:
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         response = {"response": self.response()}
         begun = [("response.created", response), ("response.in_progress", response)]
         return self._events([*begun, *self._text.open()])

@@ -151,7 +151,7 @@ class BackgroundResponses:
             if response.is_wanted:
                 self._store.put_soon(owner, response.stored)
             (choice,) = answer.choices
-            yield chunks.opening(choice)
+            yield chunks.opening(choice, b"")
             yield chunks.news(choice, b"")
             while not answer.is_complete:
                 await answer.step()

@@ -21,6 +21,7 @@ from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
+from services.target.output_fingerprint import output_fingerprint
 from services.target.requests.admission import Admission
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.requests.request_record import RequestRecorder
@@ -111,7 +112,8 @@ class TargetProcess:
         tracer: Tracer = NO_TRACER,
         wire: WireMeter | None = None,
     ) -> None:
-        model = ServedModel(settings.model_id, tokenizer_sha256)
+        fingerprint = output_fingerprint(settings)
+        model = ServedModel(settings.model_id, tokenizer_sha256, fingerprint)
         self._engine = engine
         self._settings = settings
         self._embedded: EmbeddedPort | None = None

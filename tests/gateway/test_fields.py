@@ -11,6 +11,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
+from gateway.fingerprint import fingerprint
+from gateway.generation import TargetModel
 from gateway.text.model_text import ModelText
 from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import (
@@ -225,7 +227,7 @@ async def test_answers_carry_a_fingerprint(client: httpx.AsyncClient) -> None:
     assert fingerprint.startswith("fp_")
 
 
-@pytest.mark.parametrize("field", ["lora_path", "custom_logit_processor", "stop_regex"])
+@pytest.mark.parametrize("field", ["lora_path", "custom_logit_processor", "logits_processors"])
 async def test_what_needs_more_than_the_target_has_is_refused(
     client: httpx.AsyncClient, gateway: Gateway, field: str
 ) -> None:
@@ -331,3 +333,50 @@ async def test_anthropics_budget_bounds_the_thoughts(
     answer = await post(gateway, "/v1/messages", body)
     assert answer.status_code == 200
     assert "budget_tokens" in answer.headers["x-outrider-notice"]
+
+
+async def test_usage_is_there_from_the_first_chunk_on(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    await say(target, tokenizer, "the quick fox jumps", per_step=2)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for url, body in BOTH:
+        asked = {**body, "max_tokens": 50, "stream": True, "stream_options": options}
+        chunks = events((await client.post(url, json=asked)).content)[:-1]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+
+
+async def test_answers_tell_their_times_and_their_tier(client: httpx.AsyncClient) -> None:
+    for url, body in BOTH:
+        asked = {**body, "max_tokens": 7, "service_tier": "flex"}
+        whole = (await client.post(url, json=asked)).json()
+        options = {"include_usage": True}
+        stream = {**asked, "stream": True, "stream_options": options}
+        chunks = events((await client.post(url, json=stream)).content)[:-1]
+        for answer in (whole, chunks[-1]):
+            timings = answer["timings"]
+            num_predicted = answer["usage"]["completion_tokens"]
+            assert timings["predicted_n"] == num_predicted
+            assert timings["prompt_n"] == answer["usage"]["prompt_tokens"]
+            assert timings["prompt_ms"] > 0.0
+            assert timings["predicted_ms"] > 0.0
+            rate = 1e3 * num_predicted / timings["predicted_ms"]
+            assert timings["predicted_per_second"] == pytest.approx(rate)
+            assert timings["draft_n_accepted"] <= timings["draft_n"]
+        tiers = {each["service_tier"] for each in (whole, *chunks)}
+        assert tiers == {"default"}
+        del asked["service_tier"]
+        assert "service_tier" not in (await client.post(url, json=asked)).json()
+
+
+async def test_the_fingerprint_is_that_of_weights_and_settings() -> None:
+    model = TargetModel("m", "0", 100, 50, frozenset({0}), output_fingerprint="a")
+    others = {
+        fingerprint(model),
+        fingerprint(replace(model, output_fingerprint="b")),
+        fingerprint(replace(model, weight_version="2")),
+    }
+    assert len(others) == 3
+    assert fingerprint(replace(model, draft_algorithms=("NGRAM",))) in others

@@ -30,10 +30,12 @@ class ServedModel:
     Attributes:
         model_id: name clients pass as `model`.
         tokenizer_sha256: see `shared.tokenizer_files`.
+        output_fingerprint: see `services.target.output_fingerprint`.
     """
 
     model_id: str
     tokenizer_sha256: str
+    output_fingerprint: str = ""
 
 
 class TargetServicer(pb_grpc.TargetServiceServicer):
@@ -92,5 +94,6 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             eos_token_ids=sorted(limits.eos_token_ids),
             draft_algorithms=self._engine.draft_algorithms,
             weight_version=self._engine.weight_version,
+            output_fingerprint=self._model.output_fingerprint,
             speculation_detail=self._engine.speculation_detail,
         )

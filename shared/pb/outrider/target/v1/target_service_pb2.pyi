@@ -861,6 +861,7 @@ class GetModelResponse(_message.Message):
     DRAFT_ALGORITHMS_FIELD_NUMBER: _builtins.int
     SPECULATION_DETAIL_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    OUTPUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name clients pass as `model`."""
     tokenizer_sha256: _builtins.str
@@ -877,6 +878,10 @@ class GetModelResponse(_message.Message):
     """
     weight_version: _builtins.str
     """Version of the weights in force."""
+    output_fingerprint: _builtins.str
+    """Hash of what the output depends on beside the request: weights as they were
+    at the start, settings of numbers and verification, version.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end generation unless `ignore_eos` is set."""
@@ -896,10 +901,11 @@ class GetModelResponse(_message.Message):
         draft_algorithms: _abc.Iterable[_builtins.str] | None = ...,
         speculation_detail: _builtins.str = ...,
         weight_version: _builtins.str = ...,
+        output_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "speculation_detail", b"speculation_detail", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_algorithms", b"draft_algorithms", "eos_token_ids", b"eos_token_ids", "max_context_token_count", b"max_context_token_count", "model_id", b"model_id", "output_fingerprint", b"output_fingerprint", "speculation_detail", b"speculation_detail", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
