@@ -83,6 +83,16 @@ def use_device(settings: DraftSettings) -> None:
     launch_on(device_named(settings.device))
 
 
+def compiles_kernels(settings: DraftSettings) -> bool:
+    """Whether the drafter that was built from `settings` computes by kernels that are compiled on
+    first use."""
+    if settings.speculative_algorithm is Algorithm.NGRAM:
+        return False
+    from shared.runtime.device import device_named
+
+    return device_named(settings.device).type == "cuda"
+
+
 def worker_identity(
     settings: DraftSettings, limits: DrafterLimits, *, worker_id: str
 ) -> WorkerIdentity:

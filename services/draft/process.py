@@ -15,7 +15,7 @@ from grpc import aio
 from services.draft.attach_client import AttachClient
 from services.draft.backoff import Backoff
 from services.draft.draft_service import DraftBackend, DraftServicer
-from services.draft.drafter_factory import use_device
+from services.draft.drafter_factory import compiles_kernels, use_device
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.head_weights import HeadWeights
@@ -103,7 +103,8 @@ class DraftProcess:
         engine.start()
         self._engine = engine
         self._weights = HeadWeights(self._settings, drafter, engine)
-        await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec)
+        most = self._settings.max_running_requests if compiles_kernels(self._settings) else None
+        await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec, most_at_once=most)
         self._clients = [
             AttachClient(
                 address,

@@ -57,6 +57,19 @@ def test_a_head_is_warmed_up_by_a_real_tree_and_leaves_nothing_behind(
     assert head.gauges() == idle, "zero features are cached for no prompt"
 
 
+def test_where_kernels_are_compiled_prompts_of_many_lengths_are_proposed_for_together(
+    head: Drafter, engine: DraftEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    idle = dict(head.gauges())
+    with caplog.at_level(logging.DEBUG, logger="services.draft.warm_up"):
+        warm_up(engine, head.limits.feature_spec, most_at_once=4)
+    assert "2 prompts of 40 tokens" in caplog.text
+    assert "8 prompts" not in caplog.text
+    engine.check().result()
+    assert engine.num_sequences == 0
+    assert head.gauges() == idle
+
+
 def test_features_that_come_with_a_probe_are_what_makes_its_tree(
     head: Drafter, engine: DraftEngine
 ) -> None:
