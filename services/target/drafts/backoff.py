@@ -14,10 +14,10 @@ MISSES_WHEN_SILENT = 3
 MISSES_WHEN_SLOW = 16
 """Rounds in a row without a tree, for each sequence, before a backoff begins."""
 TRIED_ROUNDS = 4
-FIRST_PAUSE_S = 0.5
-LAST_PAUSE_S = 8.0
+FIRST_PAUSE_S = 0.25
+LAST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-TRY_COST = 0.02
+TRY_COST = 0.03
 """Share of the time that trials may take."""
 
 
