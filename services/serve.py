@@ -60,6 +60,9 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
         child = Child(_spec(plan, draft.name, "services.draft", arguments))
         hint = _hint(plan, draft)
         parts.append(Part(child, are_attached, is_expendable=True, hint=hint, is_back=all_are))
+    if plan.learner_arguments:
+        learner = _spec(plan, "learner", "services.draft.learner", plan.learner_arguments)
+        parts.append(Part(Child(learner), _at_once, is_expendable=True))
     gateway = Child(_spec(plan, "gateway", "gateway", plan.gateway_arguments))
     host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
 
@@ -70,6 +73,11 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
 
     parts.append(Part(gateway, is_warm))
     return tuple(parts)
+
+
+async def _at_once() -> bool:
+    """Of what no request waits for."""
+    return True
 
 
 def _model_name(plan: Plan) -> str:

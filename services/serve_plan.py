@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from gateway.settings import GatewaySettings
 from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
+from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, with_local_models
 from services.embedded_settings import embedded_settings
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
@@ -67,6 +68,7 @@ class Plan:
 
     Attributes:
         target_arguments, gateway_arguments: of their processes.
+        learner_arguments: likewise; none where nothing learns.
         notices: a line for each flag that does something other than it says.
     """
 
@@ -77,6 +79,7 @@ class Plan:
     drafts: tuple[PlannedDraft, ...]
     gateway: GatewaySettings
     gateway_arguments: tuple[str, ...]
+    learner_arguments: tuple[str, ...]
     notices: tuple[str, ...]
 
     @property
@@ -231,6 +234,7 @@ def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, l
         drafts=tuple(drafts),
         gateway=gateway,
         gateway_arguments=tuple(gateway_words),
+        learner_arguments=_learner_words(making, launcher, target, placement, drafts),
         notices=tuple(making.notices),
     )
     making.problems += _port_problems(plan)
@@ -359,6 +363,43 @@ def _gateway_words(target: TargetSettings, line: Line) -> list[str]:
     if not _has(words, "--tokenizer") and not _is_demo(target):
         words.append(f"--tokenizer={target.tokenizer_folder}")
     return [*words, f"--target={dial_address(target.host, target.port)}"]
+
+
+def _learner_words(
+    making: _Making,
+    launcher: LauncherSettings,
+    target: TargetSettings,
+    placement: Placement,
+    drafts: Sequence[PlannedDraft],
+) -> tuple[str, ...]:
+    """Returns the flags of the learner, if there is to be one; the draft says what it teaches."""
+    if not launcher.speculative_online_training:
+        return ()
+    algorithms = [each.settings.algorithm for each in drafts]
+    if len(algorithms) != 1 or algorithms[0] not in TAUGHT:
+        names = ", ".join(each.value for each in algorithms) or NO_DRAFT
+        making.problems.append(
+            f"--speculative-online-training: one draft by EAGLE, EAGLE3 or MTP can be taught; "
+            f"--speculative-algorithm names {names}"
+        )
+        return ()
+    [draft] = (each.settings for each in drafts)
+    host: TargetSettings | DraftSettings = target if placement is Placement.EMBEDDED else draft
+    words = [
+        f"--target={dial_address(target.host, target.port)}",
+        f"--publish-to={dial_address(host.maintenance_host, host.admin_port)}",
+        f"--speculative-algorithm={draft.algorithm.value}",
+        f"--speculative-draft-model-path={draft.model_folder}",
+        f"--target-model-path={target.model_path}",
+        f"--dtype={host.dtype.value}",
+        f"--device={host.device}",
+        f"--out={launcher.log_dir / 'learner'}",
+    ]
+    tls = [each for each in declared_fields(DraftSettings) if each.name.startswith("target_tls_")]
+    given = [(each.flag, getattr(draft, each.name)) for each in tls]
+    words += [f"{flag}={value}" for flag, value in given if value is not None]
+    making.load(LearnerSettings, "learner", words)
+    return tuple(words)
 
 
 def _settled(settings: object, words: Sequence[str]) -> tuple[str, ...]:

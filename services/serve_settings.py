@@ -40,6 +40,11 @@ class LauncherSettings(SglangSettings):
         "the model's GPUs are all there are, else remote",
         aliases=("draft",),
     )
+    speculative_online_training: bool = setting(
+        False,
+        "start a learner, which trains the head of the draft on what the target answers; its "
+        "flags are variables, OUTRIDER_LEARNER_…",
+    )
     certs: Path | None = setting(
         None, "folder that `make certs` wrote: TLS on every connection, mutual between services"
     )

@@ -71,6 +71,22 @@ def test_no_draft_process_means_no_draft_ports(flags: tuple[str, ...]) -> None:
     assert tuple(plan.ports) == (8000, 8001, 50051, 50052)
 
 
+@pytest.mark.parametrize(("placement", "port"), [("remote", 50062), ("embedded", 50052)])
+def test_a_learner_teaches_the_draft_that_there_is(placement: str, port: int) -> None:
+    flags = ("--algorithm", "EAGLE3", "--placement", placement)
+    assert not _plan(*flags).learner_arguments
+    words = _plan(*flags, "--speculative-online-training").learner_arguments
+    assert "--target=127.0.0.1:50051" in words
+    assert f"--publish-to=127.0.0.1:{port}" in words
+    assert "--speculative-algorithm=EAGLE3" in words
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "NONE", "EAGLE EAGLE3"])
+def test_a_learner_without_a_head_to_teach_is_refused(algorithm: str) -> None:
+    flags = ("--algorithm", *algorithm.split(), "--speculative-online-training")
+    assert "--speculative-online-training: one draft" in _problems(*flags)
+
+
 @pytest.mark.parametrize("names", ["standalone, NGRAM,ngram", "STANDALONE NGRAM"])
 def test_several_algorithms_are_as_many_drafts(names: str) -> None:
     words = names.split() if "," not in names else [names]
