@@ -11,6 +11,7 @@ import torch
 
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
+from services.target.rounds.routing_costs import RoutingCosts
 from shared.kv.decode_batch import empty_decode_batch
 from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_lockstep import RoundLeader
@@ -111,13 +112,14 @@ class RoundRunners:
     def measured(self) -> CostTable:
         """Returns what rounds take on this device, of each shape and size, with nobody in them;
         the target's plain steps as well."""
-        table = CostTable()
+        table, routing = CostTable(), RoutingCosts(self._target, self._timed)
         most = max(self._capacities.values())
         for count in self._timed_sizes(most):
-            table.plain[count] = self._plain_s(count)
+            table.plain[count] = self._plain_s(count) + routing.extra_s(count, 1)
         for shape, capacity in self._capacities.items():
             table.rounds[shape] = {
-                count: self._round_s(shape, count) for count in self._timed_sizes(capacity)
+                count: self._round_s(shape, count) + routing.extra_s(count, shape.num_draft_tokens)
+                for count in self._timed_sizes(capacity)
             }
         return table
 

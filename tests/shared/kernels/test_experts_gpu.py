@@ -132,8 +132,16 @@ def test_weighted_sums() -> None:
     _assert_near(weighted_sum(pairs, weights), plain_weighted_sum(pairs.float(), weights), 5e-3)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kind", ["latent", "sinks", "cap"])
+# Latent prompts are expanded by their layer.
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [
+        (k, b)
+        for k in ("latent", "sinks", "cap")
+        for b in BATCHES
+        if (k, b) != ("latent", "prompts")
+    ],
+)
 def test_attention_of_rows(kind: str, batch: str) -> None:
     heads = Heads(128, 1, 576) if kind == "latent" else Heads(64, 8, 64)
     value_dim = 512 if kind == "latent" else None
@@ -161,3 +169,30 @@ def test_attention_of_rows(kind: str, batch: str) -> None:
 
     found = attended(plan_rows(rows, window, heads.num_groups), torch.bfloat16)
     _assert_near(found, attended(plain, torch.float32), 1e-2)
+
+
+def test_expanded_prompts_at_the_size_of_deepseek_v3() -> None:
+    # Triton is not installed where there is no CUDA.
+    from shared.kernels.attention_prompts_triton import expanded_attention
+
+    sequences = [chunk(900, 100), chunk(0, 300), chunk(5, 1)]
+    placed, num_slots = with_pages(random.Random(7), sequences, PAGE_SIZE)
+    rows = packed(placed, PAGE_SIZE, torch.device("cuda"))
+    cache = _random(num_slots, 1, 576, seed=0) * 0.3
+    queries = _random(401, 128, 192, seed=1)
+    key_up, value_up = (_random(128, 128, 512, seed=seed) * 0.05 for seed in (2, 3))
+    plan = plan_rows(rows, None, 128)
+    results = plan.results(queries, 128)
+    expanded_attention(queries, cache, key_up, value_up, results, plan, scale=0.1)
+    latents, turned = cache[:, 0, :512].float(), cache[:, 0, 512:].float()
+    wide = queries.float()
+    assert plan.prompts is not None
+    # Some rows of both prompts, against all keys that they see.
+    for row, start, count in ((0, 0, 901), (99, 0, 1000), (100, 1000, 1), (399, 1000, 300)):
+        slots = plan.prompts.key_slots[start : start + count]
+        keys = torch.einsum("sl,hnl->hsn", latents[slots], key_up.float())
+        values = torch.einsum("sl,hvl->hsv", latents[slots], value_up.float())
+        scores = torch.einsum("hn,hsn->hs", wide[row, :, :128], keys)
+        scores += wide[row, :, 128:] @ turned[slots].T
+        expected = torch.einsum("hs,hsv->hv", (scores * 0.1).softmax(-1), values)
+        _assert_near(results[row], expected, 2e-2)
