@@ -35,6 +35,8 @@ _WITH_DEMO = (
     _python("litellm", "litellm"),
     _python("aiperf", "aiperf"),
     _python("guidellm", "guidellm"),
+    _python("instructor", "instructor"),
+    _python("llama-index", "llama_index"),
     _python("smg", "smg"),
     _python("smg-stubs", "smg"),
     _python("lm-eval", "lm_eval"),
@@ -44,10 +46,23 @@ _WITH_DEMO = (
     ),
     Client("openai-node", None, ("node", "with_openai.mjs")),
 )
-_AGENTS = tuple(
-    Client(name, None, (sys.executable, str(_HERE / "with_agents.py"), name))
-    for name in ("claude-code", "codex")
+_AGENTS = (
+    *(
+        Client(name, None, (sys.executable, str(_HERE / "with_agents.py"), name))
+        for name in ("claude-code", "codex", "opencode", "continue", "aider")
+    ),
+    _python("openai-agents", "openai_agents"),
+    _python("pydantic-ai", "pydantic_ai"),
 )
+_AGENT_PROGRAMS = {
+    "claude-code": "node/node_modules/.bin/claude",
+    "codex": "node/node_modules/.bin/codex",
+    "opencode": "node/node_modules/.bin/opencode",
+    "continue": "node/node_modules/.bin/cn",
+    "aider": "aider/bin/aider",
+    "openai-agents": "openai_agents/bin/python",
+    "pydantic-ai": "pydantic_ai/bin/python",
+}
 
 
 def _schemathesis(url: str, max_examples: int, seed: int) -> Client:
@@ -89,17 +104,21 @@ async def _try(client: Client, environments: Path, url: str, home: str) -> Outco
 
 
 async def _try_agent(agent: Client, environments: Path, url: str, home: str) -> Outcome:
-    name = {"claude-code": "claude"}.get(agent.name, agent.name)
-    if not (environments / "node" / "node_modules" / ".bin" / name).exists():
-        outcome = Outcome(agent.name, None, f"{name} is not installed")
+    if not (environments / _AGENT_PROGRAMS[agent.name]).exists():
+        outcome = Outcome(agent.name, None, "it is not installed")
         print(outcome.line(), flush=True)
         return outcome
     variables = {
         "HOME": home,
         "OUTRIDER_SCRIPTED_URL": url,
         "OUTRIDER_NODE": str(environments / "node"),
+        "OUTRIDER_AIDER": str(environments / "aider" / "bin" / "aider"),
+        "PYTHONPATH": str(_HERE.parents[1]),
     }
-    return await run_client(agent, agent.program, variables)
+    program, *arguments = agent.program
+    if agent.environment is not None:
+        program = str(environments / agent.environment / "bin" / program)
+    return await run_client(agent, (program, *arguments), variables)
 
 
 def _has_packages(program: str, environments: Path) -> bool:

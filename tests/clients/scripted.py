@@ -35,14 +35,24 @@ def call(name: str, arguments: dict[str, Any]) -> str:
 def said(prompt: str, path: Path) -> str:
     """Returns the next answer to an agent's prompt."""
     num_results = prompt.count(_RESULT)
+    file = str(path)
+    if "*SEARCH/REPLACE*" in prompt:  # aider, which knows no tools
+        return f"{path.name}\n```\n<<<<<<< SEARCH\n=======\n{SECRET}\n>>>>>>> REPLACE\n```\n"
     if '"name": "exec_command"' in prompt:  # Codex
         commands = (f"echo {SECRET} > {path}", f"cat {path}")
         turns = [call("exec_command", {"cmd": command}) for command in commands]
-    elif '"name": "Write"' in prompt and '"name": "Read"' in prompt:  # Claude Code
+    elif '"name": "write"' in prompt and '"name": "read"' in prompt:  # opencode
         turns = [
-            call("Write", {"file_path": str(path), "content": SECRET}),
-            call("Read", {"file_path": str(path)}),
+            call("write", {"filePath": file, "content": SECRET}),
+            call("read", {"filePath": file}),
         ]
+    elif '"name": "Write"' in prompt and '"name": "Read"' in prompt:
+        key = "filepath" if '"filepath"' in prompt else "file_path"  # Continue, Claude Code
+        turns = [call("Write", {key: file, "content": SECRET}), call("Read", {key: file})]
+    elif '"name": "note"' in prompt:  # the SDKs
+        turns = [call("note", {"text": SECRET})]
+    elif "as JSON" in prompt:
+        return json.dumps({"name": "fox", "legs": 4})
     else:  # a title for the session, and the like
         turns = []
     return turns[num_results] if num_results < len(turns) else LAST_WORDS
@@ -72,7 +82,7 @@ async def serve(port: int, folder: Path) -> None:
     async with target:
         gateway = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gateway", "--port", str(port), "--target", target.address),
-            *("--tokenizer", str(DEMO_MODEL)),
+            *("--tokenizer", str(DEMO_MODEL), "--response-store", "memory"),
         )
         await stop.wait()
         gateway.terminate()

@@ -26,7 +26,7 @@ async def demo() -> AsyncIterator[str]:
     gateway, target, draft = _DEMO_PORTS
     process = await _start(
         *("services.cli", "serve", "--gateway-port", str(gateway), "--target-port", str(target)),
-        *("--draft-port", str(draft), "--log-dir", ".run/clients"),
+        *("--draft-port", str(draft), "--log-dir", ".run/clients", "--response-store", "memory"),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -50,7 +50,7 @@ async def synthetic() -> AsyncIterator[str]:
         ),
         await _start(
             *("gateway", "--port", str(port), "--target", f"{_HOST}:{target}", *tokenizer),
-            *("--target-maintenance", f"{_HOST}:{target + 1}"),
+            *("--target-maintenance", f"{_HOST}:{target + 1}", "--response-store", "memory"),
         ),
     ]
     try:

@@ -1,7 +1,8 @@
-"""Claude Code and Codex, unmodified: a session of several turns with tools, to its end.
+"""Coding agents, unmodified: a session of several turns with tools, to its end.
 
-`python with_agents.py claude-code|codex`, with the folder of Node's packages in `OUTRIDER_NODE` and
-a gateway with the script of `tests.clients.scripted` at `OUTRIDER_SCRIPTED_URL`.
+`python with_agents.py claude-code|codex|opencode|continue|aider`, with Node's packages below
+`OUTRIDER_NODE`, aider's program in `OUTRIDER_AIDER`, and a gateway with the script of
+`tests.clients.scripted` at `OUTRIDER_SCRIPTED_URL`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _TIMEOUT_S = 120
 
 
 def _run(program: str, *arguments: str, **variables: str) -> str:
-    command = [str(Path(os.environ["OUTRIDER_NODE"]) / "node_modules" / ".bin" / program)]
+    folder = Path(os.environ["OUTRIDER_NODE"]) / "node_modules" / ".bin"
+    command = [program if Path(program).is_absolute() else str(folder / program)]
     done = subprocess.run(
         [*command, *arguments],
         env={**os.environ, **variables},
@@ -63,12 +65,66 @@ def codex(url: str) -> None:
     assert _run("codex", "exec", *flags, _TASK).strip() == LAST_WORDS
 
 
+def opencode(url: str) -> None:
+    """Chats by Vercel's AI SDK."""
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "outrider",
+        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+        "models": {"demo": {"name": "demo", "tool_call": True}},
+    }
+    config = {"provider": {"outrider": provider}, "permission": {"*": "allow"}}
+    config |= {"autoupdate": False, "share": "disabled", "small_model": "outrider/demo"}
+    output = _run(
+        *("opencode", "run", "--model", "outrider/demo", _TASK),
+        OPENCODE_CONFIG_CONTENT=json.dumps(config),
+        OPENCODE_DISABLE_AUTOUPDATE="1",
+    )
+    assert LAST_WORDS in output, output
+
+
+def continue_(url: str) -> None:
+    """Chats of Continue's command line."""
+    path = Path.cwd() / "continue.yaml"
+    path.write_text(
+        "name: outrider\nversion: 1.0.0\nschema: v1\nmodels:\n- name: demo\n  provider: openai\n"
+        f"  model: demo\n  apiBase: {url}/v1\n  apiKey: none\n  roles: [chat, edit, apply]\n"
+        "  capabilities: [tool_use]\n"
+    )
+    output = _run(
+        *("cn", "-p", _TASK, "--config", str(path), "--auto"), CONTINUE_TELEMETRY_ENABLED="0"
+    )
+    assert LAST_WORDS in output, output
+
+
+def aider(url: str) -> None:
+    """Edits in text, by litellm; no tools."""
+    _run(
+        os.environ["OUTRIDER_AIDER"],
+        *("--model", "openai/demo", "--edit-format", "diff", "--message", _TASK, "--yes-always"),
+        *("--no-git", "--no-show-model-warnings", "--no-check-update", "--analytics-disable"),
+        *("--no-show-release-notes", "--map-tokens", "0", "--no-suggest-shell-commands"),
+        "fox.txt",
+        OPENAI_API_BASE=f"{url}/v1",
+        OPENAI_API_KEY="none",
+    )
+
+
+_AGENTS = {
+    "claude-code": claude_code,
+    "codex": codex,
+    "opencode": opencode,
+    "continue": continue_,
+    "aider": aider,
+}
+
+
 def main() -> None:
     path = Path.cwd() / "fox.txt"
     path.unlink(missing_ok=True)
-    {"claude-code": claude_code, "codex": codex}[sys.argv[1]](os.environ["OUTRIDER_SCRIPTED_URL"])
+    _AGENTS[sys.argv[1]](os.environ["OUTRIDER_SCRIPTED_URL"])
     assert path.read_text().strip() == SECRET
-    print("three turns with two calls of tools")
+    print("one edit" if sys.argv[1] == "aider" else "three turns with two calls of tools")
 
 
 if __name__ == "__main__":
