@@ -117,7 +117,8 @@ def _compose(settings: GatewaySettings) -> Gateway:
         quotas=quotas,
         cors_origins=settings.cors_origin,
         response_store=_response_store(settings),
-        target_maintenance=settings.target_maintenance,
+        target_maintenance=settings.maintenance_addresses,
+        remote_operators=settings.remote_operators,
         target_tls=settings.target_tls,
         tracer=tracer_for("gateway", settings.otlp_endpoint, settings.trace_sample_ratio),
     )

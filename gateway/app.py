@@ -21,6 +21,7 @@ from gateway.json_body import JsonRoute, MalformedBody
 from gateway.messages.routes import add_message_routes
 from gateway.middleware import Access, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
+from gateway.native.rollout_routes import add_rollout_routes
 from gateway.native.server_routes import add_server_routes
 from gateway.native.token_routes import add_token_routes
 from gateway.notices import NOTICE_HEADER
@@ -56,6 +57,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_generate_routes(app, gateway)
     add_token_routes(app, gateway)
     add_server_routes(app, gateway)
+    add_rollout_routes(app, gateway)
     _add_operations_routes(app, gateway)
     add_playground_routes(app)
     add_reference_routes(app)

@@ -63,6 +63,7 @@ class Choice:
         stop_token_id: the token that ended it, where one did and no stop string.
         begun_s, started_s, first_s, ended_s: when it was asked for, left the target's queue, and
             had its first and its last token; of `time.perf_counter`.
+        weight_spans: each version of the weights, and the place of the first token drawn with it.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
     """
@@ -73,6 +74,7 @@ class Choice:
         self.num_output_tokens = 0
         self.num_accepted = 0
         self.num_cached_tokens = 0
+        self.weight_spans: list[tuple[str, int]] = []
         self.prompt_scores: list[TokenLogprobs] = []
         self.stop_token_id: int | None = None
         self.stats = SpeculationStats()
@@ -141,6 +143,8 @@ class Choice:
             return
         if self.first_s is None:
             self.first_s = time.perf_counter()
+        if delta.weight_version is not None:
+            self.weight_spans.append((delta.weight_version, self.num_output_tokens))
         if delta.num_drafted:
             self.stats.add_round(delta.num_drafted, delta.num_accepted)
         if self._is_token_wise:

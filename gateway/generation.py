@@ -48,6 +48,7 @@ class Generation:
         predicted: tokens that the output may hold in long runs.
         trace_id: for logs and traces.
         traceparent: the gateway's span, or the client's; None when nobody traces.
+        logprobs_after_temperature: they are those after bias, penalties and temperature.
         timeout_s: most time it may take on a target, queueing included.
         never_learnt: no draft may learn from it.
     """
@@ -72,6 +73,7 @@ class Generation:
     traceparent: str | None = None
     timeout_s: float | None = None
     never_learnt: bool = False
+    logprobs_after_temperature: bool = False
 
     @property
     def num_reserved_tokens(self) -> int:
@@ -183,6 +185,7 @@ class Delta:
         num_accepted: how many tokens, counted from the front, are accepted draft tokens.
         num_drafted: draft nodes verified in the step; 0 when it ran without a tree.
         round: when the generation wants rounds.
+        weight_version: of the weights from here on; None while it is that of the delta before.
     """
 
     token_ids: list[int]
@@ -190,6 +193,7 @@ class Delta:
     logprobs: Sequence[TokenLogprobs] = ()
     num_drafted: int = 0
     round: Round | None = None
+    weight_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

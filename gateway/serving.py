@@ -17,6 +17,8 @@ from gateway.quota import Quotas
 from gateway.request_record import RequestRecord
 from gateway.responses.store import ResponseStore
 from gateway.text.model_text import ModelText
+from shared.errors import FailedPrecondition
+from shared.rpc.admin_client import TargetAdmin
 from shared.rpc.lifecycle import Lifecycle, State
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.tls import ClientTls
@@ -32,6 +34,7 @@ class Gateway:
         cors_origins: sites whose pages may call the gateway from a browser; none unless listed.
         response_store: of `/v1/responses`; None keeps nothing.
         target_maintenance: `host:port` of the targets' maintenance ports; may be empty.
+        remote_operators: whether weights may be changed from other hosts.
     """
 
     pool: TargetPool
@@ -47,11 +50,23 @@ class Gateway:
     response_store: ResponseStore | None = None
     target_maintenance: tuple[str, ...] = ()
     target_tls: ClientTls | None = None
+    remote_operators: bool = False
     tracer: Tracer = NO_TRACER
 
     @property
     def planner(self) -> Planner:
         return Planner(self.text, self.limits)
+
+    def target_admins(self) -> list[TargetAdmin]:
+        """Returns the targets' maintenance ports.
+
+        Raises:
+            FailedPrecondition: none is known.
+        """
+        if not self.target_maintenance:
+            message = "the targets' maintenance ports are not known; set target_maintenance"
+            raise FailedPrecondition(message, reason="TARGET_MAINTENANCE_UNSET")
+        return [TargetAdmin(address, self.target_tls) for address in self.target_maintenance]
 
     def answer(self, plan: Plan, endpoint: str) -> Answer:
         """Returns the answer to a plan, not begun.

@@ -51,7 +51,11 @@ class GatewaySettings(DialingSettings):
         ("127.0.0.1:50051",), "HOST:PORT of a target, or unix:PATH; repeat the flag for several"
     )
     target_maintenance: tuple[str, ...] = setting(
-        (), "HOST:PORT of a target's maintenance port, for /flush_cache; repeat for several"
+        (),
+        "HOST:PORT of a target's maintenance port; repeat for several; port plus one when unset",
+    )
+    remote_operators: bool = setting(
+        False, "operators' keys may change weights and hold generation from other hosts, too"
     )
     tokenizer: Path = setting(
         DEMO_MODEL,
@@ -171,6 +175,8 @@ class GatewaySettings(DialingSettings):
             for origin in self.cors_origin
             if not _ORIGIN.fullmatch(origin)
         )
+        if self.remote_operators and not (self.api_key or self.api_key_file):
+            problems += ("--remote-operators is set without API keys: anybody is one then",)
         if self.round_log is not None:
             problems += ("--round-log is set; a gateway takes no steps: set it at targets, drafts",)
         if problems:
@@ -189,6 +195,18 @@ class GatewaySettings(DialingSettings):
         """TLS of the HTTP port: the servers' certificate, but clients of its own."""
         return checked_server_tls(
             self.tls_cert, self.tls_key, self.http_client_ca, ca_flag="--http-client-ca"
+        )
+
+    @property
+    def maintenance_addresses(self) -> tuple[str, ...]:
+        """The targets' maintenance ports, resolved."""
+        if self.target_maintenance:
+            return self.target_maintenance
+        targets = (each.rpartition(":") for each in dict.fromkeys(self.target))
+        return tuple(
+            f"{host}:{int(port) + 1}"
+            for host, _, port in targets
+            if host != "unix" and port.isdigit()
         )
 
     @property

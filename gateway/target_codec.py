@@ -13,6 +13,7 @@ from gateway.generation import (
     Started,
     TargetModel,
 )
+from gateway.inbox import Aborted
 from shared.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -64,6 +65,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
         priority=generation.priority,
         cache_salt=generation.cache_salt,
         predicted_token_ids=generation.predicted,
+        logprobs_after_temperature=generation.logprobs_after_temperature,
         speculation_params=pb.SpeculationParams(
             disabled=generation.is_speculation_disabled,
             trace=generation.wants_rounds,
@@ -107,9 +109,9 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
         vocab_size=message.vocab_size,
         eos_token_ids=frozenset(message.eos_token_ids),
         draft_algorithms=tuple(message.draft_algorithms),
+        weight_version=message.weight_version,
         speculation_detail=message.speculation_detail,
         output_fingerprint=message.output_fingerprint,
-        weight_version=message.weight_version,
     )
 
 
@@ -139,6 +141,7 @@ def _delta(message: pb.TokenDelta, token_ids: list[int]) -> Delta:
         [_logprobs(each) for each in logprobs] if logprobs else (),
         message.drafted_token_count,
         _round(message.trace) if message.HasField("trace") else None,
+        message.weight_version if message.HasField("weight_version") else None,
     )
 
 
@@ -165,6 +168,8 @@ def _finished(message: pb.GenerationFinished) -> Finished | Failed:
     reason = _FINISH_REASONS.get(message.finish_reason)
     if reason is None:  # cancelled, but not by us: we forget a request when we cancel it
         name = pb.FinishReason.Name(message.finish_reason)
+        if message.finish_reason == pb.FINISH_REASON_CANCELLED:
+            return Failed(Aborted("an operator ended the request", reason="REQUEST_ABORTED"))
         return Failed(Unavailable(f"the target ended the request: {name}", reason=name))
     return Finished(
         reason=reason,

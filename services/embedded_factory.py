@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from services.draft.drafter_factory import build_drafter, use_device, worker_identity
+from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.host import Host
@@ -26,6 +28,8 @@ from services.target.process import attachment_terms
 from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
+from shared.errors import EngineFailed
+from shared.models.heads.target_tensors import BorrowedTensors
 from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -86,6 +90,7 @@ def build_embedded_draft(
         warm_up(engine, drafter.limits.feature_spec)
     worker = replace(worker_identity(chosen, drafter.limits, worker_id="embedded"), shape=shape)
     shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
+    _follow_weights(target, settings, chosen, drafter, engine)
     weights = HeadWeights(chosen, drafter, engine, on_target=target.between_steps)
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds, weights)
     return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
@@ -97,6 +102,33 @@ def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Ho
     is_whole = target.decoder.group is None
     is_lent = is_whole and chosen.target_model_path == settings.model_path
     return Host(target.decoder if is_lent else None, target.limits.max_kv_tokens, target.cache)
+
+
+def _follow_weights(
+    target: Engine,
+    settings: TargetSettings,
+    chosen: DraftSettings,
+    drafter: Drafter,
+    engine: DraftEngine,
+) -> None:
+    """Has a head copy what it borrowed when the target's weights change, and drop what it knows of
+    texts: features of other weights made it."""
+    decoder = _host(target, settings, chosen).decoder
+    if decoder is None or not isinstance(drafter, EagleDrafter | DflashDrafter):
+        return
+    if isinstance(drafter, DflashDrafter):
+        lm_head, token_ids = drafter.head.lm_head, None
+    else:
+        lm_head = drafter.head.vocabulary.lm_head
+        token_ids = drafter.head.vocabulary.token_ids
+    borrowed = BorrowedTensors(decoder, drafter.head.embedding, lm_head, token_ids)
+
+    def follow() -> None:
+        borrowed.follow()
+        with suppress(EngineFailed):
+            engine.flush_prefix_cache()
+
+    target.follow_weights(follow)
 
 
 def _rounds(

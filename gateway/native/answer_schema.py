@@ -42,6 +42,10 @@ class MetaInfo(Answered):
     prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
     cached_tokens: NonNegativeInt
+    weight_version: str = Field(default="", description="of the last token")
+    weight_version_spans: list[tuple[str, NonNegativeInt]] = Field(
+        default=[], description="each version with its first token; where there are several"
+    )
     e2e_latency: float = Field(default=0.0, description="seconds; once the output has ended")
     input_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")
     output_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")

@@ -64,6 +64,10 @@ class GeneratedText:
             "completion_tokens": choice.num_output_tokens,
             "cached_tokens": choice.num_cached_tokens,
         }
+        if choice.weight_spans:
+            info["weight_version"] = choice.weight_spans[-1][0]
+        if len(choice.weight_spans) > 1:
+            info["weight_version_spans"] = choice.weight_spans
         if info["finish_reason"] is not None:
             info["e2e_latency"] = time.perf_counter() - self._begin_s
         inputs = self._inputs(prompt)

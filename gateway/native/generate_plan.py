@@ -108,7 +108,14 @@ async def generate_plan(
         )
     is_batch = len(plan.generations) > 1 or _is_batch(prompt)
     field = f"sampling_params.{plan.grammar_field}"
-    plan = replace(plan, request_id=body.rid or uuid.uuid4().hex, grammar_field=field)
+    plan = replace(
+        plan,
+        request_id=body.rid or uuid.uuid4().hex,
+        grammar_field=field,
+        generations=tuple(
+            replace(each, logprobs_after_temperature=True) for each in plan.generations
+        ),
+    )
     return GeneratePlan(plan, is_batch, num_top, body.return_text_in_logprobs, start)
 
 

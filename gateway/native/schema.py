@@ -80,3 +80,74 @@ class GenerateRequest(ServingFields):
     extra_key: str | None = Field(default=None, description="SGLang's name of `cache_salt`")
     return_text_in_logprobs: Flag = False
     speculation: Speculation | None = None
+
+
+class PauseRequest(Body):
+    """Body of `/pause_generation`."""
+
+    mode: str = Field(default="abort", description="abort, retract or in_place")
+
+
+class DiskUpdate(Body):
+    """Body of `/update_weights_from_disk`."""
+
+    model_path: str = Field(description="folder that every target can read")
+    load_format: str | None = Field(default=None, description="auto, safetensors or pt")
+    weight_version: str | None = None
+    abort_all_requests: Flag = False
+    rolling: Flag = Field(default=False, description="one target after the other")
+
+
+class TensorUpdate(Body):
+    """Body of `/update_weights_from_tensor`."""
+
+    serialized_named_tensors: Items[str] = Field(description="base64 of safetensors")
+    load_format: str | None = Field(default=None, description="must be safetensors")
+    weight_version: str | None = None
+
+
+class GroupUpdate(Body):
+    """Body of `/update_weights_from_distributed`."""
+
+    names: Items[str]
+    dtypes: Items[str]
+    shapes: Items[Items[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = Field(default=None, description="flattened_bucket or null")
+    weight_version: str | None = None
+
+
+class UpdateBracket(Body):
+    """Body of `/begin_weight_update` and `/end_weight_update`."""
+
+    selector: str | None = Field(default=None, description="target or all")
+    weight_version: str | None = None
+
+
+class InitGroup(Body):
+    """Body of `/init_weights_update_group`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str | None = Field(default=None, description="nccl or gloo; by device when unset")
+
+
+class GroupName(Body):
+    """Body of `/destroy_weights_update_group`."""
+
+    group_name: str = "weight_update_group"
+
+
+class WeightCheck(Body):
+    """Body of `/weights_checker`."""
+
+    action: str = Field(description="checksum, snapshot, compare or reset_tensors")
+
+
+class MemoryTags(Body):
+    """Body of `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: Items[str] | None = Field(default=None, description="kv_cache, weights; both when unset")

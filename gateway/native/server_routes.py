@@ -6,18 +6,18 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
 
 from gateway.event_stream import whole_answer
+from gateway.failures import Problem
 from gateway.native.schema import AbortRequest
 from gateway.quota import check_may_operate, current_quota
 from gateway.schema import CompletionRequest
 from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.rpc.admin_client import flush_prefix_cache
+from shared.rpc.admin_client import TargetAdmin, TargetStatus
 from shared.telemetry.request_id import current_request_id
-
-_FLUSH_TIMEOUT_S = 5.0
 
 
 def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -35,13 +35,22 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "max_model_len": found.max_context_tokens,
             "vocab_size": found.vocab_size,
             "tokenizer_sha256": found.tokenizer_sha256,
+            "weight_version": await _version(gateway),
         }
 
     @app.get("/server_info", tags=["server"])
     @app.get("/get_server_info", tags=["server"])
     async def server_info() -> dict[str, Any]:
         speculation = gateway.metrics.speculation
+        statuses = [each for each in await _statuses(gateway) if each is not None]
+        first = statuses[0] if statuses else None
         return {
+            # A target computes its layers on one GPU or cut, never in stages.
+            "tp_size": None if first is None else first.tp_size,
+            "pp_size": 1,
+            "ep_size": 1,
+            "enable_memory_saver": bool(statuses) and all(each.can_release for each in statuses),
+            "weight_version": await _version(gateway),
             "version": gateway.version,
             "status": gateway.lifecycle.state.value,
             "start_time": gateway.start_time_s,
@@ -60,13 +69,17 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/loads", tags=["server"])
     async def loads() -> dict[str, Any]:
+        statuses = dict(zip(gateway.target_maintenance, await _statuses(gateway), strict=True))
+        is_paired = len(statuses) == len(gateway.pool.links)
+        paired = list(statuses.values()) if is_paired else [None] * len(gateway.pool.links)
         each = [
             {
                 "address": link.address,
                 "num_running_reqs": link.num_live,
                 "num_reserved_tokens": link.num_reserved_tokens,
+                **_load(status),
             }
-            for link in gateway.pool.links
+            for link, status in zip(gateway.pool.links, paired, strict=True)
         ]
         return {"loads": each, "num_waiting_reqs": gateway.pool.num_waiting}
 
@@ -93,17 +106,16 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/flush_cache", tags=["server"])
     @app.post("/flush_cache", tags=["server"])
-    async def flush_cache() -> dict[str, Any]:
+    async def flush_cache() -> Response:
         check_may_operate("flush caches")
-        addresses = gateway.target_maintenance
-        if not addresses:
-            message = "flush_cache needs the targets' maintenance ports; set target_maintenance"
-            raise FailedPrecondition(message, reason="TARGET_MAINTENANCE_UNSET")
-        tls = gateway.target_tls
-        calls = (flush_prefix_cache(address, _FLUSH_TIMEOUT_S, tls) for address in addresses)
-        freed = await asyncio.gather(*calls)
-        pages = dict(zip(addresses, freed, strict=True))
-        return {"success": True, "freed_page_count": pages}
+        admins = gateway.target_admins()
+        try:
+            freed = await asyncio.gather(*(each.flush(only_when_idle=True) for each in admins))
+        except FailedPrecondition as error:
+            body = {"success": False, "message": error.message}
+            return JSONResponse({**body, **Problem.of(error).openai_body()}, 400)
+        pages = {each.address: count for each, count in zip(admins, freed, strict=True)}
+        return JSONResponse({"success": True, "freed_page_count": pages})
 
     @app.post("/abort_request", tags=["server"])
     async def abort_request(body: AbortRequest) -> dict[str, int]:
@@ -117,6 +129,36 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"aborted_request_count": gateway.open_answers.abort(body.rid, owner)}
 
 
+def _load(status: TargetStatus | None) -> dict[str, Any]:
+    """What a target itself says of its load; nothing where its maintenance port is closed."""
+    if status is None:
+        return {}
+    return {
+        "num_running_reqs": status.num_running,
+        "num_waiting_reqs": status.num_waiting,
+        "num_used_tokens": status.num_used_tokens,
+        "max_total_num_tokens": status.num_max_tokens,
+        "token_usage": status.num_used_tokens / max(status.num_max_tokens, 1),
+        "weight_version": status.weight_version,
+        "paused": status.pause,
+    }
+
+
+async def _statuses(gateway: Gateway) -> list[TargetStatus | None]:
+    """Returns what each maintenance port says; None of one that does not answer."""
+    addresses, tls = gateway.target_maintenance, gateway.target_tls
+    calls = (TargetAdmin(address, tls).status() for address in addresses)
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    return [each if isinstance(each, TargetStatus) else None for each in found]
+
+
+async def _version(gateway: Gateway) -> str | None:
+    """Returns the version of the weights; None while targets have different ones."""
+    models = [await link.ask_model() for link in gateway.pool.links]
+    versions = {each.weight_version for each in models if each is not None}
+    return versions.pop() if len(versions) == 1 else None
+
+
 async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:
     model = await link.ask_model()
     return {
@@ -128,5 +170,6 @@ async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:
         "reserved_token_count": link.num_reserved_tokens,
         "received_token_count": link.num_tokens,
         "draft_algorithms": None if model is None else model.draft_algorithms,
+        "weight_version": None if model is None else model.weight_version,
         "speculation_detail": None if model is None else model.speculation_detail,
     }

@@ -128,6 +128,9 @@ class TargetAdminServicer(AdminServicer):
         self, request: pb.EndWeightUpdateRequest, context: Context
     ) -> pb.EndWeightUpdateResponse:
         self._lifecycle.check_open()
+        if request.drop:
+            self._updates.drop()
+            return pb.EndWeightUpdateResponse()
         updated = await self._updates.end(request.weight_version or None)
         return pb.EndWeightUpdateResponse(update=_update(updated))
 

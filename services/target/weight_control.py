@@ -47,7 +47,7 @@ class WeightStatus:
 
     Attributes:
         pause: None while it does.
-        is_torn: an update broke off in the middle, so that only a whole one can follow.
+        is_torn: tensors are missing, so that generation waits for a whole update.
         released: tags of memory that is given back.
         num_max_tokens: that the KV cache holds.
         num_used_tokens: of pages that sequences hold.
@@ -173,10 +173,11 @@ class WeightControl:
         self._drop = drop
         self._unplace = unplace
         self._pause: PauseMode | None = None
-        self._is_torn = False
         self._memory = memory
         self._released: set[MemoryTag] = set()
         self._ranks: RankStages | None = None
+        # Of what is no model: tensors that are yet to come; None where nobody knows which.
+        self._missing: frozenset[str] | None = frozenset()
         self._snapshot: dict[str, str] = {}
         self.followers: list[Callable[[], None]] = []
 
@@ -187,7 +188,11 @@ class WeightControl:
     @property
     def is_paused(self) -> bool:
         """Whether no step may be taken."""
-        return self._pause is not None or self._is_torn
+        return self._pause is not None or self._is_torn or bool(self._released)
+
+    @property
+    def _is_torn(self) -> bool:
+        return self._missing is None or bool(self._missing)
 
     @property
     def status(self) -> WeightStatus:
@@ -223,10 +228,7 @@ class WeightControl:
             FailedPrecondition: there are no whole weights to go on with.
         """
         if self._released:
-            names = ", ".join(sorted(tag.value for tag in self._released))
-            raise FailedPrecondition(
-                f"memory of {names} is released; resume it first", reason="MEMORY_RELEASED"
-            )
+            raise _released(self._released)
         if self._is_torn:
             raise torn_weights()
         self._pause = None
@@ -240,16 +242,21 @@ class WeightControl:
         """Frees every cached page; returns how many.
 
         Raises:
-            FailedPrecondition: requests run or wait, which the cache is for.
+            FailedPrecondition: requests run or, unless generation is paused, wait.
         """
-        scheduler = self._scheduler
-        if scheduler.num_running or scheduler.num_waiting:
-            raise FailedPrecondition(
-                f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait; the cache "
-                f"is flushed when none does",
-                reason="CACHE_IN_USE",
-            )
+        self._check_idle("the cache is flushed")
         return self._leases.flush()
+
+    def _check_idle(self, what: str) -> None:
+        """Raises: FailedPrecondition: requests run or, unless generation is paused, wait."""
+        self._quiesce()
+        scheduler = self._scheduler
+        if scheduler.num_running or (scheduler.num_waiting and self._pause is None):
+            raise FailedPrecondition(
+                f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait; {what} "
+                f"when none does, or with generation paused by abort or retract",
+                reason="TARGET_IN_USE",
+            )
 
     def apply(self, stage: WeightStage, version: str | None) -> Updated:
         """Puts an update in force, all of it or nothing. What was computed before is not reused;
@@ -264,8 +271,9 @@ class WeightControl:
         """
         begin_s = time.perf_counter()
         self._check(stage)
-        if self._is_torn and not stage.is_whole:
-            raise torn_weights()
+        missing = stage.all_names if self._missing is None else self._missing
+        if MemoryTag.WEIGHTS in self._released:
+            raise _released(self._released)
         self._quiesce()
         num_retracted = 0 if self._pause is PauseMode.IN_PLACE else self._retract()
         for sequence in self._scheduler.running:
@@ -273,9 +281,9 @@ class WeightControl:
         if self._ranks is not None:
             self._ranks.agree()
         # Of one that breaks off, the engine must compute nothing.
-        self._is_torn = True
+        names, self._missing = stage.names, None
         stage.apply()
-        self._is_torn = False
+        self._missing = missing - names
         self._version.num_updates += 1
         self._version.name = version or str(self._version.num_updates)
         for follow in self.followers:
@@ -306,17 +314,9 @@ class WeightControl:
         """Frees memory; its addresses change, so that what CUDA graphs read is kept.
 
         Raises:
-            FailedPrecondition: generation goes on, or sequences hold pages.
+            FailedPrecondition: requests run or, unless generation is paused, wait.
         """
-        if self._pause is None:
-            raise _not_paused("memory is released")
-        self._quiesce()
-        if self._scheduler.num_running:
-            raise FailedPrecondition(
-                f"{self._scheduler.num_running} requests hold pages; pause with abort or retract "
-                f"before memory is released",
-                reason="MEMORY_IN_USE",
-            )
+        self._check_idle("memory is released")
         kept: list[str] = []
         num_bytes = 0
         for tag in tags:
@@ -328,7 +328,7 @@ class WeightControl:
             num_bytes += self._memory.release(tag)
             self._released.add(tag)
             if tag is MemoryTag.WEIGHTS:
-                self._is_torn = True
+                self._missing = None
         if MemoryTag.KV_CACHE in tags:
             self._leases.retire()
         return Released(num_bytes, tuple(kept))
@@ -372,15 +372,13 @@ class WeightControl:
     @torch.inference_mode()
     def reset(self) -> int:
         """Fills every tensor with zeros, to see that an update replaces all of them; returns how
-        many there are. Only a whole update can follow.
+        many there are. Generation waits until all have been replaced.
 
         Raises:
-            FailedPrecondition: generation goes on.
+            FailedPrecondition: requests run or, unless generation is paused, wait.
         """
-        if self._pause is None:
-            raise _not_paused("the weights are reset")
-        self._quiesce()
-        self._is_torn = True
+        self._check_idle("the weights are reset")
+        self._missing = None
         tensors = [tensor for _, tensor in named_tensors(self._decoder)]
         for tensor in tensors:
             tensor.zero_()
@@ -413,15 +411,17 @@ class WeightControl:
         return len(running)
 
 
-def _not_paused(what: str) -> FailedPrecondition:
+def _released(tags: Iterable[MemoryTag]) -> FailedPrecondition:
+    names = ", ".join(sorted(tag.value for tag in tags))
     return FailedPrecondition(
-        f"generation goes on; pause it before {what}", reason="GENERATION_NOT_PAUSED"
+        f"memory of {names} is released; resume it first", reason="MEMORY_RELEASED"
     )
 
 
 def torn_weights() -> FailedPrecondition:
     """Returns that what is loaded is no model."""
     return FailedPrecondition(
-        "the weights were reset, or an update broke off in the middle; send a whole update",
+        "the weights were reset or released, or an update broke off in the middle; send a whole "
+        "update",
         reason="WEIGHTS_TORN",
     )

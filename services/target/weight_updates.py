@@ -71,7 +71,7 @@ class WeightUpdates:
         Raises:
             FailedPrecondition: tensors are on their way right now.
         """
-        with self._alone("continue_generation"):
+        with self._alone("an end of the update"):
             was_open, self._is_open = self._is_open, False
             return was_open
 

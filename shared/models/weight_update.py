@@ -63,9 +63,14 @@ class WeightStage:
         return not self._tensors
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every tensor of the decoder has arrived."""
-        return self._tensors.keys() >= {part.target for part in self._parts}
+    def names(self) -> frozenset[str]:
+        """The decoder's tensors that have arrived, by the names of `decoder_parts`."""
+        return frozenset(self._tensors)
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        """The decoder's tensors."""
+        return frozenset(part.target for part in self._parts)
 
     @property
     def num_bytes(self) -> int:

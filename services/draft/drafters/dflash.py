@@ -21,6 +21,7 @@ from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows
+from shared.models.heads.dflash import DflashHead
 from shared.runtime.block_runner import BlockRunner
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
@@ -40,6 +41,11 @@ class DflashDrafter:
         self._window_tokens = window_tokens
         self._contexts = BlockContexts(runner, num_pages, window_tokens=window_tokens)
         self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
+
+    @property
+    def head(self) -> DflashHead:
+        """The weights."""
+        return self._runner.head
 
     @property
     def lookahead(self) -> BlockLookahead:

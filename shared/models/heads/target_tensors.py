@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shared.layers.linear import Linear
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
@@ -89,6 +90,46 @@ class DecoderTensors:
         if self.config.tie_word_embeddings:
             return self.embedding()
         return self._decoder.lm_head.dense().to(self._dtype)
+
+
+class BorrowedTensors:
+    """What a head has of a target in its process, to be copied anew when the target's weights
+    change. Found by value, so to be made before either changes.
+
+    Args:
+        token_ids: `[Vd]` int64, the target's tokens that the head scores; None when all.
+    """
+
+    def __init__(
+        self, decoder: Decoder, embedding: Tensor, lm_head: Linear, token_ids: Tensor | None
+    ) -> None:
+        self._target = DecoderTensors(decoder, embedding.dtype)
+        self._token_ids = token_ids
+        self._embedding = _if_equal(embedding, self._target.embedding())
+        own = _if_equal(lm_head.dense(), self._lm_head())
+        self._head = None if own is None else lm_head
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Copies what is borrowed; where it is the target's memory, there is nothing to copy."""
+        if self._embedding is not None:
+            _copy(self._embedding, self._target.embedding())
+        if self._head is not None:
+            _copy(self._head.weight.values, Linear.of(self._lm_head()).weight.values)
+
+    def _lm_head(self) -> Tensor:
+        whole = self._target.lm_head()
+        return whole if self._token_ids is None else whole.index_select(0, self._token_ids)
+
+
+def _if_equal(own: Tensor, target: Tensor) -> Tensor | None:
+    return own if own.shape == target.shape and torch.equal(own, target) else None
+
+
+def _copy(place: Tensor, source: Tensor) -> None:
+    is_packed = place.layout != torch.strided
+    if is_packed or place.data_ptr() != source.data_ptr():
+        place.copy_(source)
 
 
 def target_tensors(

@@ -53,6 +53,7 @@ async def test_the_model_is_described_without_paths(client: httpx.AsyncClient, s
             "max_model_len": 4096,
             "vocab_size": 512,
             "tokenizer_sha256": sha256,
+            "weight_version": "",
         }
     response = await client.get("/get_model_info", params={"model": "other"})
     assert (await error_of(response))[0] == 404

@@ -231,18 +231,24 @@ async def test_a_pause_holds_requests_and_continuing_answers_them(old: Path) -> 
         while not (await served.status()).waiting_request_count:
             assert not waiting.done()
         flush = pb.FlushPrefixCacheRequest(only_when_idle=True)
-        await _refused(admin.FlushPrefixCache(flush), "CACHE_IN_USE")
+        assert (await admin.FlushPrefixCache(flush)).freed_page_count > 0
         await admin.ContinueGeneration(pb.ContinueGenerationRequest())
         assert await waiting == expected
-        assert (await admin.FlushPrefixCache(flush)).freed_page_count > 0
+        running = asyncio.create_task(served.answer(count=50))
+        while not (await served.status()).running_request_count:
+            assert not running.done()
+        in_place = pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_IN_PLACE)
+        await admin.PauseGeneration(in_place)
+        await _refused(admin.FlushPrefixCache(flush), "TARGET_IN_USE")
+        await _refused(admin.ReleaseMemory(pb.ReleaseMemoryRequest()), "TARGET_IN_USE")
+        await admin.ContinueGeneration(pb.ContinueGenerationRequest())
+        assert (await running)[:12] == expected
 
 
 async def test_memory_is_given_back_and_taken_again(old: Path) -> None:
     async with _serve(old) as served:
         expected, admin = await served.answer(), served.admin
         cache = ["kv_cache"]
-        await _refused(admin.ReleaseMemory(pb.ReleaseMemoryRequest()), "GENERATION_NOT_PAUSED")
-        await admin.PauseGeneration(pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_RETRACT))
         odd = pb.ReleaseMemoryRequest(tags=["cuda_graph"])
         assert "cuda_graph" in await _refused(admin.ReleaseMemory(odd), "MEMORY_TAG_UNKNOWN")
         released = await admin.ReleaseMemory(pb.ReleaseMemoryRequest(tags=cache))

@@ -396,8 +396,8 @@ class FlushPrefixCacheRequest(_message.Message):
 
     ONLY_WHEN_IDLE_FIELD_NUMBER: _builtins.int
     only_when_idle: _builtins.bool
-    """Flushes only when no request runs or waits; else FAILED_PRECONDITION (reason
-    CACHE_IN_USE).
+    """Flushes only when no request runs and, unless generation is paused, none
+    waits; else FAILED_PRECONDITION (reason TARGET_IN_USE).
     """
     def __init__(
         self,
@@ -871,18 +871,22 @@ class EndWeightUpdateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.str
     """Names the weights from now on; else the last name that was given, else the
     number of updates.
     """
+    drop: _builtins.bool
+    """Drops what has been gathered instead."""
     def __init__(
         self,
         *,
         weight_version: _builtins.str = ...,
+        drop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

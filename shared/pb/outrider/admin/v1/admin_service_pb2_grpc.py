@@ -210,7 +210,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Frees memory while generation is paused and nothing runs.
+        """Frees memory while nothing runs. Generation waits until it is resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

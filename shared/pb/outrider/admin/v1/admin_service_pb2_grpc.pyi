@@ -58,7 +58,7 @@ class AdminServiceStub:
     CheckWeights: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CheckWeightsRequest, _admin_service_pb2.CheckWeightsResponse]
     """Tells weights apart by their checksums."""
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseMemoryRequest, _admin_service_pb2.ReleaseMemoryResponse]
-    """Frees memory while generation is paused and nothing runs."""
+    """Frees memory while nothing runs. Generation waits until it is resumed."""
     ResumeMemory: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeMemoryRequest, _admin_service_pb2.ResumeMemoryResponse]
     """Takes it again."""
 
@@ -198,7 +198,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.ReleaseMemoryRequest,
         context: _aio.ServicerContext[_admin_service_pb2.ReleaseMemoryRequest, _abc.Awaitable[_admin_service_pb2.ReleaseMemoryResponse]],
     ) -> _abc.Awaitable[_admin_service_pb2.ReleaseMemoryResponse]:
-        """Frees memory while generation is paused and nothing runs."""
+        """Frees memory while nothing runs. Generation waits until it is resumed."""
 
     @_abc_1.abstractmethod
     def ResumeMemory(

@@ -1,0 +1,411 @@
+"""What trainers ask of a server that makes their rollouts: SGLang's routes and bodies.
+
+All of it is done by the targets, at their maintenance ports. With several targets a weight update
+is in force on all or on none; or it goes from one to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.failures import Problem
+from gateway.native.schema import (
+    DiskUpdate,
+    GroupName,
+    GroupUpdate,
+    InitGroup,
+    MemoryTags,
+    PauseRequest,
+    TensorUpdate,
+    UpdateBracket,
+    WeightCheck,
+)
+from gateway.quota import check_may_operate
+from gateway.serving import Gateway
+from shared.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    OutriderError,
+    PermissionDenied,
+    StatusCode,
+)
+from shared.rpc.admin_client import GroupPlace, SentTensor, TargetAdmin, WeightSource
+
+T = TypeVar("T")
+Reply = dict[str, Any]
+Work = Callable[[list[TargetAdmin]], Awaitable[Reply]]
+_KEPT_TAG = "cuda_graph"
+
+
+def add_rollout_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the routes."""
+    routes = RolloutRoutes(gateway)
+    for path in ("/get_weight_version", "/weight_version"):
+        app.get(path, tags=["rollouts"])(routes.weight_version)
+    for route in (
+        *(routes.pause_generation, routes.continue_generation),
+        *(routes.update_weights_from_disk, routes.update_weights_from_tensor),
+        *(routes.init_weights_update_group, routes.destroy_weights_update_group),
+        *(routes.update_weights_from_distributed, routes.weights_checker),
+        *(routes.begin_weight_update, routes.end_weight_update),
+        *(routes.release_memory_occupation, routes.resume_memory_occupation),
+    ):
+        app.post(f"/{route.__name__}", tags=["rollouts"])(route)
+
+
+class RolloutRoutes:
+    """What the routes do. Each takes the body that SGLang's route of its name does."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def _answered(self, request: Request, work: Work) -> Response:
+        """Does something at the targets; what they refuse is a 400, as SGLang has it."""
+        check_may_change_weights(request, self._gateway)
+        try:
+            done = await work(self._gateway.target_admins())
+        except OutriderError as error:
+            problem = Problem.of(error)
+            is_state = error.code is StatusCode.FAILED_PRECONDITION
+            status = 400 if is_state else problem.status
+            body = {"success": False, "message": error.message, **problem.openai_body()}
+            return JSONResponse(body, status)
+        return JSONResponse({"success": True, "message": "done", **done})
+
+    async def weight_version(self) -> Reply:
+        """Tells which weights are in force."""
+        admins = self._gateway.target_admins()
+        statuses = await _each(admins, TargetAdmin.status)
+        versions = [each.weight_version for each in statuses]
+        return {
+            "weight_version": versions[0],
+            "is_uniform": len(set(versions)) == 1,
+            "targets": {
+                admin.address: {
+                    "weight_version": each.weight_version,
+                    "update_count": each.num_updates,
+                    "paused": each.pause,
+                    "released": each.released,
+                }
+                for admin, each in zip(admins, statuses, strict=True)
+            },
+        }
+
+    async def pause_generation(
+        self, request: Request, body: PauseRequest | None = None
+    ) -> Response:
+        """Holds generation."""
+        mode = "abort" if body is None else body.mode
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            if mode == "abort":
+                # They hold first, and answers end with all that had been drawn.
+                await _each(admins, lambda admin: admin.pause("in_place"))
+                self._gateway.open_answers.abort_all()
+            counts = await _each(admins, lambda admin: admin.pause(mode))
+            return {"num_paused_requests": sum(counts)}
+
+        return await self._answered(request, work)
+
+    async def continue_generation(self, request: Request) -> Response:
+        """Lets it go on."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            return {"dropped_update": any(await _each(admins, TargetAdmin.resume))}
+
+        return await self._answered(request, work)
+
+    async def update_weights_from_disk(self, body: DiskUpdate, request: Request) -> Response:
+        """Replaces weights by a checkpoint."""
+        source = WeightSource(folder=(body.model_path, body.load_format or ""))
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            if body.abort_all_requests:
+                self._gateway.open_answers.abort_all()
+            update = _rolling if body.rolling else _at_once
+            return await update(admins, source, body.weight_version or "")
+
+        return await self._answered(request, work)
+
+    async def update_weights_from_tensor(self, body: TensorUpdate, request: Request) -> Response:
+        """Replaces weights by those in the body."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            source = WeightSource(safetensors=_safetensors(body))
+            return await _at_once(admins, source, body.weight_version or "")
+
+        return await self._answered(request, work)
+
+    async def update_weights_from_distributed(
+        self, body: GroupUpdate, request: Request
+    ) -> Response:
+        """Replaces weights by those that a group sends."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            is_flat = _is_flat(body)
+            source = WeightSource(group=(body.group_name, _sent(body), is_flat))
+            return await _at_once(admins, source, body.weight_version or "")
+
+        return await self._answered(request, work)
+
+    async def begin_weight_update(
+        self, request: Request, body: UpdateBracket | None = None
+    ) -> Response:
+        """Has the updates that follow gathered."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            _check_selector(body)
+            await _each(admins, TargetAdmin.begin)
+            return {}
+
+        return await self._answered(request, work)
+
+    async def end_weight_update(
+        self, request: Request, body: UpdateBracket | None = None
+    ) -> Response:
+        """Puts in force what was gathered."""
+        version = "" if body is None else body.weight_version or ""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            _check_selector(body)
+            return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
+
+        return await self._answered(request, work)
+
+    async def init_weights_update_group(self, body: InitGroup, request: Request) -> Response:
+        """Joins a group; each target has the ranks behind those of the one before."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            statuses = await _each(admins, TargetAdmin.status)
+            places, rank = {}, body.rank_offset
+            for admin, status in zip(admins, statuses, strict=True):
+                places[admin.address] = GroupPlace(
+                    body.group_name, body.master_address, body.master_port, rank,
+                    body.world_size, body.backend or "",
+                )  # fmt: skip
+                rank += status.tp_size
+            await _each(admins, lambda admin: admin.join(places[admin.address]))
+            return {}
+
+        return await self._answered(request, work)
+
+    async def destroy_weights_update_group(self, body: GroupName, request: Request) -> Response:
+        """Leaves a group."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            await _each(admins, lambda admin: admin.leave(body.group_name))
+            return {}
+
+        return await self._answered(request, work)
+
+    async def weights_checker(self, body: WeightCheck, request: Request) -> Response:
+        """Compares checksums."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            found = await _each(admins, lambda admin: admin.check(body.action))
+            changed = {
+                admin.address: names
+                for admin, (_, names) in zip(admins, found, strict=True)
+                if names
+            }
+            if changed:
+                raise FailedPrecondition(
+                    f"tensors differ from the snapshot: {changed}", reason="WEIGHTS_CHANGED"
+                )
+            checksums = [sums for sums, _ in found]
+            return {"checksums": checksums} if any(checksums) else {}
+
+        return await self._answered(request, work)
+
+    async def release_memory_occupation(
+        self, request: Request, body: MemoryTags | None = None
+    ) -> Response:
+        """Frees memory while nothing runs."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            tags, kept = _tags(body)
+            if not tags and kept:
+                return {"freed_bytes": 0, "kept": kept}
+            found = await _each(admins, lambda admin: admin.release(tags))
+            for admin, (_, reasons) in zip(admins, found, strict=True):
+                kept += [f"{admin.address} {reason}" for reason in reasons]
+            return {"freed_bytes": sum(num_bytes for num_bytes, _ in found), "kept": kept}
+
+        return await self._answered(request, work)
+
+    async def resume_memory_occupation(
+        self, request: Request, body: MemoryTags | None = None
+    ) -> Response:
+        """Takes it again."""
+
+        async def work(admins: list[TargetAdmin]) -> Reply:
+            tags, kept = _tags(body)
+            if tags or not kept:
+                await _each(admins, lambda admin: admin.reoccupy(tags))
+            return {}
+
+        return await self._answered(request, work)
+
+
+def check_may_change_weights(request: Request, gateway: Gateway) -> None:
+    """Raises:
+    PermissionDenied: the client is no operator, or of another host while that is not allowed.
+    """
+    check_may_operate("change weights or hold generation")
+    host = "" if request.client is None else request.client.host
+    if gateway.remote_operators or _is_local(host):
+        return
+    raise PermissionDenied(
+        f"weights are changed and generation is held from this host only, and {host} is another; "
+        f"start the gateway with --remote-operators and --api-key-file",
+        reason="OPERATOR_REMOTE",
+    )
+
+
+def _is_local(host: str) -> bool:
+    """A socket of the file system has no host."""
+    try:
+        return not host or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _settled(
+    admins: Sequence[TargetAdmin], call: Callable[[TargetAdmin], Awaitable[T]]
+) -> list[T | OutriderError]:
+    """Calls all targets at once, waits for all of them, and returns what each answers."""
+
+    async def one(admin: TargetAdmin) -> T | OutriderError:
+        try:
+            return await call(admin)
+        except OutriderError as error:
+            if len(admins) > 1:
+                error.message = f"{admin.address}: {error.message}"
+            return error
+
+    return await asyncio.gather(*map(one, admins))
+
+
+async def _each(
+    admins: Sequence[TargetAdmin], call: Callable[[TargetAdmin], Awaitable[T]]
+) -> list[T]:
+    """Does what `_settled` does.
+
+    Raises:
+        OutriderError: that of the first that refused.
+    """
+    found: list[T] = []
+    for result in await _settled(admins, call):
+        if isinstance(result, OutriderError):
+            raise result
+        found.append(result)
+    return found
+
+
+async def _at_once(admins: list[TargetAdmin], source: WeightSource, version: str) -> Reply:
+    """Updates all targets or none: they gather first, and then all of them apply."""
+    if len(admins) == 1:
+        return await admins[0].update(source, version)
+    begun = await _settled(admins, TargetAdmin.begin)
+    refusals = [each for each in begun if isinstance(each, OutriderError)]
+    if len(refusals) == len(admins) and all(r.reason == "WEIGHT_UPDATE_OPEN" for r in refusals):
+        # The client has begun it, and ends it.
+        return _by_target(admins, await _each(admins, lambda admin: admin.update(source, version)))
+    own = [admin for admin, each in zip(admins, begun, strict=True) if each is None]
+    try:
+        if refusals:
+            raise refusals[0]
+        await _each(admins, lambda admin: admin.update(source, version))
+    except OutriderError:
+        await _settled(own, lambda admin: admin.end("", drop=True))
+        raise
+    return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
+
+
+async def _rolling(admins: list[TargetAdmin], source: WeightSource, version: str) -> Reply:
+    """Updates one target after the other; the others serve meanwhile."""
+    done: list[Reply] = []
+    for admin in admins:
+        was_paused = (await admin.status()).pause is not None
+        if not was_paused:
+            await admin.pause("retract")
+        try:
+            done.append(await admin.update(source, version))
+        finally:
+            if not was_paused:
+                await admin.resume()
+    return _by_target(admins, done)
+
+
+def _by_target(admins: Sequence[TargetAdmin], done: Sequence[Reply]) -> Reply:
+    found = {admin.address: each for admin, each in zip(admins, done, strict=True) if each}
+    if not found:
+        return {}
+    return {**next(iter(found.values())), "targets": found}
+
+
+def _safetensors(body: TensorUpdate) -> bytes:
+    """Raises: InvalidArgument: the tensors are pickled, or not one part for all processes."""
+    parts = body.serialized_named_tensors
+    if body.load_format != "safetensors":
+        given = body.load_format or "null"
+        message = (
+            f"load_format is {given}: pickled tensors are refused, since reading them runs code; "
+            f"send one base64 text of the format of safetensors with load_format safetensors"
+        )
+        raise InvalidArgument.of("WEIGHTS_PICKLED", "load_format", message)
+    if len(set(parts)) != 1:
+        message = f"serialized_named_tensors holds {len(parts)} texts; one is for all processes"
+        raise InvalidArgument.of("WEIGHT_PARTS_DIFFER", "serialized_named_tensors", message)
+    try:
+        return base64.b64decode(parts[0], validate=True)
+    except binascii.Error as error:
+        message = f"serialized_named_tensors is not base64: {error}"
+        field = "serialized_named_tensors"
+        raise InvalidArgument.of("WEIGHTS_NOT_BASE64", field, message) from error
+
+
+def _sent(body: GroupUpdate) -> tuple[SentTensor, ...]:
+    counts = {len(body.names), len(body.dtypes), len(body.shapes)}
+    if len(counts) != 1:
+        message = (
+            f"names, dtypes and shapes have {len(body.names)}, {len(body.dtypes)} and "
+            f"{len(body.shapes)} entries; each tensor needs one of each"
+        )
+        raise InvalidArgument.of("WEIGHT_LISTS_DIFFER", "names", message)
+    return tuple(
+        SentTensor(name, dtype, tuple(shape))
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    )
+
+
+def _is_flat(body: GroupUpdate) -> bool:
+    if body.load_format not in (None, "flattened_bucket"):
+        message = f"load_format is {body.load_format!r}; it must be flattened_bucket or null"
+        raise InvalidArgument.of("LOAD_FORMAT_UNKNOWN", "load_format", message)
+    return body.load_format is not None
+
+
+def _check_selector(body: UpdateBracket | None) -> None:
+    selector = "all" if body is None else body.selector or "all"
+    if selector == "draft":
+        message = "selector is draft; a draft's weights are replaced by its UpdateDraftWeights"
+        raise InvalidArgument.of("WEIGHT_SELECTOR_DRAFT", "selector", message)
+    if selector not in ("all", "target"):
+        message = f"selector is {selector!r}; it must be target or all"
+        raise InvalidArgument.of("WEIGHT_SELECTOR_UNKNOWN", "selector", message)
+
+
+def _tags(body: MemoryTags | None) -> tuple[list[str], list[str]]:
+    """Returns the tags for targets, and what is kept whatever they are."""
+    given = [] if body is None else body.tags or []
+    kept = [f"{_KEPT_TAG}: graphs stay captured"] if _KEPT_TAG in given else []
+    return [tag for tag in given if tag != _KEPT_TAG], kept

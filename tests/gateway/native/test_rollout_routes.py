@@ -1,0 +1,353 @@
+"""A trainer's calls over HTTP, in slime's order, to a gateway in front of two real targets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from gateway.api_keys import KeyLimits, Scope, keys_from_texts
+from gateway.app import Gateway, create_app
+from gateway.limits import RequestLimits
+from gateway.metrics import GatewayMetrics
+from gateway.open_answers import OpenAnswers
+from gateway.pool import PoolSettings, TargetPool
+from gateway.quota import Quotas
+from gateway.target_link import LinkTiming
+from gateway.text.model_text import ModelText
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from services.target.settings import TargetSettings
+from shared.rpc.lifecycle import Lifecycle
+from shared.tokenizer_files import tokenizer_sha256
+from tests.gateway.driving import eventually
+from tests.helpers.checkpoints import write_checkpoint
+
+ASK: dict[str, Any] = {
+    "input_ids": [10, 20, 30, 40, 50, 60, 70],
+    "sampling_params": {
+        "temperature": 0.7, "max_new_tokens": 24, "sampling_seed": 7, "ignore_eos": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    return write_checkpoint(folder, "llama", seed=3, with_tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("new")
+    return write_checkpoint(folder, "llama", seed=4, with_tokenizer=True)
+
+
+@dataclass
+class Server:
+    """A gateway and its targets."""
+
+    gateway: Gateway
+    client: httpx.AsyncClient
+    targets: list[TargetProcess]
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        response = await self.client.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        response = await self.client.get(path)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def ask(self, **changes: Any) -> Any:
+        return await self.post("/generate", {**ASK, **changes})
+
+    async def versions(self) -> list[str]:
+        """Returns what each target says."""
+        found = (await self.get("/get_weight_version"))["targets"].values()
+        return [each["weight_version"] for each in found]
+
+
+def _local(gateway: Gateway, host: str = "127.0.0.1", key: str = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(
+        create_app(gateway), raise_app_exceptions=False, client=(host, 9)
+    )
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://gateway", timeout=60.0, headers=headers
+    )
+
+
+@asynccontextmanager
+async def _serve(folder: Path, count: int = 1) -> AsyncIterator[Server]:
+    sha256 = tokenizer_sha256(folder)
+    settings = TargetSettings(
+        model_path=folder, port=0, max_total_tokens=1024, context_length=128, device="cpu",
+        served_model_name="tiny",
+    )  # fmt: skip
+    async with AsyncExitStack() as opened:
+        targets = []
+        for _ in range(count):
+            engine = build_engine(settings, lambda report: None)
+            target = TargetProcess(engine, settings, sha256)
+            await target.start()
+            opened.push_async_callback(target.stop, grace_s=0.0)
+            targets.append(target)
+        addresses = tuple(f"127.0.0.1:{each.port}" for each in targets)
+        pool = TargetPool(
+            PoolSettings(
+                addresses=addresses,
+                tokenizer_sha256=sha256,
+                timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
+            )
+        )
+        quotas = Quotas()
+        gateway = Gateway(
+            pool=pool,
+            text=ModelText.read(folder, 100_000),
+            limits=RequestLimits(),
+            metrics=GatewayMetrics(pool, quotas),
+            lifecycle=Lifecycle([]),
+            open_answers=OpenAnswers(),
+            version="0",
+            start_time_s=time.time(),
+            quotas=quotas,
+            target_maintenance=tuple(f"127.0.0.1:{each.admin_port}" for each in targets),
+        )
+        await gateway.lifecycle.activate()
+        pool.start()
+        opened.push_async_callback(pool.close)
+        await eventually(lambda: all(link.state.value == "serving" for link in pool.links))
+        async with _local(gateway) as client:
+            yield Server(gateway, client, targets)
+
+
+async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path) -> None:
+    async with _serve(new) as other:
+        expected = (await other.ask())["output_ids"]
+    async with _serve(old) as server:
+        first = await server.ask()
+        assert first["meta_info"]["weight_version"] == "default"
+        assert "weight_version_spans" not in first["meta_info"]
+        await server.get("/health_generate")
+        await server.post("/pause_generation", {})
+        assert (await server.get("/flush_cache"))["success"]
+        await server.post("/begin_weight_update", {"selector": "all"})
+        weights = load_file(new / "model.safetensors")
+        names = sorted(weights)
+        for part in (names[::2], names[1::2]):
+            content = save({name: weights[name] for name in part})
+            body = {
+                "serialized_named_tensors": [base64.b64encode(content).decode()],
+                "load_format": "safetensors", "flush_cache": False, "weight_version": "1",
+            }  # fmt: skip
+            await server.post("/update_weights_from_tensor", body)
+        ended = await server.post("/end_weight_update", {"selector": "all"})
+        assert ended["weight_version"] == "1"
+        await server.post("/continue_generation", {})
+        after = await server.ask()
+        assert after["output_ids"] == expected != first["output_ids"]
+        assert after["meta_info"]["weight_version"] == "1"
+        assert (await server.get("/model_info"))["weight_version"] == "1"
+        info = await server.get("/server_info")
+        shown = {
+            name: info[name]
+            for name in ("tp_size", "pp_size", "ep_size", "enable_memory_saver", "weight_version")
+        }
+        assert shown == {
+            "tp_size": 1, "pp_size": 1, "ep_size": 1, "enable_memory_saver": True,
+            "weight_version": "1",
+        }  # fmt: skip
+        (load,) = (await server.get("/v1/loads"))["loads"]
+        assert (load["max_total_num_tokens"], load["token_usage"]) == (1024, 0.0)
+
+
+@pytest.mark.parametrize("is_rolling", [False, True])
+async def test_several_targets_are_updated_at_once_or_one_after_the_other(
+    is_rolling: bool, old: Path, new: Path
+) -> None:
+    async with _serve(old, count=2) as server:
+        asking = [asyncio.create_task(server.ask()) for _ in range(6)]
+        body = {"model_path": str(new), "weight_version": "7", "rolling": is_rolling}
+        updated = await server.post("/update_weights_from_disk", body)
+        assert [each["weight_version"] for each in updated["targets"].values()] == ["7", "7"]
+        assert await server.versions() == ["7", "7"]
+        answers = await asyncio.gather(*asking)
+        assert all(len(each["output_ids"]) == 24 for each in answers), "a request was lost"
+
+
+async def test_no_target_takes_what_one_of_them_refuses(old: Path, new: Path) -> None:
+    async with _serve(old, count=2) as server:
+        expected = (await server.ask())["output_ids"]
+        body = {"model_path": str(new / "nowhere"), "weight_version": "7"}
+        refused = await server.post("/update_weights_from_disk", body, status=400)
+        assert refused["success"] is False
+        assert "which is no folder here" in refused["message"]
+        assert refused["error"]["code"] == "checkpoint_invalid"
+        # The second is busy with an update that somebody has begun there.
+        admin = server.gateway.target_admins()[1]
+        await admin.begin()
+        body["model_path"] = str(new)
+        refused = await server.post("/update_weights_from_disk", body, status=400)
+        assert refused["message"].startswith(f"{admin.address}: an update was begun")
+        assert await server.versions() == ["default", "default"]
+        await admin.end("", drop=True)
+        assert (await server.ask())["output_ids"] == expected
+        await server.post("/update_weights_from_disk", body)
+        assert await server.versions() == ["7", "7"]
+
+
+async def test_an_abort_answers_with_what_was_drawn(old: Path) -> None:
+    async with _serve(old) as server:
+        long = {**ASK["sampling_params"], "max_new_tokens": 100}
+        asking = asyncio.create_task(server.ask(sampling_params=long))
+        await eventually(lambda: server.gateway.pool.links[0].num_tokens > 0)
+        paused = await server.post("/pause_generation", {"mode": "abort"})
+        assert paused["success"]
+        answer = await asking
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        drawn = answer["output_ids"]
+        assert 0 < len(drawn) < 100
+        waiting = asyncio.create_task(server.ask(sampling_params=long))
+        await eventually(lambda: server.gateway.pool.links[0].num_live == 1)
+        assert not waiting.done()
+        await server.post("/continue_generation", {})
+        whole = (await waiting)["output_ids"]
+        assert whole[: len(drawn)] == drawn
+        # A partial rollout is resumed with its own tokens and its seed, bit for bit.
+        rest = {**long, "max_new_tokens": 100 - len(drawn)}
+        resumed = await server.ask(input_ids=[*ASK["input_ids"], *drawn], sampling_params=rest)
+        assert drawn + resumed["output_ids"] == whole
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_request_goes_on_across_an_update_and_tells_its_spans(
+    mode: str, old: Path, new: Path
+) -> None:
+    async with _serve(old) as server:
+        long = {**ASK["sampling_params"], "max_new_tokens": 100}
+        asking = asyncio.create_task(server.ask(sampling_params=long))
+        await eventually(lambda: server.gateway.pool.links[0].num_tokens > 0)
+        await server.post("/pause_generation", {"mode": mode})
+        await server.post("/update_weights_from_disk", {"model_path": str(new)})
+        await server.post("/continue_generation", {})
+        info = (await asking)["meta_info"]
+        (first, start), (second, place) = info["weight_version_spans"]
+        assert (first, start, second, info["weight_version"]) == ("default", 0, "1", "1")
+        assert 0 < place < 100 == info["completion_tokens"]
+
+
+async def test_log_probabilities_are_those_of_the_law_at_the_temperature(old: Path) -> None:
+    from tests.helpers.checkpoints import build_model
+
+    model = build_model("llama", seed=3)
+    async with _serve(old) as server:
+        for shaped in ({}, {"logit_bias": {"5": 3.0}}, {"temperature": 0.0}):
+            params = {**ASK["sampling_params"], **shaped}
+            answer = await server.ask(
+                sampling_params=params, return_logprob=True, logprob_start_len=0
+            )
+            info, tokens = answer["meta_info"], answer["output_ids"]
+            ids = [*ASK["input_ids"], *tokens]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0]
+            law = logits.clone()
+            law[:, 5] += shaped.get("logit_bias", {}).get("5", 0.0)
+            law = (law / (params["temperature"] or 1.0)).log_softmax(-1)
+            place = len(ASK["input_ids"]) - 1
+            for step, (log_prob, token, _) in enumerate(info["output_token_logprobs"]):
+                assert log_prob == pytest.approx(float(law[place + step, token]), abs=1e-4)
+            # The prompt was not drawn: SGLang gives it the model's own.
+            raw = logits.log_softmax(-1)
+            for step, (log_prob, token, _) in enumerate(info["input_token_logprobs"][1:]):
+                assert log_prob == pytest.approx(float(raw[step, token]), abs=1e-4)
+
+
+async def test_memory_is_released_and_resumed_around_a_step(old: Path) -> None:
+    async with _serve(old) as server:
+        expected = (await server.ask())["output_ids"]
+        released = await server.post("/release_memory_occupation", {})
+        assert released["freed_bytes"] > 0
+        assert released["kept"] == []
+        kept = await server.post("/release_memory_occupation", {"tags": ["cuda_graph"]})
+        assert kept["kept"] == ["cuda_graph: graphs stay captured"]
+        refused = await server.post(
+            "/update_weights_from_disk", {"model_path": str(old)}, status=400
+        )
+        assert "memory of kv_cache, weights is released" in refused["message"]
+        await server.post("/resume_memory_occupation", {"tags": ["weights"]})
+        await server.post("/update_weights_from_disk", {"model_path": str(old)})
+        await server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        assert (await server.ask())["output_ids"] == expected
+        await server.post("/release_memory_occupation", {"tags": ["disk"]}, status=400)
+
+
+async def test_a_checker_names_what_changed(old: Path, new: Path) -> None:
+    async with _serve(old) as server:
+        await server.post("/weights_checker", {"action": "snapshot"})
+        await server.post("/weights_checker", {"action": "reset_tensors"})
+        await server.post("/update_weights_from_disk", {"model_path": str(old)})
+        await server.post("/weights_checker", {"action": "compare"})
+        sums = (await server.post("/weights_checker", {"action": "checksum"}))["checksums"]
+        assert len(sums) == 1
+        await server.post("/update_weights_from_disk", {"model_path": str(new)})
+        changed = await server.post("/weights_checker", {"action": "compare"}, status=400)
+        assert "embedding" in changed["message"]
+        await server.post("/weights_checker", {"action": "guess"}, status=400)
+
+
+async def test_what_is_wrong_with_a_body_is_named(old: Path) -> None:
+    async with _serve(old) as server:
+        tensor = {"serialized_named_tensors": ["gASV"]}
+        refused = await server.post("/update_weights_from_tensor", tensor, status=400)
+        assert refused["error"]["code"] == "weights_pickled"
+        cases = (
+            ("/update_weights_from_tensor", {**tensor, "load_format": "safetensors"}),
+            ("/update_weights_from_tensor", {
+                "serialized_named_tensors": ["?"], "load_format": "safetensors"}),
+            ("/update_weights_from_disk", {"model_path": "x", "load_format": "flash_rl"}),
+            ("/update_weights_from_distributed", {"names": ["a"], "dtypes": [], "shapes": []}),
+            ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
+            ("/init_weights_update_group", {
+                "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 0,
+                "world_size": 1}),
+            ("/destroy_weights_update_group", {"group_name": "nobody"}),
+            ("/begin_weight_update", {"selector": "draft"}),
+            ("/end_weight_update", {}),
+            ("/pause_generation", {"mode": "stop"}),
+        )  # fmt: skip
+        for path, body in cases:
+            assert not (await server.post(path, body, status=400))["success"]
+        assert await server.versions() == ["default"]
+
+
+async def test_only_operators_of_this_host_change_weights(old: Path, new: Path) -> None:
+    async with _serve(old) as server:
+        body = {"model_path": str(new)}
+        user, operator = keys_from_texts(("user:u", "op:o"), KeyLimits())
+        quotas = Quotas((user, replace(operator, scope=Scope.OPERATE)))
+        kept = replace(server.gateway, quotas=quotas)
+        opened = replace(kept, remote_operators=True)
+        for gateway, host, key, status in (
+            (server.gateway, "192.0.2.7", "", 403),
+            (kept, "127.0.0.1", "u", 403),
+            (kept, "192.0.2.7", "o", 403),
+            (opened, "192.0.2.7", "u", 403),
+            (opened, "192.0.2.7", "o", 200),
+            (kept, "127.0.0.1", "o", 200),
+        ):
+            async with _local(gateway, host, key) as client:
+                response = await client.post("/update_weights_from_disk", json=body)
+            assert response.status_code == status, response.text

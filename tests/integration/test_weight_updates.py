@@ -1,0 +1,179 @@
+"""Weights of a target replaced while an embedded head drafts for it: the head follows, and no token
+is another one than that of the weights in force."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from shared.models.heads.target_tensors import BorrowedTensors
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
+from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, write_head
+
+VOCAB_SIZE = 300
+SHAPE = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7], [9, 8, 7, 6, 5])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    made = []
+    for seed in (3, 4):
+        folder = tmp_path_factory.mktemp("target")
+        write_checkpoint(folder, "llama", SHAPE, seed=seed)
+        made.append(write_byte_tokenizer(folder))
+    return made[0], made[1]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    hidden = SHAPE.hidden_size
+    made = TinyHead(
+        kind="EAGLE", vocab_size=VOCAB_SIZE, hidden_size=hidden, target_hidden_size=hidden
+    )
+    write_head(folder, made, seed=7)
+    return folder
+
+
+@asynccontextmanager
+async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterator[tuple[Any, Any]]:
+    arguments = [
+        *("--model-path", str(target), "--port", "0", "--device", "cpu", "--context-length", "512"),
+        *("--max-total-tokens", "2048", "--candidate-wait-always", "--candidate-wait-ms", "10000"),
+        *flags,
+    ]
+    if head is not None:
+        arguments += [
+            *("--draft", "embedded", "--speculative-algorithm", "EAGLE"),
+            *("--speculative-draft-model-path", str(head), "--speculative-num-steps", "3"),
+            *("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"),
+        ]
+    settings, chosen = read_settings(arguments, {})
+    engine = build_engine(settings, lambda report: None)
+    process = TargetProcess(engine, settings, tokenizer_sha256(target))
+    if chosen is not None:
+        built = build_embedded_draft(engine, settings, chosen)
+        process.embed(built.port, built.settings)
+    await process.start()
+    try:
+        async with (
+            open_channel(f"127.0.0.1:{process.port}") as channel,
+            open_channel(f"127.0.0.1:{process.admin_port}") as admin,
+        ):
+            yield pb_grpc.TargetServiceStub(channel), admin_grpc.AdminServiceStub(admin)
+    finally:
+        await process.stop(grace_s=0.0)
+
+
+async def _ask(stub: Any, prompt: list[int], count: int = 40) -> tuple[list[int], list[int]]:
+    """Returns the tokens, and how many were drawn before each version but the first."""
+    request = pb.GenerateRequest(
+        prompt_token_ids=prompt,
+        sampling_params=sampling_pb2.SamplingParams(temperature=0.8, seed=len(prompt)),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=count, ignore_eos=True),
+    )
+    tokens: list[int] = []
+    changes: list[int] = []
+    async for response in stub.Generate(request):
+        if response.delta.HasField("weight_version") and tokens:
+            changes.append(len(tokens))
+        tokens += response.delta.token_ids
+    return tokens, changes
+
+
+async def _answers(stub: Any) -> list[list[int]]:
+    return [tokens for tokens, _ in await asyncio.gather(*(_ask(stub, each) for each in PROMPTS))]
+
+
+def _disk(folder: Path) -> admin_pb.UpdateWeightsRequest:
+    disk = admin_pb.UpdateWeightsRequest.Disk(model_path=str(folder))
+    return admin_pb.UpdateWeightsRequest(disk=disk)
+
+
+@pytest.mark.parametrize("rounds", ["on", "off"])
+@pytest.mark.parametrize("pause", [None, admin_pb.PAUSE_MODE_RETRACT])
+async def test_a_head_follows_and_every_token_is_that_of_its_weights(
+    rounds: str,
+    pause: admin_pb.PauseMode.ValueType | None,
+    folders: tuple[Path, Path],
+    head: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    borrowers: list[BorrowedTensors] = []
+    follow = BorrowedTensors.follow
+    monkeypatch.setattr(
+        BorrowedTensors, "follow", lambda self: (borrowers.append(self), follow(self))
+    )
+    old, new = folders
+    async with _serving(old, None) as (stub, _):
+        of_old = await _answers(stub)
+    async with _serving(new, None) as (stub, _):
+        of_new = await _answers(stub)
+        async with _serving(old, head, "--device-rounds", rounds) as (drafted, admin):
+            assert await _answers(drafted) == of_old
+            asking = [asyncio.create_task(_ask(drafted, each, 200)) for each in PROMPTS]
+            while not (
+                status := await admin.GetWeightStatus(admin_pb.GetWeightStatusRequest())
+            ).running_request_count:
+                assert status.weight_version == "default"
+            if pause is not None:
+                await admin.PauseGeneration(admin_pb.PauseGenerationRequest(mode=pause))
+            await admin.UpdateWeights(_disk(new))
+            if pause is not None:
+                await admin.ContinueGeneration(admin_pb.ContinueGenerationRequest())
+            answers = await asyncio.gather(*asking)
+            assert any(changes for _, changes in answers), "all had ended before the update"
+            for prompt, (tokens, changes) in zip(PROMPTS, answers, strict=True):
+                assert len(tokens) == 200
+                for place in changes:
+                    known = [*prompt, *tokens[:place]]
+                    assert tokens[place:] == await _rest(stub, known, len(prompt), 200 - place)
+            assert await _answers(drafted) == of_new
+            [borrowed] = borrowers
+            assert borrowed._head is not None
+            target = borrowed._target
+            assert torch.equal(borrowed._head.dense(), target.lm_head())
+
+
+async def _rest(stub: Any, prompt: list[int], seed: int, count: int) -> list[int]:
+    request = pb.GenerateRequest(
+        prompt_token_ids=prompt,
+        sampling_params=sampling_pb2.SamplingParams(temperature=0.8, seed=seed),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=count, ignore_eos=True),
+    )
+    return [token async for each in stub.Generate(request) for token in each.delta.token_ids]
+
+
+async def test_without_its_copies_a_head_is_found_out(
+    folders: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is not told: its tokens stay right, and what it borrowed is seen to be old."""
+    told: list[BorrowedTensors] = []
+    monkeypatch.setattr(BorrowedTensors, "follow", lambda self: told.append(self))
+    old, new = folders
+    async with _serving(new, None) as (stub, _):
+        of_new = await _answers(stub)
+    async with _serving(old, head) as (drafted, admin):
+        await admin.UpdateWeights(_disk(new))
+        assert await _answers(drafted) == of_new
+        [borrowed] = told
+        assert borrowed._head is not None
+        assert not torch.equal(borrowed._head.dense(), borrowed._target.lm_head())
