@@ -21,10 +21,14 @@ from grpc import aio
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
+from shared.candidate_columns import CandidateColumns
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
-from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.candidates import add_candidates
 from shared.rpc.channel import open_channel
+from shared.rpc.verdicts import verdicts_from_message
+from shared.tokens import NO_REPORT, Candidate, Condition, TokenTree
 from tests.fuzz.findings import Findings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
@@ -135,7 +139,7 @@ async def _watch(
             message = pb.SpeculateResponse.FromString(content)
             for opened in message.opened.sequences:
                 seen[opened.sequence_id] = (opened.round, len(opened.token_ids))
-            for verdict in message.verdicts.verdicts:
+            for verdict in verdicts_from_message(message.verdicts):
                 seen[verdict.sequence_id] = (verdict.round + 1, verdict.committed_token_count)
     except aio.AioRpcError as error:
         _judge(error, "Speculate", b"|".join(sent), found)
@@ -157,7 +161,8 @@ def _message(number: int, seen: dict[int, tuple[int, int]], rng: random.Random) 
     if number == 0 and rng.random() < 0.95:
         request.attach.CopyFrom(_attach(rng))
     elif rng.random() < 0.8:
-        request.candidates.candidates.extend(_candidate(seen, rng) for _ in range(rng.randrange(4)))
+        columns = CandidateColumns.of(_candidate(seen, rng) for _ in range(rng.randrange(4)))
+        add_candidates(request.candidates, columns, NO_REPORT)
     mutate(request, rng, rng.choice((0.0, 0.0, 0.02, 0.1)))
     return request.SerializeToString()
 
@@ -178,18 +183,21 @@ def _attach(rng: random.Random) -> pb.Attach:
     return attach
 
 
-def _candidate(seen: dict[int, tuple[int, int]], rng: random.Random) -> pb.Candidate:
+def _candidate(seen: dict[int, tuple[int, int]], rng: random.Random) -> Candidate:
     number, (round_, committed) = rng.choice(list(seen.items()) or [(1, (0, 3))])
     size = rng.randrange(9)
-    tree = token_tree_pb2.TokenTree(
-        token_ids=rng.choices(range(_VOCAB), k=size),
-        parent_indices=[rng.randrange(-1, node) for node in range(size)],
-    )
-    return pb.Candidate(
-        sequence_id=number,
-        round=round_ + rng.choice((0, 0, 0, 1, -1)),
-        committed_token_count=committed + rng.choice((0, 0, 0, 1, -1)),
-        tree=tree,
+    parents = [rng.randrange(-1, node) for node in range(size)]
+    condition = Condition(rng.choice((None, 0, 5)), rng.randrange(_VOCAB), rng.choice((None, 1)))
+    return Candidate(
+        number,
+        round_ + rng.choice((0, 0, 0, 1, -1)),
+        committed + rng.choice((0, 0, 0, 1, -1)),
+        TokenTree(
+            tuple(rng.choices(range(_VOCAB), k=size)),
+            tuple(None if parent < 0 else parent for parent in parents),
+        ),
+        condition if rng.random() < 0.3 else None,
+        rng.choice((None, 1, 2)),
     )
 
 
@@ -222,8 +230,11 @@ def _change(message: Message, field: FieldDescriptor, rng: random.Random) -> Non
     number = rng.randrange(1, 5) if field.is_repeated else 1
     values = [_value(field, rng) for _ in range(number)]
     try:
-        if field.is_repeated:
-            getattr(message, field.name).extend(values)
+        column: Any = getattr(message, field.name) if field.is_repeated else ()
+        if column and rng.random() < 0.7:
+            column[rng.randrange(len(column))] = values[0]
+        elif field.is_repeated:
+            column.extend(values)
         else:
             setattr(message, field.name, values[0])
     except ValueError:  # beyond what the field's type holds
