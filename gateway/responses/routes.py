@@ -141,8 +141,8 @@ def _add_kept(app: FastAPI, store: ResponseStore, background: BackgroundResponse
     async def delete(response_id: str) -> dict[str, Any]:
         owner = owner_of_request()
         await store.response(owner, response_id)
+        background.forget(owner, response_id)  # first: it must not be kept again
         await store.delete(owner, response_id)
-        background.forget(owner, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.post("/v1/responses/{response_id}/cancel", tags=["openai"])
