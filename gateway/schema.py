@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 
@@ -276,10 +283,18 @@ class FunctionDefinition(Body):
 
 
 class ToolDefinition(Body):
-    """A tool the model may use."""
+    """A tool the model may use. Its function may also stand beside the type, as in responses."""
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "name" in given and "function" not in given:
+            function = {name: value for name, value in given.items() if name != "type"}
+            return {"type": given.get("type"), "function": function}
+        return given
 
 
 class FunctionName(Body):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.text.model_text import ModelText
-from tests.gateway.driving import MakeGateway, error_of, http_client, post, say
+from tests.gateway.driving import MakeGateway, error_of, events, http_client, post, say
 from tests.gateway.messages.test_messages import anthropic_error
 from tests.gateway.responses.test_responses import typed_events
 from tests.gateway.thinking_model import SCHEMA
@@ -60,6 +60,53 @@ CODEX: dict[str, Any] = {
     "include": ["reasoning.encrypted_content"],
     "prompt_cache_key": "1",
     "client_metadata": {"turn_id": "1"},
+}
+SYSTEM = {"role": "system", "content": [{"type": "text", "text": "You are."}]}
+READ = {"name": "read_file", "description": "reads", "parameters": SCHEMA}
+HISTORY: list[Any] = [
+    SYSTEM,
+    {"role": "user", "content": [{"type": "text", "text": "then"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "read_file", "arguments": '{"city": "Bern"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "ok"}]},
+]
+EDITORS: dict[str, dict[str, Any]] = {
+    "Zed": {
+        "model": "fake",
+        "messages": HISTORY,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 2000,
+        "stop": [],
+        "temperature": 1.0,
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "thread-1",
+        "tools": [{"type": "function", "function": READ}],
+    },
+    # Tools as in chats and as in responses, in one list.
+    "Cursor": {
+        "model": "fake",
+        "messages": HISTORY,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 1,
+        "user": "1",
+        "tools": [
+            {"type": "function", "function": READ},
+            {"type": "function", **READ, "name": "grep", "strict": False},
+        ],
+        "tool_choice": "auto",
+    },
 }
 BETAS = {"anthropic-beta": "claude-code-20250219,context-management-2025-06-27", "x-app": "cli"}
 
@@ -129,6 +176,24 @@ async def test_edits_that_shorten_prompts_are_told_to_be_off(
         response = await post(gateway, "/v1/messages", body)
         assert response.status_code == 400
         assert name in anthropic_error(response)[2]
+
+
+@pytest.mark.parametrize("editor", EDITORS)
+async def test_editors_get_their_chunks(
+    make_gateway: MakeGateway, target: FakeTarget, text: ModelText, editor: str
+) -> None:
+    await say(
+        target, text.tokenizer, '<tool_call>{"name": "read_file", "arguments": {}}</tool_call>'
+    )
+    body = EDITORS[editor]
+    response = await post(await make_gateway(target, text=text), "/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    *_, finish, last = [each for each in events(response.content) if each != "[DONE]"]
+    assert finish["choices"][0]["finish_reason"] == "tool_calls"
+    assert last["usage"]["completion_tokens"] > 0
+    prompt = text.tokenizer.decode(target.submits[0].request.prompt_token_ids)
+    assert all(name in prompt for name in ("read_file", "ok"))
+    assert ("grep" in prompt) == (editor == "Cursor")
 
 
 async def test_codex_gets_its_response(
