@@ -131,7 +131,7 @@ class TargetSettings(ServiceSettings):
     device_rounds: DeviceRoundsChoice = setting(
         DeviceRoundsChoice.AUTO,
         "run rounds on the device: those of an embedded EAGLE, EAGLE3 or one-layer MTP head, and "
-        "those whose trees remote drafts push ahead; auto: on a GPU",
+        "those whose trees remote drafts push; auto: on a GPU",
     )
     verification_mode: VerificationChoice = setting(
         VerificationChoice.COUPLED,
