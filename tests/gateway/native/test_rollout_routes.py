@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
 from gateway.api_keys import KeyLimits, Scope, keys_from_texts
-from gateway.app import Gateway, create_app
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
-from gateway.pool import PoolSettings, TargetPool
 from gateway.quota import Quotas
-from gateway.target_link import LinkTiming
-from gateway.text.model_text import ModelText
-from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
-from services.target.settings import TargetSettings
-from shared.rpc.lifecycle import Lifecycle
-from shared.tokenizer_files import tokenizer_sha256
 from tests.gateway.driving import eventually
 from tests.helpers.checkpoints import write_checkpoint
-
-ASK: dict[str, Any] = {
-    "input_ids": [10, 20, 30, 40, 50, 60, 70],
-    "sampling_params": {
-        "temperature": 0.7, "max_new_tokens": 24, "sampling_seed": 7, "ignore_eos": True,
-    },
-}  # fmt: skip
+from tests.helpers.rollout_server import ASK, client_from, rollout_server
 
 
 @pytest.fixture(scope="module")
@@ -53,91 +30,10 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(folder, "llama", seed=4, with_tokenizer=True)
 
 
-@dataclass
-class Server:
-    """A gateway and its targets."""
-
-    gateway: Gateway
-    client: httpx.AsyncClient
-    targets: list[TargetProcess]
-
-    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
-        response = await self.client.post(path, json=body)
-        assert response.status_code == status, response.text
-        return response.json()
-
-    async def get(self, path: str, status: int = 200) -> Any:
-        response = await self.client.get(path)
-        assert response.status_code == status, response.text
-        return response.json()
-
-    async def ask(self, **changes: Any) -> Any:
-        return await self.post("/generate", {**ASK, **changes})
-
-    async def versions(self) -> list[str]:
-        """Returns what each target says."""
-        found = (await self.get("/get_weight_version"))["targets"].values()
-        return [each["weight_version"] for each in found]
-
-
-def _local(gateway: Gateway, host: str = "127.0.0.1", key: str = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(
-        create_app(gateway), raise_app_exceptions=False, client=(host, 9)
-    )
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(
-        transport=transport, base_url="http://gateway", timeout=60.0, headers=headers
-    )
-
-
-@asynccontextmanager
-async def _serve(folder: Path, count: int = 1) -> AsyncIterator[Server]:
-    sha256 = tokenizer_sha256(folder)
-    settings = TargetSettings(
-        model_path=folder, port=0, max_total_tokens=1024, context_length=128, device="cpu",
-        served_model_name="tiny",
-    )  # fmt: skip
-    async with AsyncExitStack() as opened:
-        targets = []
-        for _ in range(count):
-            engine = build_engine(settings, lambda report: None)
-            target = TargetProcess(engine, settings, sha256)
-            await target.start()
-            opened.push_async_callback(target.stop, grace_s=0.0)
-            targets.append(target)
-        addresses = tuple(f"127.0.0.1:{each.port}" for each in targets)
-        pool = TargetPool(
-            PoolSettings(
-                addresses=addresses,
-                tokenizer_sha256=sha256,
-                timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
-            )
-        )
-        quotas = Quotas()
-        gateway = Gateway(
-            pool=pool,
-            text=ModelText.read(folder, 100_000),
-            limits=RequestLimits(),
-            metrics=GatewayMetrics(pool, quotas),
-            lifecycle=Lifecycle([]),
-            open_answers=OpenAnswers(),
-            version="0",
-            start_time_s=time.time(),
-            quotas=quotas,
-            target_maintenance=tuple(f"127.0.0.1:{each.admin_port}" for each in targets),
-        )
-        await gateway.lifecycle.activate()
-        pool.start()
-        opened.push_async_callback(pool.close)
-        await eventually(lambda: all(link.state.value == "serving" for link in pool.links))
-        async with _local(gateway) as client:
-            yield Server(gateway, client, targets)
-
-
 async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path) -> None:
-    async with _serve(new) as other:
+    async with rollout_server(new) as other:
         expected = (await other.ask())["output_ids"]
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         first = await server.ask()
         assert first["meta_info"]["weight_version"] == "default"
         assert "weight_version_spans" not in first["meta_info"]
@@ -178,7 +74,7 @@ async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path)
 async def test_several_targets_are_updated_at_once_or_one_after_the_other(
     is_rolling: bool, old: Path, new: Path
 ) -> None:
-    async with _serve(old, count=2) as server:
+    async with rollout_server(old, count=2) as server:
         asking = [asyncio.create_task(server.ask()) for _ in range(6)]
         body = {"model_path": str(new), "weight_version": "7", "rolling": is_rolling}
         updated = await server.post("/update_weights_from_disk", body)
@@ -189,7 +85,7 @@ async def test_several_targets_are_updated_at_once_or_one_after_the_other(
 
 
 async def test_no_target_takes_what_one_of_them_refuses(old: Path, new: Path) -> None:
-    async with _serve(old, count=2) as server:
+    async with rollout_server(old, count=2) as server:
         expected = (await server.ask())["output_ids"]
         body = {"model_path": str(new / "nowhere"), "weight_version": "7"}
         refused = await server.post("/update_weights_from_disk", body, status=400)
@@ -210,7 +106,7 @@ async def test_no_target_takes_what_one_of_them_refuses(old: Path, new: Path) ->
 
 
 async def test_an_abort_answers_with_what_was_drawn(old: Path) -> None:
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         long = {**ASK["sampling_params"], "max_new_tokens": 100}
         asking = asyncio.create_task(server.ask(sampling_params=long))
         await eventually(lambda: server.gateway.pool.links[0].num_tokens > 0)
@@ -236,7 +132,7 @@ async def test_an_abort_answers_with_what_was_drawn(old: Path) -> None:
 async def test_a_request_goes_on_across_an_update_and_tells_its_spans(
     mode: str, old: Path, new: Path
 ) -> None:
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         long = {**ASK["sampling_params"], "max_new_tokens": 100}
         asking = asyncio.create_task(server.ask(sampling_params=long))
         await eventually(lambda: server.gateway.pool.links[0].num_tokens > 0)
@@ -253,7 +149,7 @@ async def test_log_probabilities_are_those_of_the_law_at_the_temperature(old: Pa
     from tests.helpers.checkpoints import build_model
 
     model = build_model("llama", seed=3)
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         for shaped in ({}, {"logit_bias": {"5": 3.0}}, {"temperature": 0.0}):
             params = {**ASK["sampling_params"], **shaped}
             answer = await server.ask(
@@ -276,7 +172,7 @@ async def test_log_probabilities_are_those_of_the_law_at_the_temperature(old: Pa
 
 
 async def test_memory_is_released_and_resumed_around_a_step(old: Path) -> None:
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         expected = (await server.ask())["output_ids"]
         released = await server.post("/release_memory_occupation", {})
         assert released["freed_bytes"] > 0
@@ -295,7 +191,7 @@ async def test_memory_is_released_and_resumed_around_a_step(old: Path) -> None:
 
 
 async def test_a_checker_names_what_changed(old: Path, new: Path) -> None:
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         await server.post("/weights_checker", {"action": "snapshot"})
         await server.post("/weights_checker", {"action": "reset_tensors"})
         await server.post("/update_weights_from_disk", {"model_path": str(old)})
@@ -309,7 +205,7 @@ async def test_a_checker_names_what_changed(old: Path, new: Path) -> None:
 
 
 async def test_what_is_wrong_with_a_body_is_named(old: Path) -> None:
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         tensor = {"serialized_named_tensors": ["gASV"]}
         refused = await server.post("/update_weights_from_tensor", tensor, status=400)
         assert refused["error"]["code"] == "weights_pickled"
@@ -334,7 +230,7 @@ async def test_what_is_wrong_with_a_body_is_named(old: Path) -> None:
 
 
 async def test_only_operators_of_this_host_change_weights(old: Path, new: Path) -> None:
-    async with _serve(old) as server:
+    async with rollout_server(old) as server:
         body = {"model_path": str(new)}
         user, operator = keys_from_texts(("user:u", "op:o"), KeyLimits())
         quotas = Quotas((user, replace(operator, scope=Scope.OPERATE)))
@@ -348,6 +244,6 @@ async def test_only_operators_of_this_host_change_weights(old: Path, new: Path) 
             (opened, "192.0.2.7", "o", 200),
             (kept, "127.0.0.1", "o", 200),
         ):
-            async with _local(gateway, host, key) as client:
+            async with client_from(gateway, host, key) as client:
                 response = await client.post("/update_weights_from_disk", json=body)
             assert response.status_code == status, response.text

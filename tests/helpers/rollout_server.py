@@ -1,0 +1,122 @@
+"""A gateway in front of real targets with a tiny model, for the calls of a trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.app import Gateway, create_app
+from gateway.limits import RequestLimits
+from gateway.metrics import GatewayMetrics
+from gateway.open_answers import OpenAnswers
+from gateway.pool import PoolSettings, TargetPool
+from gateway.quota import Quotas
+from gateway.target_link import LinkTiming
+from gateway.text.model_text import ModelText
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from shared.rpc.lifecycle import Lifecycle
+from shared.tokenizer_files import tokenizer_sha256
+from tests.gateway.driving import eventually
+
+ASK: dict[str, Any] = {
+    "input_ids": [10, 20, 30, 40, 50, 60, 70],
+    "sampling_params": {
+        "temperature": 0.7, "max_new_tokens": 24, "sampling_seed": 7, "ignore_eos": True,
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Server:
+    """A gateway and its targets."""
+
+    gateway: Gateway
+    client: httpx.AsyncClient
+    targets: list[TargetProcess]
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        response = await self.client.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        response = await self.client.get(path)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def ask(self, **changes: Any) -> Any:
+        return await self.post("/generate", {**ASK, **changes})
+
+    async def versions(self) -> list[str]:
+        """Returns what each target says."""
+        found = (await self.get("/get_weight_version"))["targets"].values()
+        return [each["weight_version"] for each in found]
+
+
+def client_from(gateway: Gateway, host: str = "127.0.0.1", key: str = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(
+        create_app(gateway), raise_app_exceptions=False, client=(host, 9)
+    )
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://gateway", timeout=60.0, headers=headers
+    )
+
+
+@asynccontextmanager
+async def rollout_server(
+    folder: Path, count: int = 1, flags: tuple[str, ...] = ()
+) -> AsyncIterator[Server]:
+    sha256 = tokenizer_sha256(folder)
+    arguments = [
+        *("--model-path", str(folder), "--port", "0", "--device", "cpu", "--context-length", "128"),
+        *("--max-total-tokens", "1024", "--served-model-name", "tiny", *flags),
+    ]
+    settings, chosen = read_settings(arguments, {})
+    async with AsyncExitStack() as opened:
+        targets = []
+        for _ in range(count):
+            engine = build_engine(settings, lambda report: None)
+            target = TargetProcess(engine, settings, sha256)
+            if chosen is not None:
+                built = build_embedded_draft(engine, settings, chosen)
+                target.embed(built.port, built.settings)
+            await target.start()
+            opened.push_async_callback(target.stop, grace_s=0.0)
+            targets.append(target)
+        addresses = tuple(f"127.0.0.1:{each.port}" for each in targets)
+        pool = TargetPool(
+            PoolSettings(
+                addresses=addresses,
+                tokenizer_sha256=sha256,
+                timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
+            )
+        )
+        quotas = Quotas()
+        gateway = Gateway(
+            pool=pool,
+            text=ModelText.read(folder, 100_000),
+            limits=RequestLimits(),
+            metrics=GatewayMetrics(pool, quotas),
+            lifecycle=Lifecycle([]),
+            open_answers=OpenAnswers(),
+            version="0",
+            start_time_s=time.time(),
+            quotas=quotas,
+            target_maintenance=tuple(f"127.0.0.1:{each.admin_port}" for each in targets),
+        )
+        await gateway.lifecycle.activate()
+        pool.start()
+        opened.push_async_callback(pool.close)
+        await eventually(lambda: all(link.state.value == "serving" for link in pool.links))
+        async with client_from(gateway) as client:
+            yield Server(gateway, client, targets)
