@@ -1,0 +1,112 @@
+"""Weights of a target that two processes hold together: both take an update, or neither."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from services.target.engine import Engine
+from services.target.engine_factory import build_engine
+from services.target.requests.event_stream import EventStream
+from services.target.requests.request import Delta, Finished
+from services.target.settings import TargetSettings
+from services.target.tensor_parallel import start_followers
+from services.target.weight_stager import WeightStager
+from services.target.weight_updates import WeightUpdates
+from shared.errors import CheckpointError, FailedPrecondition
+from shared.model_options import Quantisation
+from shared.tokens import SamplingParams, StopParams
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.engines import VOCAB_SIZE, request
+
+SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
+NAME = "model.layers.0.self_attn.o_proj.weight"
+
+
+@dataclass
+class Cut:
+    """An engine and its updates."""
+
+    engine: Engine
+    updates: WeightUpdates
+
+    async def answer(self) -> list[int]:
+        stream = EventStream(asyncio.get_running_loop())
+        sampling = SamplingParams(temperature=0.8, seed=4)
+        self.engine.submit(request([1, 2, 3, 4, 5], sampling, StopParams(16)), stream, 0)
+        tokens: list[int] = []
+        while True:
+            for _, event in await stream.next_batch():
+                if isinstance(event, Delta):
+                    tokens += event.token_ids
+                if isinstance(event, Finished):
+                    return tokens
+
+
+@asynccontextmanager
+async def _engine(folder: Path, tp_size: int, quantisation: Quantisation) -> AsyncIterator[Cut]:
+    settings = replace(
+        TargetSettings(
+            model_path=folder, device="cpu", page_size=4, max_total_tokens=800, context_length=120
+        ),
+        tp_size=tp_size,
+        quantization=quantisation,
+    )
+    others = None if tp_size == 1 else start_followers(settings)
+    engine = build_engine(settings, lambda report: None, others)
+    engine.start()
+    try:
+        yield Cut(
+            engine,
+            WeightUpdates(
+                engine, lambda: WeightStager(engine.decoder, folder, settings.model_options)
+            ),
+        )
+    finally:
+        engine.stop()
+        if others is not None:
+            others.stop()
+
+
+@pytest.mark.parametrize("quantisation", [Quantisation.UNQUANT, Quantisation.INT8])
+async def test_both_processes_take_an_update_or_neither(
+    quantisation: Quantisation, tmp_path: Path
+) -> None:
+    old = write_checkpoint(tmp_path / "old", "llama", SHAPE, seed=3)
+    new = write_checkpoint(tmp_path / "new", "llama", SHAPE, seed=4)
+    expected = []
+    for folder in (old, new):
+        async with _engine(folder, 1, quantisation) as whole:
+            expected.append(await whole.answer())
+    async with _engine(old, 2, quantisation) as cut:
+        assert await cut.answer() == expected[0]
+        with pytest.raises(CheckpointError):
+            await cut.updates.load(save({NAME: torch.zeros(1, 1)}), None)
+        # Rank 1 has lost what it gathered, and says so when it comes to applying.
+        gather = WeightStager.load
+
+        def loses(self: WeightStager, content: bytes) -> None:
+            gather(self, save(load_file(new / "model.safetensors")))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WeightStager, "load", loses)
+            with pytest.raises(FailedPrecondition, match="rank 1 could not gather the update"):
+                await cut.updates.load(b"what rank 1 cannot read", "lost")
+        assert await cut.answer() == expected[0]
+        assert (await cut.updates.read(new, "auto", "step")) is not None
+        assert await cut.answer() == expected[1]
+        weights = load_file(old / "model.safetensors")
+        await cut.updates.begin()
+        for name in sorted(weights):
+            await cut.updates.load(save({name: weights[name]}), "back")
+        ended = await cut.updates.end(None)
+        assert ended is not None
+        assert ended.version == "back"
+        assert await cut.answer() == expected[0]
