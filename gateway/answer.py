@@ -42,7 +42,8 @@ class Answer:
     def __init__(self, plan: Plan, context: AnswerContext, record: RequestRecord) -> None:
         self.plan = plan
         self.choices = tuple(
-            Choice(index, context.tokenizer, plan.text) for index in range(len(plan.generations))
+            Choice(index, context.tokenizer, plan.text_of(index))
+            for index in range(len(plan.generations))
         )
         self._context = context
         self._record = record

@@ -46,6 +46,7 @@ class Generation:
         prompt_scoring: which prompt tokens get log probabilities; None for none.
         cache_salt: what the target keeps of it is for those of the same salt only.
         predicted: tokens that the output may hold in long runs.
+        logprob_token_ids: tokens whose log probabilities are told beside the likeliest.
         trace_id: for logs and traces.
         traceparent: the gateway's span, or the client's; None when nobody traces.
         logprobs_after_temperature: they are those after bias, penalties and temperature.
@@ -69,6 +70,7 @@ class Generation:
     prompt_scoring: PromptScoring | None = None
     cache_salt: str = ""
     predicted: Sequence[int] = ()
+    logprob_token_ids: Sequence[int] = ()
     trace_id: str = ""
     traceparent: str | None = None
     timeout_s: float | None = None

@@ -39,6 +39,7 @@ class Plan:
 
     Attributes:
         request_id: shown to the client as `id`.
+        texts: of each generation, where they differ; else `text` is that of all.
         created: Unix time in seconds.
         generations: in order of choice index, which is prompt · `num_choices` + choice.
         num_choices: choices drawn for each prompt: `n`, or `best_of`.
@@ -66,12 +67,17 @@ class Plan:
     tokens_as_ids: bool = False
     fingerprint: str = ""
     service_tier: str | None = None
+    texts: tuple[TextOptions, ...] = ()
     grammar_field: str = ""
     num_shown: int = 1
     echoes_scores: bool = False
     shows_prompt_logprobs: bool = False
     shows_logprobs: bool = True
     echoed_texts: tuple[str, ...] = ()
+
+    def text_of(self, index: int) -> TextOptions:
+        """Returns how the output of a choice becomes text."""
+        return self.texts[index] if self.texts else self.text
 
     @property
     def num_prompt_tokens(self) -> int:

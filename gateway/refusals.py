@@ -74,7 +74,6 @@ _UNIMPLEMENTED = frozenset(
         "functions",
         "input_embeds",
         "length_penalty",
-        "logprob_token_ids",
         "lora_id",
         "lora_path",
         "lora_request",

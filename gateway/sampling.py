@@ -13,6 +13,7 @@ from shared.sampling_defaults import SamplingDefaults
 from shared.text.tokenizer import Tokenizer
 from shared.tokens import (
     MAX_BAD_WORDS,
+    MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
@@ -120,6 +121,20 @@ def check_top_logprobs(field: str, value: int) -> int:
     if not 0 <= value <= MAX_TOP_LOGPROBS:
         raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")
     return value
+
+
+def check_named(token_ids: Sequence[int], model: TargetModel) -> tuple[int, ...]:
+    """Returns tokens whose log probabilities are wanted, each once.
+
+    Raises:
+        InvalidArgument: there are too many, or one is none.
+    """
+    named = tuple(dict.fromkeys(token_ids))
+    if len(named) > MAX_NAMED_LOGPROBS:
+        limit = f"[0, {MAX_NAMED_LOGPROBS}]"
+        raise InvalidArgument.out_of_range("logprob_token_ids", len(named), limit)
+    _check_token_ids("logprob_token_ids", named, model)
+    return named
 
 
 def check_algorithm(speculation: Speculation) -> str | None:

@@ -206,6 +206,9 @@ class GenerationBody(SharedFields):
     return_tokens_as_token_ids: Flag = Field(
         default=False, description="log probabilities name tokens as `token_id:ID`"
     )
+    logprob_token_ids: Items[int] | None = Field(
+        default=None, description="tokens whose log probabilities stand behind the likeliest"
+    )
     prompt_logprobs: int | None = Field(
         default=None, description="log probabilities of the prompt's tokens, with so many others"
     )

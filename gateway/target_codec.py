@@ -66,6 +66,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
         cache_salt=generation.cache_salt,
         predicted_token_ids=generation.predicted,
         logprobs_after_temperature=generation.logprobs_after_temperature,
+        logprob_token_ids=generation.logprob_token_ids,
         speculation_params=pb.SpeculationParams(
             disabled=generation.is_speculation_disabled,
             trace=generation.wants_rounds,

@@ -11,6 +11,7 @@ from gateway.output_length import OutputLength
 from gateway.plan import TextOptions
 from gateway.sampling import (
     check_algorithm,
+    check_named,
     check_priority,
     check_salt,
     check_top_logprobs,
@@ -76,6 +77,17 @@ class WantedOutput:
         return PromptScoring(0, check_top_logprobs("prompt_logprobs", num_top))
 
     @property
+    def logprob_token_ids(self) -> Sequence[int]:
+        """Raises:
+        InvalidArgument: there are too many, one is no token, or log probabilities are off.
+        """
+        asked = self.body.logprob_token_ids or ()
+        if asked and self.top_logprobs is None:
+            message = "logprob_token_ids is set; it needs logprobs"
+            raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
+        return check_named(asked, self.model)
+
+    @property
     def hides_output(self) -> bool:
         """Whether no output is asked for, but what the target says of the prompt."""
         is_echo = isinstance(self.body, CompletionRequest) and self.body.echo
@@ -119,6 +131,7 @@ class WantedOutput:
             priority=check_priority(body.priority),
             cache_salt=check_salt(body.cache_salt),
             predicted=self.predicted,
+            logprob_token_ids=self.logprob_token_ids,
             prompt_scoring=self.prompt_scoring,
             trace_id=self.trace_id,
         )

@@ -14,6 +14,7 @@ from shared.errors import InvalidArgument
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_NAMED_LOGPROBS = 128
 MAX_SALT_CHARACTERS = 256
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_TOKENS = 64
@@ -444,7 +445,8 @@ class TokenLogprobs:
     Attributes:
         log_prob: natural log of the chosen token's probability.
         rank: 1 for the most probable token.
-        top: the most probable tokens with their log probabilities, best first.
+        top: the most probable tokens with their log probabilities, best first, then those that the
+            request names.
     """
 
     log_prob: float

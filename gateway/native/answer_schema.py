@@ -51,6 +51,12 @@ class MetaInfo(Answered):
     output_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")
     input_top_logprobs: list[Alternatives] = Field(default=[], description="with top_logprobs_num")
     output_top_logprobs: list[Alternatives] = Field(default=[], description="with top_logprobs_num")
+    input_token_ids_logprobs: list[Alternatives] = Field(
+        default=[], description="with token_ids_logprob"
+    )
+    output_token_ids_logprobs: list[Alternatives] = Field(
+        default=[], description="with token_ids_logprob"
+    )
     spec_rounds: list[TracedRound] = Field(default=[], description="with speculation.trace")
     spec_verify_ct: NonNegativeInt = Field(default=0, description="rounds that verified a tree")
     spec_accept_length: float = Field(default=1.0, description="tokens a round, bonus included")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.choice import Choice, Piece, TokenScore
+from gateway.choice import Choice, Piece
 from gateway.chunks import DONE, event
 from gateway.failures import error_body
 from gateway.inbox import Aborted
@@ -16,7 +16,9 @@ from gateway.rounds import TokenRound, round_fields
 from gateway.usage import speculative_decoding
 from shared.errors import OutriderError
 from shared.text.tokenizer import Tokenizer
-from shared.tokens import FinishReason
+from shared.tokens import FinishReason, TokenLogprobs
+
+_Entries = list[list[Any]] | None
 
 
 class GeneratedText:
@@ -28,12 +30,14 @@ class GeneratedText:
     def __init__(self, asked: GeneratePlan, choice: Choice, tokenizer: Tokenizer) -> None:
         self.choice = choice
         self._asked = asked
+        self._wanted = asked.scores_of(choice.index)
         self._tokenizer = tokenizer
         self._begin_s = time.perf_counter()
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[list[Any]] = []
         self._top: list[list[list[Any]] | None] = []
+        self._named: list[list[list[Any]]] = []
         self._rounds: Sequence[TokenRound] = ()
 
     def add(self, piece: Piece) -> None:
@@ -42,7 +46,9 @@ class GeneratedText:
         self._rounds = piece.rounds
         for score in piece.scores:
             self._logprobs.append(self._entry(score.token_id, score.logprobs.log_prob))
-            self._top.append(self._alternatives(score))
+            top, named = self._split(score.logprobs)
+            self._top.append(top)
+            self._named.append(named)
 
     def body(self, aborted: Aborted | None = None) -> dict[str, Any]:
         """Returns the JSON object."""
@@ -71,25 +77,27 @@ class GeneratedText:
         if info["finish_reason"] is not None:
             info["e2e_latency"] = time.perf_counter() - self._begin_s
         inputs = self._inputs(prompt)
-        if self._asked.num_top is not None:
-            info["input_token_logprobs"] = [entry for entry, _ in inputs]
+        if self._wanted.num_top is not None:
+            info["input_token_logprobs"] = [entry for entry, _, _ in inputs]
             info["output_token_logprobs"] = self._logprobs
-        if self._asked.num_top:
-            info["input_top_logprobs"] = [top for _, top in inputs]
+        if self._wanted.num_top:
+            info["input_top_logprobs"] = [top for _, top, _ in inputs]
             info["output_top_logprobs"] = self._top
+        if self._wanted.named is not None:
+            info["input_token_ids_logprobs"] = [named for _, _, named in inputs]
+            info["output_token_ids_logprobs"] = self._named
         if self._rounds:  # new ones only: all of them in every event would add up to megabytes
             info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
         return info | speculation_fields(choice)
 
-    def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], list[list[Any]] | None]]:
+    def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], _Entries, _Entries]]:
         """Returns the entries of the prompt's tokens; the very first one has no distribution."""
-        scores, start = self.choice.prompt_scores, self._asked.prompt_start
-        found: list[tuple[list[Any], list[list[Any]] | None]] = []
-        if start == 0:
-            found.append((self._entry(prompt[0], None), None))
+        scores = self.choice.prompt_scores
+        found: list[tuple[list[Any], _Entries, _Entries]] = []
+        if self._wanted.start == 0:
+            found.append((self._entry(prompt[0], None), None, None))
         for token_id, each in zip(prompt[len(prompt) - len(scores) :], scores, strict=True):
-            top = [self._entry(other, log_prob) for other, log_prob in each.top]
-            found.append((self._entry(token_id, each.log_prob), top))
+            found.append((self._entry(token_id, each.log_prob), *self._split(each)))
         return found
 
     def _entry(self, token_id: int, log_prob: float | None) -> list[Any]:
@@ -98,8 +106,11 @@ class GeneratedText:
             spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return [None if log_prob is None else finite(log_prob), token_id, spelled]
 
-    def _alternatives(self, score: TokenScore) -> list[list[Any]]:
-        return [self._entry(token_id, log_prob) for token_id, log_prob in score.logprobs.top]
+    def _split(self, logprobs: TokenLogprobs) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Returns the likeliest tokens, and those that were named."""
+        entries = [self._entry(token_id, log_prob) for token_id, log_prob in logprobs.top]
+        num_named = len(self._wanted.named or ())
+        return entries[: len(entries) - num_named], entries[len(entries) - num_named :]
 
 
 class GenerateChunks:

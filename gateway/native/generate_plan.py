@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from gateway.field_names import client_names
 from gateway.generation import TargetModel
@@ -16,7 +16,7 @@ from gateway.refusals import KnownFields, unimplemented
 from gateway.schema import CompletionRequest, SamplingFields
 from shared.errors import InvalidArgument
 
-T = TypeVar("T")
+_Prompt = str | list[str] | list[int] | list[list[int]]
 
 _DEFAULT_NEW_TOKENS = 128  # SGLang's
 _FIELDS = KnownFields(
@@ -43,7 +43,6 @@ _FIELDS = KnownFields(
             "return_hidden_states",
             "return_routed_experts",
             "session_params",
-            "token_ids_logprob",
             "video_data",
         }
     ),
@@ -61,21 +60,38 @@ _SAME = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
 
 
 @dataclass(frozen=True, slots=True)
+class WantedScores:
+    """Log probabilities of a prompt's outputs.
+
+    Attributes:
+        num_top: alternatives per token; None without log probabilities.
+        start: first prompt token with a log probability; None when none has.
+        named: further tokens that are told of; None where it is not asked for.
+    """
+
+    num_top: int | None
+    start: int | None
+    named: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratePlan:
     """A plan, and how `/generate` shows it.
 
     Attributes:
         is_batch: the answer is a list, and events of a stream have an index.
-        num_top: alternatives per token; None without log probabilities.
-        prompt_start: first prompt token with a log probability; None when none has.
+        scores: the log probabilities of each prompt.
         spells_tokens: whether log probabilities come with the tokens' text.
     """
 
     plan: Plan
     is_batch: bool
-    num_top: int | None
+    scores: tuple[WantedScores, ...]
     spells_tokens: bool
-    prompt_start: int | None = None
+
+    def scores_of(self, index: int) -> WantedScores:
+        """Returns what a choice tells of its tokens."""
+        return self.scores[index // self.plan.num_choices]
 
     def id_of(self, index: int) -> str:
         """Returns `meta_info.id` of a choice."""
@@ -88,25 +104,37 @@ async def generate_plan(
     """Raises:
     InvalidArgument: the request can never be served; by SGLang's name of the field.
     """
-    sampling = _uniform("sampling_params", body.sampling_params) or NativeSampling()
     _FIELDS.refuse(body.unknown_fields)
-    _SAMPLING_FIELDS.refuse(sampling.unknown_fields, "sampling_params.")
-    num_top = _num_top(body)
     prompt, field = _prompt(body)
+    is_many = _is_batch(prompt)
+    count = max(len(prompt), 1) if is_many else 1
+    samplings = _each("sampling_params", body.sampling_params, count)
+    scores = _scores(body, count)
+    asked = [(each or NativeSampling(), own) for each, own in zip(samplings, scores, strict=True)]
+    for sampling, _ in asked:
+        _SAMPLING_FIELDS.refuse(sampling.unknown_fields, "sampling_params.")
     names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
     names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
-    with client_names({**names, "prompt": field, "logprobs": "top_logprobs_num", **_PROMPT_NAMES}):
-        completion = _completion(body, sampling, prompt, num_top)
-        start = _prompt_start(body, num_top)
-        plan = await planner.completion(
-            completion,
-            name,
-            model,
-            trace_id,
-            scored_from=start,
-            default_tokens=_DEFAULT_NEW_TOKENS,
-        )
-    is_batch = len(plan.generations) > 1 or _is_batch(prompt)
+    names |= {"logprobs": "top_logprobs_num", "logprob_token_ids": "token_ids_logprob"}
+    with client_names({**names, "prompt": field, **_PROMPT_NAMES}):
+        if all(each == asked[0] for each in asked):
+            parts = [prompt]
+        else:
+            planner.limits.check_prompts(count)
+            parts = _alone(prompt)
+        plans = [
+            await planner.completion(
+                _completion(body, sampling, part, own),
+                name,
+                model,
+                trace_id,
+                scored_from=own.start,
+                default_tokens=_DEFAULT_NEW_TOKENS,
+            )
+            for part, (sampling, own) in zip(parts, asked, strict=False)
+        ]
+        plan = _joined(plans, planner)
+    is_batch = len(plan.generations) > 1 or is_many
     field = f"sampling_params.{plan.grammar_field}"
     plan = replace(
         plan,
@@ -116,14 +144,41 @@ async def generate_plan(
             replace(each, logprobs_after_temperature=True) for each in plan.generations
         ),
     )
-    return GeneratePlan(plan, is_batch, num_top, body.return_text_in_logprobs, start)
+    return GeneratePlan(plan, is_batch, scores, body.return_text_in_logprobs)
+
+
+def _alone(prompt: _Prompt) -> list[_Prompt]:
+    """Returns each prompt of a batch as a batch of its own."""
+    assert not isinstance(prompt, str)
+    texts = [each for each in prompt if isinstance(each, str)]
+    tokens = [each for each in prompt if isinstance(each, list)]
+    return [*([each] for each in texts), *([each] for each in tokens)]
+
+
+def _joined(plans: Sequence[Plan], planner: Planner) -> Plan:
+    """Returns one plan of several prompts, each with its own settings.
+
+    Raises:
+        InvalidArgument: they ask for different numbers of choices, or for too many.
+    """
+    first = plans[0]
+    if any(each.num_choices != first.num_choices for each in plans):
+        raise unimplemented("n", "n that differs within a batch")
+    if len(plans) == 1:
+        return first
+    planner.limits.check_choices(first.num_choices, len(plans))
+    return replace(
+        first,
+        generations=tuple(generation for each in plans for generation in each.generations),
+        texts=tuple(each.text for each in plans for _ in each.generations),
+    )
 
 
 def _completion(
     body: GenerateRequest,
     sampling: NativeSampling,
-    prompt: str | list[str] | list[int] | list[list[int]],
-    num_top: int | None,
+    prompt: _Prompt,
+    scores: WantedScores,
 ) -> CompletionRequest:
     given = {name: getattr(sampling, name) for name in _SAME}
     renamed = {"min_tokens": sampling.min_new_tokens, "seed": sampling.sampling_seed}
@@ -138,12 +193,13 @@ def _completion(
         prediction=body.prediction,
         stream=body.stream,
         max_tokens=sampling.max_new_tokens,
-        logprobs=num_top,
+        logprobs=scores.num_top,
+        logprob_token_ids=None if scores.named is None else list(scores.named),
         speculation=body.speculation,
     )
 
 
-def _prompt(body: GenerateRequest) -> tuple[str | list[str] | list[int] | list[list[int]], str]:
+def _prompt(body: GenerateRequest) -> tuple[_Prompt, str]:
     """Returns the prompts and the field they came in."""
     if body.text is not None and body.input_ids is None:
         return body.text, "text"
@@ -154,29 +210,38 @@ def _prompt(body: GenerateRequest) -> tuple[str | list[str] | list[int] | list[l
 
 
 def _is_batch(prompt: str | Sequence[object]) -> bool:
-    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], int))
 
 
-def _num_top(body: GenerateRequest) -> int | None:
-    if not _uniform("return_logprob", body.return_logprob):
-        return None
-    return _uniform("top_logprobs_num", body.top_logprobs_num) or 0
+def _scores(body: GenerateRequest, count: int) -> tuple[WantedScores, ...]:
+    """Returns the log probabilities that each prompt is to have; a start of -1, SGLang's default,
+    is behind the prompt."""
+    wants = _each("return_logprob", body.return_logprob, count)
+    tops = _each("top_logprobs_num", body.top_logprobs_num, count)
+    starts = _each("logprob_start_len", body.logprob_start_len, count)
+    given: Any = body.token_ids_logprob
+    if given is not None and all(isinstance(each, int) for each in given):
+        given = [given] * count
+    named = _each("token_ids_logprob", given, count)
+    found = []
+    for is_wanted, top, start, ids in zip(wants, tops, starts, named, strict=True):
+        if not is_wanted:
+            found.append(WantedScores(None, None, None))
+            continue
+        own = tuple(dict.fromkeys(ids)) if isinstance(ids, list) else None
+        found.append(WantedScores(top or 0, None if start in (None, -1) else start, own))
+    return tuple(found)
 
 
-def _prompt_start(body: GenerateRequest, num_top: int | None) -> int | None:
-    """Returns from where on the prompt's tokens are wanted; -1, SGLang's default, is of none."""
-    start = _uniform("logprob_start_len", body.logprob_start_len)
-    return None if num_top is None or start in (None, -1) else start
-
-
-def _uniform(field: str, value: T | list[T] | None) -> T | None:
-    """Returns the one value of a field that may have one for each prompt.
+def _each(field: str, value: Any, count: int) -> list[Any]:
+    """Returns the value of a field for each prompt; one alone is for all.
 
     Raises:
-        InvalidArgument: they differ.
+        InvalidArgument: it has other values than prompts.
     """
     if not isinstance(value, list):
-        return value
-    if any(each != value[0] for each in value):
-        raise unimplemented(field, f"{field} that differs within a batch")
-    return value[0] if value else None
+        return [value] * count
+    if len(value) != count:
+        message = f"{field} has {len(value)} entries for {count} prompts"
+        raise InvalidArgument.of("FIELD_INVALID", field, message)
+    return value

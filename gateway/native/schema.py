@@ -74,6 +74,9 @@ class GenerateRequest(ServingFields):
     stream: Flag = False
     return_logprob: Flag | Items[bool] = False
     top_logprobs_num: int | Items[int] | None = None
+    token_ids_logprob: Items[int] | Items[Items[int] | None] | None = Field(
+        default=None, description="tokens whose log probabilities are told, too"
+    )
     logprob_start_len: int | Items[int] | None = Field(
         default=None, description="from this position of the prompt on; -1: of the output only"
     )

@@ -196,16 +196,20 @@ class FreshDraw:
         rows: list[int] = []
         token_ids: list[int] = []
         num_top: list[int] = []
-        for count, own, each in zip(wanted, distributions.row_slices(), decided, strict=True):
+        named: list[Sequence[int]] = []
+        for count, own, each, entry in zip(
+            wanted, distributions.row_slices(), decided, distributions.drawn, strict=True
+        ):
             if count is not None:
                 rows += [own.start, *(own.start + 1 + node for node in each.accepted_nodes)]
                 token_ids += each.token_ids
                 num_top += [count] * len(each.token_ids)
+                named += [entry.sequence.request.logprob_token_ids] * len(each.token_ids)
         if not rows:
             return decided
         index = uploaded_numbers(rows, distributions.logits.device)
         logits = distributions.scored_logits.index_select(0, index)
-        found = iter(token_logprobs(logits, token_ids, num_top))
+        found = iter(token_logprobs(logits, token_ids, num_top, named))
         return [
             each
             if count is None
@@ -232,11 +236,13 @@ class _QueuedLogprobs:
     Attributes:
         rows: of the step.
         num_top: alternatives of each.
+        named: tokens that are wanted of each beside them.
     """
 
     packed: HostCopy
     rows: list[int]
     num_top: list[int]
+    named: list[Sequence[int]]
 
     @classmethod
     def of(
@@ -245,11 +251,13 @@ class _QueuedLogprobs:
         """Queues them for the sequences that want them; None when none does."""
         rows: list[int] = []
         num_top: list[int] = []
+        named: list[Sequence[int]] = []
         for entry, own in zip(distributions.drawn, slices, strict=True):
-            wanted = entry.sequence.request.top_logprobs
-            if wanted is not None:
+            request = entry.sequence.request
+            if request.top_logprobs is not None:
                 rows += range(own.start, own.stop)
-                num_top += [wanted] * (own.stop - own.start)
+                num_top += [request.top_logprobs] * (own.stop - own.start)
+                named += [request.logprob_token_ids] * (own.stop - own.start)
         if not rows:
             return None
         index = uploaded_numbers(rows, token_ids.device)
@@ -257,10 +265,11 @@ class _QueuedLogprobs:
             distributions.scored_logits.index_select(0, index),
             token_ids.index_select(0, index),
             max(num_top),
+            named,
         )
-        return cls(HostCopy(packed), rows, num_top)
+        return cls(HostCopy(packed), rows, num_top, named)
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Waits for the device and returns them by row."""
-        found = unpacked_logprobs(self.packed.read(), self.num_top)
+        found = unpacked_logprobs(self.packed.read(), self.num_top, self.named)
         return dict(zip(self.rows, found, strict=True))

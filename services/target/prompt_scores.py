@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class PromptScores:
     def read(self) -> list[tuple[TargetSequence, PromptScored]]:
         """Waits for the device and returns one event for each sequence."""
         num_top = [_num_top(sequence) for sequence, span in self.spans for _ in span]
-        found = iter(unpacked_logprobs(self.packed.read(), num_top))
+        found = iter(unpacked_logprobs(self.packed.read(), num_top, _named(self.spans)))
         return [
             (sequence, PromptScored(span.start, tuple(next(found) for _ in span)))
             for sequence, span in self.spans
@@ -76,15 +76,17 @@ class SplitLogits:
             row += len(entry.scored)
             drawing += range(row, row + num_drawing)
             row += num_drawing
-        packed = _packed(logits, scoring, token_ids, max(_num_top(each) for each, _ in spans))
+        index = uploaded_numbers([scoring, token_ids], logits.device)
+        width = max(_num_top(each) for each, _ in spans)
+        packed = packed_logprobs(logits.index_select(0, index[0]), index[1], width, _named(spans))
         rows = uploaded_numbers(drawing, logits.device)
         scores = PromptScores(HostCopy(packed), tuple(spans))
         return cls(logits.index_select(0, rows), rows, scores)
 
 
-def _packed(logits: Tensor, scoring: Sequence[int], token_ids: Sequence[int], width: int) -> Tensor:
-    index = uploaded_numbers([scoring, token_ids], logits.device)
-    return packed_logprobs(logits.index_select(0, index[0]), index[1], width)
+def _named(spans: Iterable[tuple[TargetSequence, range]]) -> list[Sequence[int]]:
+    """Returns the tokens that are wanted at each position beside the likeliest."""
+    return [sequence.request.logprob_token_ids for sequence, span in spans for _ in span]
 
 
 def _scored_positions(entry: ScheduledSequence) -> range:

@@ -13,7 +13,10 @@ from shared.tokens import TokenLogprobs
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    logits: Tensor,
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    named: Sequence[Sequence[int]] = (),
 ) -> tuple[TokenLogprobs, ...]:
     """Returns the log probability, rank and best alternatives of each row's token.
 
@@ -23,24 +26,29 @@ def token_logprobs(
         logits: `[R, V]` raw logits of any float type.
         token_ids: R tokens.
         num_top: R counts of alternatives wanted, each in [0, MAX_TOP_LOGPROBS].
+        named: see `packed_logprobs`.
     """
     assert logits.shape[0] == len(token_ids) == len(num_top)
     chosen_ids = uploaded_ids(token_ids, logits.device)
-    packed = packed_logprobs(logits, chosen_ids, max(num_top, default=0))
-    return unpacked_logprobs(packed.cpu(), num_top)
+    packed = packed_logprobs(logits, chosen_ids, max(num_top, default=0), named)
+    return unpacked_logprobs(packed.cpu(), num_top, named)
 
 
-def packed_logprobs(logits: Tensor, token_ids: Tensor, width: int) -> Tensor:
+def packed_logprobs(
+    logits: Tensor, token_ids: Tensor, width: int, named: Sequence[Sequence[int]] = ()
+) -> Tensor:
     """Computes what `unpacked_logprobs` takes apart. Does not wait for the device.
 
     Args:
         logits: `[R, V]` raw logits of any float type.
         token_ids: `[R]` int64.
         width: alternatives of each row.
+        named: R lists of tokens whose log probabilities are wanted, too; empty for none.
 
     Returns:
-        `[R, 2 + 2 * min(width, V)]` float64: log probability, rank, then values and ids of the
-        alternatives. Ids and ranks are exact in float64, so one transfer brings everything.
+        `[R, 2 + 2 * min(width, V) + K]` float64: log probability, rank, then values and ids of the
+        alternatives, then values of up to K named tokens. Ids and ranks are exact in float64,
+        so one transfer brings everything.
     """
     log_probs = logits.to(torch.float32).log_softmax(dim=-1)
     chosen_ids = token_ids.unsqueeze(1)
@@ -51,24 +59,41 @@ def packed_logprobs(logits: Tensor, token_ids: Tensor, width: int) -> Tensor:
         top_values, top_ids = stable_topk(log_probs, width)
     else:
         top_values, top_ids = chosen[:, :0], chosen_ids[:, :0]
-    return torch.cat([part.double() for part in (chosen, ranks, top_values, top_ids)], dim=1)
+    parts = [chosen, ranks, top_values, top_ids]
+    if any(named):
+        count = _most(named)
+        padded = [token_id for ids in named for token_id in (*ids, *[0] * (count - len(ids)))]
+        index = uploaded_ids(padded, logits.device).view(len(named), count)
+        parts.append(log_probs.gather(1, index))
+    return torch.cat([part.double() for part in parts], dim=1)
 
 
-def unpacked_logprobs(packed: Tensor, num_top: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+def unpacked_logprobs(
+    packed: Tensor, num_top: Sequence[int], named: Sequence[Sequence[int]] = ()
+) -> tuple[TokenLogprobs, ...]:
     """Returns the log probabilities of each row.
 
     Args:
         packed: see `packed_logprobs`; on the host.
         num_top: alternatives wanted of each row.
+        named: as it was packed with.
     """
-    width = (packed.shape[1] - 2) // 2
+    width = (packed.shape[1] - 2 - _most(named)) // 2
     return tuple(
-        _row(row, width, count) for row, count in zip(packed.tolist(), num_top, strict=True)
+        _row(row, width, count, own)
+        for row, count, own in zip(
+            packed.tolist(), num_top, named or [()] * len(num_top), strict=True
+        )
     )
 
 
-def _row(packed: Sequence[float], width: int, num_top: int) -> TokenLogprobs:
+def _most(named: Sequence[Sequence[int]]) -> int:
+    return max(map(len, named), default=0)
+
+
+def _row(packed: Sequence[float], width: int, num_top: int, named: Sequence[int]) -> TokenLogprobs:
     log_prob, rank, *rest = packed
-    values, ids = rest[:width], rest[width:]
+    values, ids, others = rest[:width], rest[width : 2 * width], rest[2 * width :]
     top = tuple((int(i), v) for i, v in zip(ids, values, strict=True))
-    return TokenLogprobs(log_prob=log_prob, rank=int(rank), top=top[:num_top])
+    asked = tuple(zip(named, others, strict=False))
+    return TokenLogprobs(log_prob=log_prob, rank=int(rank), top=top[:num_top] + asked)

@@ -380,3 +380,29 @@ async def test_the_fingerprint_is_that_of_weights_and_settings() -> None:
     }
     assert len(others) == 3
     assert fingerprint(replace(model, draft_algorithms=("NGRAM",))) in others
+
+
+async def test_tokens_that_a_request_names_have_log_probabilities(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    (first, *_) = await say(target, tokenizer, "the fox")
+    asked = {"logprob_token_ids": [7, 9, 7], "max_tokens": 1, "return_tokens_as_token_ids": True}
+    chat = {**CHAT, **asked, "logprobs": True, "top_logprobs": 1}
+    whole = (await client.post("/v1/chat/completions", json=chat)).json()
+    (entry,) = whole["choices"][0]["logprobs"]["content"]
+    named = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
+    assert named == [(f"token_id:{first}", -0.5), ("token_id:7", -7.0), ("token_id:9", -9.0)]
+    streamed = await client.post("/v1/chat/completions", json={**chat, "stream": True})
+    assert b'"token":"token_id:9","logprob":-9.0' in streamed.content
+    completion = {**COMPLETION, **asked, "logprobs": 0}
+    whole = (await client.post("/v1/completions", json=completion)).json()
+    (top,) = whole["choices"][0]["logprobs"]["top_logprobs"]
+    assert top == {"token_id:7": -7.0, "token_id:9": -9.0, f"token_id:{first}": -0.5}
+    for url, body in BOTH:
+        for wrong in ([512], list(range(129)), [-1]):
+            response = await client.post(
+                url, json={**body, "logprobs": 1, "logprob_token_ids": wrong}
+            )
+            assert (await error_of(response))[:2] == (400, "logprob_token_ids")
+        response = await client.post(url, json={**body, "logprob_token_ids": [1]})
+        assert (await error_of(response))[:3] == (400, "logprob_token_ids", "logprobs_off")

@@ -245,7 +245,7 @@ def _prompt_logprobs(request: pb.GenerateRequest) -> list[pb.PromptLogprobs]:
         pb.PromptLogprobs(
             start_position=start,
             logprobs=[
-                _logprobs(token_id, params.top_logprob_count)
+                _logprobs(token_id, params.top_logprob_count, request.logprob_token_ids)
                 for token_id in prompt[start : start + 3]
             ],
         )
@@ -310,7 +310,8 @@ def _delta(
         stats.acceptance_histogram[num_accepted] += 1
     logprobs = []
     if request.HasField("top_logprob_count"):
-        logprobs = [_logprobs(token_id, request.top_logprob_count) for token_id in taken]
+        named = request.logprob_token_ids
+        logprobs = [_logprobs(each, request.top_logprob_count, named) for each in taken]
     return pb.TokenDelta(
         token_ids=taken,
         accepted_token_count=num_accepted,
@@ -335,12 +336,16 @@ def _trace(number: int, taken: Sequence[int], num_drafted: int) -> pb.RoundTrace
     return trace
 
 
-def _logprobs(token_id: int, num_top: int) -> pb.TokenLogprobs:
-    """The token itself is the most probable one, its successors follow, half as probable each."""
+def _logprobs(token_id: int, num_top: int, named: Sequence[int]) -> pb.TokenLogprobs:
+    """The token itself is the most probable one, its successors follow, half as probable each;
+    named tokens have the log probability of minus their id."""
     top_ids = range(token_id, token_id + num_top)
     return pb.TokenLogprobs(
         log_prob=-0.5,
         rank=1,
-        top_token_ids=top_ids,
-        top_log_probs=[-0.5 - 0.75 * place for place in range(num_top)],
+        top_token_ids=[*top_ids, *named],
+        top_log_probs=[
+            *(-0.5 - 0.75 * place for place in range(num_top)),
+            *(-float(each) for each in named),
+        ],
     )

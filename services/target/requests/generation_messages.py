@@ -46,6 +46,7 @@ def generation_request(
         prompt_scoring=_prompt_scoring(message),
         logprobs_after_temperature=message.logprobs_after_temperature,
         cache_salt=message.cache_salt,
+        logprob_token_ids=tuple(message.logprob_token_ids),
         predicted_token_ids=tuple(message.predicted_token_ids),
     )
 

@@ -10,6 +10,7 @@ from services.target.grammars.matcher import CompiledGrammar
 from services.target.round_trace import RoundTrace
 from shared.errors import InvalidArgument, OutriderError
 from shared.tokens import (
+    MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
     MAX_TOP_LOGPROBS,
     FinishReason,
@@ -54,6 +55,7 @@ class GenerationRequest:
         never_learnt: no learner is shown it.
         cache_salt: what is kept of the sequence is for those of the same salt only.
         predicted_token_ids: text that the output may hold in long runs.
+        logprob_token_ids: tokens whose log probabilities are told at each position.
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class GenerationRequest:
     logprobs_after_temperature: bool = False
     cache_salt: str = ""
     predicted_token_ids: Sequence[int] = ()
+    logprob_token_ids: Sequence[int] = ()
 
     @property
     def logprob_temperature(self) -> float:
@@ -129,6 +132,7 @@ class ModelLimits:
         InvalidArgument: the request can never be served; names the field, value and limit.
         """
         self.check_prompt(request.prompt_token_ids)
+        self._check_token_ids("logprob_token_ids", request.logprob_token_ids)
         self._check_token_ids("prediction", request.predicted_token_ids)
         self._check_token_ids("stop_token_ids", request.stop.stop_token_ids)
         for name, token_ids in request.sampling.named_token_ids.items():
@@ -146,6 +150,10 @@ class ModelLimits:
         if len(request.cache_salt) > MAX_SALT_CHARACTERS:
             limit = f"at most {MAX_SALT_CHARACTERS} characters"
             raise InvalidArgument.out_of_range("cache_salt", len(request.cache_salt), limit)
+        if len(request.logprob_token_ids) > MAX_NAMED_LOGPROBS:
+            raise InvalidArgument.out_of_range(
+                "logprob_token_ids", len(request.logprob_token_ids), f"[0, {MAX_NAMED_LOGPROBS}]"
+            )
         predicted = request.predicted_token_ids
         if len(predicted) > self.max_context_tokens:
             limit = f"at most {self.max_context_tokens} tokens"

@@ -21,6 +21,7 @@ def can_be_round(
         and not request.speculation_disabled
         and not request.wants_trace
         and not request.scores_shaped
+        and not request.logprob_token_ids
         and request.draft_algorithm in (None, algorithm)
         and request.num_draft_steps is None
         and (request.num_draft_tokens or MAX_DRAFT_TOKENS) >= num_tree_rows

@@ -255,7 +255,7 @@ async def test_an_aborted_request_keeps_what_it_had(
             {"text": "a", "sampling_params": {"regex": "a+", "ebnf": "root ::= x"}},
             "sampling_params.ebnf",
         ),
-        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
@@ -272,3 +272,72 @@ async def test_a_bad_field_is_refused_by_sglangs_name(
         assert (status, named) == (400, param)
         assert param in message or named in ("text", "sampling_params.stop")
     assert target.submits == []
+
+
+async def test_tokens_that_a_request_names_have_log_probabilities(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {"input_ids": [5, 6, 7], "return_logprob": True, "token_ids_logprob": [8, 9]}
+    sampling = {"max_new_tokens": 2}
+    info = (await generate(client, **body, sampling_params=sampling))["meta_info"]
+    assert info["output_token_ids_logprobs"] == [[[-8.0, 8, None], [-9.0, 9, None]]] * 2
+    assert info["input_token_ids_logprobs"] == []
+    assert "output_top_logprobs" not in info
+    scored = {"top_logprobs_num": 1, "logprob_start_len": 0, "stream": True}
+    response = await client.post("/generate", json={**body, **scored, "sampling_params": sampling})
+    info = events(response.content)[-2]["meta_info"]
+    assert info["input_token_ids_logprobs"][0] is None
+    assert info["input_token_ids_logprobs"][1:] == [[[-8.0, 8, None], [-9.0, 9, None]]] * 2
+    assert all(len(top) == 1 for top in info["output_top_logprobs"])
+    assert len(info["output_token_ids_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_settings_may_differ_within_a_batch(
+    client: httpx.AsyncClient, target: FakeTarget, is_stream: bool
+) -> None:
+    samplings = [
+        {"max_new_tokens": 2, "temperature": 0.5, "n": 2},
+        {"max_new_tokens": 4, "stop": "zz", "skip_special_tokens": False, "n": 2},
+    ]
+    body = {
+        "input_ids": [[5, 6], [7, 8, 9]],
+        "sampling_params": samplings,
+        "return_logprob": [False, True],
+        "top_logprobs_num": [0, 2],
+        "token_ids_logprob": [None, [11]],
+        "stream": is_stream,
+    }
+    response = await client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    if is_stream:
+        last = {each["index"]: each for each in events(response.content)[:-1]}
+        answers = [last[index] for index in range(4)]
+    else:
+        answers = response.json()
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [2, 2, 4, 4]
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    assert "output_token_logprobs" not in answers[1]["meta_info"]
+    info = answers[2]["meta_info"]
+    assert [len(top) for top in info["output_top_logprobs"]] == [2] * 4
+    assert info["output_token_ids_logprobs"] == [[[-11.0, 11, None]]] * 4
+    asked = [submit.request for submit in target.submits]
+    assert [list(each.prompt_token_ids) for each in asked] == [[5, 6], [5, 6], [7, 8, 9], [7, 8, 9]]
+    assert [each.sampling_params.temperature for each in asked] == [0.5, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"sampling_params": [{}, {}, {}]}, "sampling_params"),
+        ({"sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+        ({"sampling_params": [{}, {"top_k": -2}]}, "sampling_params.top_k"),
+        ({"return_logprob": [True]}, "return_logprob"),
+        ({"return_logprob": True, "token_ids_logprob": [512]}, "token_ids_logprob"),
+    ],
+)
+async def test_wrong_settings_of_a_batch_are_refused_by_name(
+    client: httpx.AsyncClient, fields: Any, named: str
+) -> None:
+    response = await client.post("/generate", json={"input_ids": [[5], [6]], **fields})
+    assert (await error_of(response))[:2] == (400, named)

@@ -70,6 +70,7 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROB_PARAMS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PREDICTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     top_logprob_count: _builtins.int
     """Log probabilities of the drawn tokens, and of this many most probable tokens
     at each position. Range [0, 20]; none are computed when absent.
@@ -125,6 +126,12 @@ class GenerateRequest(_message.Message):
         tokens as the context.
         """
 
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Log probabilities of these tokens, at most 128, stand behind those of the most
+        probable ones wherever there are any.
+        """
+
     def __init__(
         self,
         *,
@@ -139,10 +146,11 @@ class GenerateRequest(_message.Message):
         prompt_logprob_params: Global___PromptLogprobParams | None = ...,
         cache_salt: _builtins.str = ...,
         predicted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "grammar", b"grammar", "prompt_logprob_params", b"prompt_logprob_params", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "cache_salt", b"cache_salt", "grammar", b"grammar", "logprobs_after_temperature", b"logprobs_after_temperature", "predicted_token_ids", b"predicted_token_ids", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count", "cache_salt", b"cache_salt", "grammar", b"grammar", "logprob_token_ids", b"logprob_token_ids", "logprobs_after_temperature", b"logprobs_after_temperature", "predicted_token_ids", b"predicted_token_ids", "priority", b"priority", "prompt_logprob_params", b"prompt_logprob_params", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "speculation_params", b"speculation_params", "stop_params", b"stop_params", "top_logprob_count", b"top_logprob_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprob_count: _TypeAlias = _typing.Literal["top_logprob_count"]  # noqa: Y015
     _WhichOneofArgType__top_logprob_count: _TypeAlias = _typing.Literal["_top_logprob_count", b"_top_logprob_count"]  # noqa: Y015
@@ -718,7 +726,7 @@ class TokenLogprobs(_message.Message):
     """1 for the most probable token of the vocabulary."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Most probable tokens, best first."""
+        """Most probable tokens, best first, then `logprob_token_ids` of the request."""
 
     @_builtins.property
     def top_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
