@@ -112,15 +112,19 @@ class TargetLink:
         self._session.cancel(request_id)
 
     async def ask_model(self) -> TargetModel | None:
-        """Returns what the target says of its model at this moment; None when it does not say."""
+        """Returns what the target says of its model at this moment; None when it does not say.
+        `model` is that from then on: its weights may be others since the target was found."""
         if self.state is not TargetState.SERVING:
             return None
         try:
             # A channel of its own: that of the session may close under the call at any time.
             async with open_channel(self.address, self._tls) as channel:
-                return await self._ask(channel)
+                model = await self._ask(channel)
         except aio.AioRpcError:
             return None
+        if self.model is not None and model.tokenizer_sha256 == self.model.tokenizer_sha256:
+            self.model = model
+        return model
 
     async def run(self) -> None:
         """Connects, and connects again, until cancelled."""

@@ -78,6 +78,8 @@ class RolloutRoutes:
             status = 400 if is_state else problem.status
             body = {"success": False, "message": error.message, **problem.openai_body()}
             return JSONResponse(body, status)
+        # What answers say of their weights is what targets said when they were last asked.
+        await asyncio.gather(*(link.ask_model() for link in self._gateway.pool.links))
         return JSONResponse({"success": True, "message": "done", **done})
 
     async def weight_version(self) -> Reply:

@@ -35,6 +35,8 @@ async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path)
         expected = (await other.ask())["output_ids"]
     async with rollout_server(old) as server:
         first = await server.ask()
+        short = {"prompt": [1, 2, 3], "max_tokens": 1}
+        fingerprint = (await server.post("/v1/completions", short))["system_fingerprint"]
         assert first["meta_info"]["weight_version"] == "default"
         assert "weight_version_spans" not in first["meta_info"]
         await server.get("/health_generate")
@@ -56,6 +58,7 @@ async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path)
         after = await server.ask()
         assert after["output_ids"] == expected != first["output_ids"]
         assert after["meta_info"]["weight_version"] == "1"
+        assert (await server.post("/v1/completions", short))["system_fingerprint"] != fingerprint
         assert (await server.get("/model_info"))["weight_version"] == "1"
         info = await server.get("/server_info")
         shown = {
