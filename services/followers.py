@@ -196,9 +196,9 @@ def rank_devices(device: str, size: int) -> list[torch.device]:
     return [torch.device("cuda", start + rank) for rank in range(size)]
 
 
-def check_tp_size(size: int, config: ModelConfig) -> None:
-    """Raises: SettingsError if the model cannot be cut into that many parts."""
-    problems = Shard(0, size).problems(config)
+def check_shard(shard: Shard, config: ModelConfig) -> None:
+    """Raises: SettingsError if the model cannot be cut into such parts."""
+    problems = shard.problems(config)
     if problems:
         raise SettingsError(problems)
 

@@ -83,12 +83,10 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "--dp-size": "replicas are targets of their own: start each with `outrider target`, and "
         "one gateway with `outrider gateway --target A --target B`",
-        "--ep-size": "experts are not spread over GPUs; --tp-size cuts every matrix",
         "--pp-size": "layers are not spread over GPUs; --tp-size cuts every matrix",
         "--enable-dp-attention": "a process of --tp-size has some heads of all requests; "
         "leave the flag out",
-        "--enable-eplb": "experts are not spread over GPUs, so that none is busier; leave the flag "
-        "out",
+        "--enable-eplb": "experts are not moved between GPUs; leave the flag out",
         "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "
         "draft --target HOST:PORT`",
         "--lora-paths": "adapters are not supported; merge them into the checkpoint",
@@ -100,9 +98,6 @@ _REFUSED_ALIASES = MappingProxyType(
     {
         "--dp": "--dp-size",
         "--data-parallel-size": "--dp-size",
-        "--ep": "--ep-size",
-        "--expert-parallel-size": "--ep-size",
-        "--enable-ep-moe": "--ep-size",
         "--pp": "--pp-size",
         "--pipeline-parallel-size": "--pp-size",
         "--node-rank": "--nnodes",
@@ -111,7 +106,7 @@ _REFUSED_ALIASES = MappingProxyType(
 )
 
 
-_ONE_OF_ALL = ("--dp-size", "--ep-size", "--pp-size", "--nnodes")
+_ONE_OF_ALL = ("--dp-size", "--pp-size", "--nnodes")
 
 
 def is_only_one(flag: str, texts: Sequence[str]) -> bool:

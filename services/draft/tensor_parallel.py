@@ -8,8 +8,9 @@ from multiprocessing.connection import Connection
 
 from services.draft.drafters.standalone_factory import build_model
 from services.draft.settings import DraftSettings
-from services.followers import Followers, Seat, check_tp_size, rank_devices
+from services.followers import Followers, Seat, check_shard, rank_devices
 from shared.models.config import ModelConfig
+from shared.models.shard import Shard
 from shared.runtime.lockstep import follow
 from shared.runtime.tree_follower import TreeFollower
 
@@ -21,7 +22,7 @@ def start_followers(settings: DraftSettings) -> Followers:
         CheckpointError: the model folder has no usable config.
         SettingsError: the model cannot be cut so, or there are not as many GPUs.
     """
-    check_tp_size(settings.tp_size, ModelConfig.from_folder(settings.model_folder))
+    check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
     devices = rank_devices(settings.device, settings.tp_size)
     return Followers(partial(_follow, settings), devices, service="draft")
 

@@ -9,6 +9,7 @@ from services.target.settings import TargetSettings
 
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "attention_backend", "device", "tp_size"),
+    "ep_size",
     *("enable_deterministic_inference", "verification_mode", "context_length"),
     *("speculative_use_rejection_sampling", "speculative_use_block_verification"),
     *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),

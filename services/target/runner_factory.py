@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,8 @@ def build_runner(
     config = ModelConfig.from_folder(settings.model_path)
     dtype = dtype_named(settings.dtype, config.dtype, device)
     is_first = leader is not None or group is None
+    if group is not None and settings.ep_size > 1:
+        group = replace(group, spreads_experts=True)
     with refusing_shortage(lambda shortage: _weights_in_words(settings, device, shortage)):
         decoder = load_decoder(
             settings.model_path,

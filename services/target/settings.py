@@ -76,6 +76,14 @@ class TargetSettings(ServiceSettings):
         minimum=1,
         maximum=64,
     )
+    ep_size: int = setting(
+        1,
+        "1 cuts every expert into --tp-size parts; that number itself gives each GPU some whole "
+        "experts",
+        aliases=("ep", "expert-parallel-size"),
+        minimum=1,
+        maximum=64,
+    )
     kv_cache_dtype: KvDtype = setting(
         KvDtype.AUTO, "element type of the KV cache; auto: the model's"
     )
@@ -198,6 +206,8 @@ class TargetSettings(ServiceSettings):
             self.speculative_adaptive_config, is_adaptive=self.speculative_adaptive
         )
         problems += device_problems(self.device)
+        if self.ep_size not in (1, self.tp_size):
+            problems.append(f"--ep-size: {self.ep_size}; it must be 1 or --tp-size, {self.tp_size}")
         problems += tls_problems(self)
         if problems:
             raise SettingsError(tuple(problems))

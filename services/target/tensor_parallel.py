@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from services.followers import Followers, Seat, check_tp_size, rank_devices
+from services.followers import Followers, Seat, check_shard, rank_devices
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from services.target.weight_stager import ApplyCall, FollowingStager, StageCall, WeightStager
 from shared.models.config import ModelConfig
+from shared.models.shard import Shard
 from shared.runtime.lockstep import follow
 from shared.runtime.round_follower import RoundFollower
 
@@ -27,7 +28,8 @@ def start_followers(
         CheckpointError: the model folder has no usable config.
         SettingsError: the model cannot be cut so, or there are not as many GPUs.
     """
-    check_tp_size(settings.tp_size, ModelConfig.from_folder(settings.model_path))
+    shard = Shard(0, settings.tp_size, settings.ep_size > 1)
+    check_shard(shard, ModelConfig.from_folder(settings.model_path))
     devices = rank_devices(settings.device, settings.tp_size)
     work = partial(_follow, settings, feature_layers, has_lanes)
     return Followers(work, devices, service="target")

@@ -102,11 +102,12 @@ def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
     """Sorts pairs into tiles, without waiting for the device.
 
     Args:
-        experts: `[P]` int64, the expert of each pair.
+        experts: `[P]` int64, the expert of each pair; pairs of expert E, which is none, are
+            left out.
         num_rows: of a tile.
     """
-    # An expert leaves at most one tile that is not full.
-    num_tiles = min(len(experts), num_experts) + len(experts) // num_rows
+    # An expert leaves at most one tile that is not full, and so does none.
+    num_tiles = min(len(experts), num_experts + 1) + len(experts) // num_rows
     if runs_triton(experts):
         from shared.kernels.experts_triton import MOST_PAIRS, fused_tiles
 
@@ -120,7 +121,8 @@ def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int
     num_pairs, device = len(experts), experts.device
     order = torch.sort(experts, stable=True).indices
     ones = torch.ones_like(experts)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
+    # Tiles of no expert come last, as those that are not needed.
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(
         0, experts, ones
     )
     tile_counts = (counts + (num_rows - 1)) // num_rows
@@ -132,7 +134,8 @@ def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int
     pairs = torch.full((num_tiles * num_rows,), num_pairs, dtype=torch.int64, device=device)
     pairs.index_copy_(0, places, order)
     tile_indices = torch.arange(num_tiles, device=device)
-    return ExpertTiles(pairs, torch.searchsorted(tile_ends, tile_indices, right=True), num_rows)
+    tile_experts = torch.searchsorted(tile_ends, tile_indices, right=True)
+    return ExpertTiles(pairs, tile_experts.clamp_(max=num_experts), num_rows)
 
 
 def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
@@ -186,10 +189,10 @@ def plain_expert_product(
 
     Args:
         num_shared: neighbouring pairs that share a row of `inputs`.
-        experts: `[P]` int64.
+        experts: `[P]` int64; the results of pairs of no expert are zeros.
     """
     results: Tensor | None = None
-    for expert in sorted(set(experts.tolist())):
+    for expert in sorted({0, *experts.tolist()} - {weight.num_experts}):
         pairs = (experts == expert).nonzero().squeeze(1)
         rows = inputs.index_select(0, pairs // num_shared)
         bias = None if weight.bias is None else weight.bias[expert]
@@ -199,7 +202,7 @@ def plain_expert_product(
         else:
             product = linear(rows, own, bias)
         if results is None:
-            results = product.new_empty(len(experts), product.shape[1])
+            results = product.new_zeros(len(experts), product.shape[1])
         results.index_copy_(0, pairs, product)
     assert results is not None, "a forward has at least one row"
     return results

@@ -179,7 +179,9 @@ def add_weighted(  # type: ignore[no-untyped-def]
     for choice in tl.static_range(NUM_CHOSEN):
         pair = row * NUM_CHOSEN + choice
         values = tl.load(pairs + pair * num_columns + columns, mask=is_column, other=0.0)
-        total += values.to(tl.float32) * tl.load(weights + pair)
+        weight = tl.load(weights + pair)
+        # What has no weight may never have been written.
+        total += tl.where(weight != 0.0, values.to(tl.float32) * weight, 0.0)
     place = row * num_columns + columns
     if HAS_MORE:
         own = tl.load(more + place, mask=is_column, other=0.0)

@@ -63,7 +63,8 @@ class Experts:
         gate_up: of each expert `H` to `2N`, gate first.
         down: of each expert `N` to `H`.
         shared: the block that all rows take; None in some families.
-        group: processes that each hold some channels N of every expert and of the shared block.
+        group: processes that each hold some channels N of every expert, or some experts, and some
+            channels of the shared block.
         scales_inputs: weights multiply what enters an expert, not what leaves it.
     """
 
@@ -109,6 +110,9 @@ class Experts:
 
     def _routed(self, hidden: Tensor) -> _Routed:
         weights, experts = self.router(hidden)
+        if self.group is not None and self.group.spreads_experts:
+            experts = self._numbered_here(experts, self.group)
+            weights = weights.masked_fill(experts == self.gate_up.num_experts, 0.0)
         tiles = None
         if runs_triton(hidden):
             num_rows = tile_rows(experts.numel(), self.gate_up)
@@ -116,9 +120,17 @@ class Experts:
         inputs = hidden
         if self.scales_inputs:
             inputs = (hidden.unsqueeze(1) * weights.to(hidden.dtype).unsqueeze(2)).flatten(0, 1)
-            weights = torch.ones_like(weights)
+            # What others compute counts nothing here.
+            weights = (weights != 0.0).to(weights.dtype)
         gated = gated_product(inputs, experts, self.gate_up, tiles, self.activation)
         return _Routed(weights, experts, tiles, gated)
+
+    def _numbered_here(self, experts: Tensor, group: TensorGroup) -> Tensor:
+        """Returns experts by their numbers in this process; those of others have none of them, but
+        their count."""
+        count = self.gate_up.num_experts
+        own = experts - group.rank * count
+        return torch.where((own >= 0) & (own < count), own, count)
 
 
 @dataclass(frozen=True, slots=True)

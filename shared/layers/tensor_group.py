@@ -34,6 +34,7 @@ class TensorGroup:
         size: processes, at least 2.
         gather: fills its first argument with every process's second.
         slots: for sums of few rows; None where the devices cannot read each other's memory.
+        spreads_experts: each process holds some experts whole, not a part of each.
         graphs: CUDA graphs that hold collectives of the group, which cannot close before they end.
     """
 
@@ -41,6 +42,7 @@ class TensorGroup:
     size: int
     gather: Callable[[Tensor, Tensor], object]
     slots: PeerSlots | None = None
+    spreads_experts: bool = False
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list, compare=False)
 
     def sum(self, part: Tensor) -> Tensor:

@@ -136,6 +136,16 @@ def decoder_parts(
     return tuple(parts)
 
 
+def keys_of_others(
+    config: ModelConfig, shard: Shard, keys: DecoderKeys = DecoderKeys()
+) -> frozenset[str]:
+    """Returns the keys of tensors of which nothing is here: experts of other processes."""
+    if not shard.spreads_experts:
+        return frozenset()
+    own = {part.key for part in decoder_parts(config, shard, keys)}
+    return frozenset(part.key for part in decoder_parts(config, WHOLE, keys)) - own
+
+
 def layer_parts(
     config: ModelConfig,
     source: str,

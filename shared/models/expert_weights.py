@@ -27,7 +27,7 @@ def expert_parts(
 ) -> Iterator[WeightPart]:
     """Yields the tensors of one block of experts, see `decoder_weights.layer_parts`.
 
-    A shard holds some channels of every expert.
+    A shard holds some channels of every expert, or some experts.
     """
     keys, wide = config.family.keys, config.intermediate_size
     source = f"{source}{keys.block}"
@@ -44,8 +44,8 @@ def expert_parts(
         yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
     if config.family.has_biases:
         yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
-    inner, outer = _cuts(wide, shard)
-    for expert in range(0 if config.family.is_stacked else num_experts):
+    inner, outer = _cuts(wide, shard.of_experts)
+    for expert in () if config.family.is_stacked else shard.experts(num_experts):
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
             yield WeightPart(
@@ -62,8 +62,9 @@ def _stacked_parts(
     config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
 ) -> Iterator[WeightPart]:
     wide, num_experts = config.intermediate_size, config.routing.num_experts
-    own, outer = wide // shard.size, _cuts(wide, shard)[1]
-    first, both = shard.rank * own, (hidden, 2 * wide)
+    part = shard.of_experts
+    own, outer = wide // part.size, _cuts(wide, part)[1]
+    first, both = part.rank * own, (hidden, 2 * wide)
     matrices: list[tuple[str, tuple[int, ...], str, Cut | None, tuple[int, ...] | None]]
     if config.family.has_biases:
         # Gate and up of a channel are neighbours.
@@ -80,7 +81,7 @@ def _stacked_parts(
             for start in (first, wide + first)
         ]
     matrices.append(("down_proj", (wide, hidden), "down", outer, None))
-    for expert in range(num_experts):
+    for expert in shard.experts(num_experts):
         for key, shape, name, cut, row_order in matrices:
             yield WeightPart(
                 f"{source}{key}",
@@ -115,6 +116,10 @@ def build_experts(
 ) -> Experts:
     """Takes the tensors of one block out of the dict."""
     num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(quantisation)
+    is_spread = group is not None and group.spreads_experts
+    if is_spread:
+        assert group is not None
+        num_experts //= group.size
 
     def stacked(name: str) -> ExpertWeight:
         weight = tensors.pop(f"{prefix}experts.{name}")
@@ -122,7 +127,7 @@ def build_experts(
         if bias is not None:
             bias = bias.view(num_experts, -1)
             # What a group's processes compute is added up, and the bias counts once.
-            if name == "down" and group is not None and group.rank > 0:
+            if name == "down" and group is not None and group.rank > 0 and not is_spread:
                 bias = torch.zeros_like(bias)
         return ExpertWeight.of(weight.view(num_experts, -1, weight.shape[1]), bias, stored)
 

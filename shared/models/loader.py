@@ -19,7 +19,12 @@ from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
-from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder_parts
+from shared.models.decoder_weights import (
+    IGNORED_SUFFIXES,
+    DecoderKeys,
+    decoder_parts,
+    keys_of_others,
+)
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
@@ -92,6 +97,7 @@ def read_decoder(
             *tied_copy,
         ),
         ignored_suffixes=IGNORED_SUFFIXES,
+        ignored_keys=keys_of_others(config, shard, keys),
         dtype=dtype,
         device=device,
         show_progress=show_progress,
@@ -100,7 +106,7 @@ def read_decoder(
 
 def shard_of(group: TensorGroup | None) -> Shard:
     """Returns what this process of the group holds."""
-    return WHOLE if group is None else Shard(group.rank, group.size)
+    return WHOLE if group is None else Shard(group.rank, group.size, group.spreads_experts)
 
 
 def build_decoder(

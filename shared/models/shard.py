@@ -9,10 +9,15 @@ from shared.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `rank` of `size` equal parts; the whole unless told otherwise."""
+    """Part `rank` of `size` equal parts; the whole unless told otherwise.
+
+    Attributes:
+        spreads_experts: a part has some experts whole, not a part of each.
+    """
 
     rank: int = 0
     size: int = 1
+    spreads_experts: bool = False
 
     def problems(self, config: ModelConfig) -> tuple[str, ...]:
         """Returns a line for each size of the model that cannot be cut so."""
@@ -21,7 +26,12 @@ class Shard:
             "intermediate_size": config.intermediate_size,
             "vocab_size": config.vocab_size,
         }
-        if config.experts is not None:
+        if config.experts is None and self.spreads_experts:
+            return (f"--ep-size is {self.size}; {config.architecture} has no experts",)
+        if config.experts is not None and self.spreads_experts:
+            counts["number of experts"] = config.experts.routing.num_experts
+            counts["width of shared experts"] = config.experts.shared_size
+        elif config.experts is not None:
             counts["moe_intermediate_size"] = config.experts.intermediate_size
         found = [
             f"--tp-size is {self.size}; the model's {name}, {count}, is not a multiple of it"
@@ -44,6 +54,18 @@ class Shard:
                 f"which cannot be spread"
             )
         return tuple(found)
+
+    @property
+    def of_experts(self) -> Shard:
+        """Which part of every expert is here."""
+        return WHOLE if self.spreads_experts else self
+
+    def experts(self, num_experts: int) -> range:
+        """Returns the experts of which something is here."""
+        if not self.spreads_experts:
+            return range(num_experts)
+        count = num_experts // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
 
     def num_heads(self, config: ModelConfig) -> int:
         return config.num_heads // self.size

@@ -24,7 +24,12 @@ from shared.model_options import LoadFormat, ModelOptions
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, attention_shape
-from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, decoder_parts
+from shared.models.decoder_weights import (
+    IGNORED_SUFFIXES,
+    DecoderKeys,
+    decoder_parts,
+    keys_of_others,
+)
 from shared.models.loader import build_layer, norm_from, read_decoder, shard_of
 from shared.models.mtp_keys import MTP_PREFIXES
 from shared.models.weight_copies import WeightCopy, copy_weights
@@ -53,6 +58,7 @@ class WeightStage:
         self._ignored = (*MTP_PREFIXES, *keys.ignored_prefixes)
         if config.tie_word_embeddings:
             self._ignored = (*self._ignored, keys.lm_head)
+        self._keys_of_others = keys_of_others(config, shard_of(decoder.group), keys)
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[int, Tensor] = {}
         self._arrived: set[str] = set()
@@ -204,7 +210,8 @@ class WeightStage:
         return self._places[index]
 
     def _is_ignored(self, name: str) -> bool:
-        return name.startswith(self._ignored) or name.endswith(IGNORED_SUFFIXES)
+        is_known = name.startswith(self._ignored) or name.endswith(IGNORED_SUFFIXES)
+        return is_known or name in self._keys_of_others
 
 
 def checksums(decoder: Decoder) -> dict[str, str]:

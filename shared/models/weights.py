@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,7 @@ def read_weights(
     *,
     ignored_prefixes: Sequence[str] = (),
     ignored_suffixes: Sequence[str] = (),
+    ignored_keys: Collection[str] = (),
     dtype: torch.dtype,
     device: torch.device,
     show_progress: bool = False,
@@ -88,7 +89,7 @@ def read_weights(
     Raises:
         CheckpointError: for missing or unexpected keys, a wrong shape or a damaged file.
     """
-    _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes))
+    _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes), ignored_keys)
     targets = empty_targets(parts, dtype, device)
     places = places_of(parts, targets)
     progress = tqdm(
@@ -137,6 +138,7 @@ def _check_keys(
     parts: Sequence[WeightPart],
     ignored_prefixes: tuple[str, ...],
     ignored_suffixes: tuple[str, ...],
+    ignored_keys: Collection[str],
 ) -> None:
     expected = {part.key for part in parts}
     missing = expected - checkpoint.files.keys()
@@ -144,7 +146,7 @@ def _check_keys(
         raise CheckpointError(f"{checkpoint.folder} lacks {_listed(missing)}")
     unexpected = {
         key
-        for key in checkpoint.files.keys() - expected
+        for key in checkpoint.files.keys() - expected - set(ignored_keys)
         if not key.startswith(ignored_prefixes) and not key.endswith(ignored_suffixes)
     }
     if unexpected:

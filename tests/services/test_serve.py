@@ -127,7 +127,6 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
         ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
         ("--speculative-num-stips 3", "did you mean --speculative-num-steps?"),
         ("--dp-size 2", "--dp-size: replicas are targets of their own"),
-        ("--ep-size 8", "--ep-size: experts are not spread"),
         ("--pipeline-parallel-size 2", "--pp-size: layers are not spread"),
         ("--enable-dp-attention", "--enable-dp-attention: a process of --tp-size"),
         ("--node-rank 1", "--nnodes: --tp-size takes GPUs of one host"),

@@ -173,13 +173,27 @@ def test_sums_that_are_left_in_parts_have_the_same_bits() -> None:
 @pytest.mark.parametrize("num_rows", [4, 16])
 def test_tiles_equal_those_of_plain_torch(num_pairs: int, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_pairs)
-    experts = torch.randint(0, 5, (num_pairs,), generator=generator).to(kernel_device_or_cpu())
-    num_tiles = min(num_pairs, 6) + num_pairs // num_rows
+    # Expert 6 is none.
+    experts = torch.randint(1, 7, (num_pairs,), generator=generator).to(kernel_device_or_cpu())
+    num_tiles = min(num_pairs, 7) + num_pairs // num_rows
     found = tiles_of(experts, 6, num_rows)
     expected = plain_tiles(experts, 6, num_rows, num_tiles)
     assert torch.equal(found.experts, expected.experts)
     num_used = int((expected.experts < 6).sum()) * num_rows
     assert torch.equal(found.pairs[:num_used], expected.pairs[:num_used])
+
+
+@pytest.mark.interpreter
+def test_pairs_of_no_expert_add_nothing() -> None:
+    weight = ExpertWeight.of(_random(NUM_EXPERTS, 48, 40))
+    inputs, experts = _random(9, 40, seed=2), _experts(9)
+    weights = _random(9, NUM_CHOSEN, seed=1)
+    is_own = experts < 3
+    expected = _product(inputs, experts, weight).view(9, NUM_CHOSEN, -1)
+    expected = (expected * (weights * is_own).unsqueeze(2)).sum(1)
+    left = torch.where(is_own, experts, NUM_EXPERTS)
+    found = weighted_sum(_product(inputs, left, weight), weights.masked_fill(~is_own, 0.0))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.interpreter

@@ -79,14 +79,27 @@ def _gathers() -> list[Callable[[Tensor, Tensor], object]]:
     return [of(rank) for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_parts_add_up_to_the_whole(family: str, tmp_path: Path) -> None:
+DENSE = ("llama", "gemma2", "phi3")
+
+
+def test_a_dense_model_has_no_experts_to_spread(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    problems = Shard(0, SIZE, True).problems(ModelConfig.from_folder(tmp_path))
+    assert problems == ("--ep-size is 2; LlamaForCausalLM has no experts",)
+
+
+@pytest.mark.parametrize(
+    ("family", "spreads_experts"),
+    [(f, spreads) for f in CASES for spreads in (False, True) if f not in DENSE or not spreads],
+)
+def test_parts_add_up_to_the_whole(family: str, spreads_experts: bool, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family, CASES[family])
-    assert Shard(0, SIZE).problems(ModelConfig.from_folder(tmp_path)) == ()
+    shard = Shard(0, SIZE, spreads_experts)
+    assert shard.problems(ModelConfig.from_folder(tmp_path)) == ()
     gathers = _gathers()
 
     def logits(rank: int) -> Tensor:
-        group: Any = TensorGroup(rank, SIZE, gathers[rank])
+        group: Any = TensorGroup(rank, SIZE, gathers[rank], spreads_experts=spreads_experts)
         decoder = load_decoder(tmp_path, dtype=torch.float32, device=CPU, group=group)
         return plain_forward(decoder, TOKENS, range(len(TOKENS))).logits
 
