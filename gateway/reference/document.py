@@ -127,7 +127,9 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
         statuses += (410,)
     if path.startswith("/v1/conversations"):
         statuses += (501,)
-    return (*statuses, 403, 501) if path == "/flush_cache" else statuses
+    if path == "/flush_cache" or "rollouts" in tags:
+        statuses += (403, 501)
+    return statuses
 
 
 def _error(status: int, path: str) -> Mapping[str, Any]:

@@ -70,7 +70,16 @@ def _schemathesis(url: str, max_examples: int, seed: int) -> Client:
         *("schemathesis", "run", f"{url}/openapi.json", "--max-examples", str(max_examples)),
         *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
         *("--checks", "response_schema_conformance"),
-        *("--generation-database", "none", "--seed", str(seed), "--no-color"),
+        # A target without a model has no weights to replace.
+        *(
+            "--exclude-tag",
+            "rollouts",
+            "--generation-database",
+            "none",
+            "--seed",
+            str(seed),
+            "--no-color",
+        ),
     )
     return Client("schemathesis", "sdk", program)
 
