@@ -92,8 +92,9 @@ class Launcher:
 def _allows_run_ahead(drawn: Sequence[ScheduledSequence], draw: Draw | None) -> bool:
     if draw is None:
         return True
-    is_on_device = draw.token_ids is not None
-    return is_on_device and not any(each.sequence.needs_host_before_next_step for each in drawn)
+    if draw.token_ids is None or any(each.node_indices for each in drawn):
+        return False  # the host decides how much of a tree is accepted
+    return not any(each.sequence.needs_host_before_next_step for each in drawn)
 
 
 def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) -> ForwardBatch:

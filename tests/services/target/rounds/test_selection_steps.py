@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
+from services.target.launched_step import LaunchedStep
+from services.target.launcher import Launcher
 from services.target.requests.request import GenerationRequest
 from services.target.rounds import selected_rounds
 from services.target.rounds.early_launch import EarlyLaunch
@@ -560,22 +563,36 @@ def test_random_lives_change_no_token(
     assert num_device_rounds(reports) > 20
 
 
-def test_what_is_left_of_a_late_tree_is_verified(decoder: Decoder) -> None:
+@pytest.mark.parametrize("selects", [True, False], ids=["lanes", "planned"])
+def test_what_is_left_of_a_late_tree_is_verified(
+    decoder: Decoder, *, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tree for a round that goes without it comes while that round is under way."""
-    setup = Setup(decoder)
+    launch, launched = Launcher.launch, list[LaunchedStep]()
+
+    def recorded(*args: Any, **kwargs: Any) -> LaunchedStep:
+        launched.append(launch(*args, **kwargs))
+        return launched[-1]
+
+    monkeypatch.setattr(Launcher, "launch", recorded)
+    setup = Setup(decoder, selects=selects)
     setup.engine.detach("ahead")
     identity = DraftIdentity("late", "late", "m", "SCRIPTED", 64, 0.0)
     draft = AheadDraft(setup.engine, setup.answers, name="late", is_held=True, recovers=True)
     draft.foresees = lambda number, round_: False
-    setup.engine.attach(Attachment(identity, draft, DraftTimeout(0.0)))  # nobody waits for it
+    attachment = Attachment(identity, draft, DraftTimeout(0.0))  # nobody waits for it
+    setup.engine.attach(attachment)
     collector = Collector()
-    for key, each in enumerate(setup.requests(30)):
+    for key, each in enumerate(setup.requests(60)):
         setup.engine.submit(each, collector, key)
     while not all(map(collector.has_ended, range(2))):
         setup.engine.step()
         draft.release()
-    setup.check(collector, 30)
+    setup.check(collector, 60)
     assert sum(each.num_accepted for each in setup.reports) > 10
+    with_trees = [each for each in launched if any(entry.tree for entry in each.plan.scheduled)]
+    assert bool(with_trees) is not selects
+    assert not any(each.allows_run_ahead for each in with_trees)
 
 
 def test_sequences_without_a_draft_go_along(decoder: Decoder) -> None:
