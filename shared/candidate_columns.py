@@ -51,6 +51,8 @@ class CandidateColumns:
         node_offsets: where each tree begins in the columns of nodes, and their length.
         token_ids, parent_indices: of the nodes; a parent of -1 is the last committed token.
         log_probs: of the nodes; NaN where a tree has none.
+        trees: as they were drafted in this process, such as chains with the distributions that they
+            were drawn from; none where the columns came by the wire.
     """
 
     sequence_ids: list[int] = field(default_factory=list)
@@ -65,6 +67,7 @@ class CandidateColumns:
     token_ids: Numbers = field(default_factory=list)
     parent_indices: Numbers = field(default_factory=list)
     log_probs: Reals = field(default_factory=list)
+    trees: list[TokenTree] = field(default_factory=list)
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> CandidateColumns:
@@ -94,6 +97,7 @@ class CandidateColumns:
             token_ids=list(chain.from_iterable([each.token_ids for each in trees])),
             parent_indices=[-1 if each is None else each for each in parents],
             log_probs=list(chain.from_iterable(map(_log_probs, trees))),
+            trees=trees,
         )
 
     def __len__(self) -> int:
@@ -137,6 +141,8 @@ class CandidateColumns:
 
     def tree(self, place: int) -> TokenTree:
         """Returns the tree of one candidate."""
+        if self.trees:
+            return self.trees[place]
         nodes = slice(self.node_offsets[place], self.node_offsets[place + 1])
         log_probs = _listed(self.log_probs[nodes])
         has_log_probs = bool(log_probs) and not math.isnan(log_probs[0])
