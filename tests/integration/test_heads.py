@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
-from shared.layers.tensor_group import TensorGroup
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
@@ -188,24 +186,21 @@ async def test_trees_of_remote_heads_are_selected_on_the_device(
     assert launched
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_draft_lends_its_pages_only_to_rounds_that_can_be(
-    folders: dict[str, Path], *, is_whole: bool
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_a_draft_lends_its_pages_only_to_rounds_that_are_wanted(
+    folders: dict[str, Path], choice: str
 ) -> None:
     arguments = [
         *("--model-path", str(folders["target"]), "--device", "cpu", "--draft", "embedded"),
-        *("--max-total-tokens", "2048", "--context-length", "256", "--device-rounds", "on"),
+        *("--max-total-tokens", "2048", "--context-length", "256", "--device-rounds", choice),
         *_flags(folders, "EAGLE3"),
     ]
     settings, draft_settings = read_settings(arguments, {})
     assert draft_settings is not None
     engine = build_engine(settings, lambda report: None)
-    if not is_whole:
-        group = TensorGroup(0, 2, lambda gathered, part: None)
-        engine._decoder = replace(engine.decoder, group=group)
     port = build_embedded_draft(engine, settings, draft_settings).port
     port.stop()
-    assert (port._rounds is not None) is is_whole
+    assert (port._rounds is not None) is (choice == "on")
 
 
 async def test_rounds_that_are_chosen_change_nothing(folders: dict[str, Path]) -> None:
