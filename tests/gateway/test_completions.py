@@ -124,7 +124,7 @@ async def test_zero_logprobs_are_those_of_the_drawn_tokens(
 async def test_an_improbable_token_has_openais_least_logprob(
     client: httpx.AsyncClient, target: FakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def impossible(token_id: int, num_top: int) -> pb.TokenLogprobs:
+    def impossible(token_id: int, num_top: int, named: object) -> pb.TokenLogprobs:
         return pb.TokenLogprobs(log_prob=float("-inf"), rank=9)
 
     monkeypatch.setattr("tests.helpers.fake_target._logprobs", impossible)
