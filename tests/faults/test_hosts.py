@@ -28,6 +28,7 @@ WALL_CLOCK = {
     "gateway/responses/routes.py": "`created_at` of an answer",
     "gateway/text/chat_template.py": "`strftime_now` of templates",
     "services/certs.py": "validity of certificates",
+    "services/draft/learner/learner.py": "time of a lesson, recorded",
     "services/draft/process.py": "start time, shown",
     "services/embedded.py": "attach time, shown",
     "services/target/process.py": "start time, shown",

@@ -176,12 +176,6 @@ async def test_a_key_reaches_its_own_requests_only(
         assert (await mine).status_code == 410
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_salt_of_the_cache_is_refused(client: httpx.AsyncClient, path: str) -> None:
-    response = await client.post(path, json={**CHAT, "prompt": "x", "cache_salt": "s"})
-    assert response.json()["error"]["param"] == "cache_salt"
-
-
 async def test_bytes_that_are_no_message_are_an_invalid_argument() -> None:
     info = ProcessInfo("gateway", "0", 1.0, {})
     server = await maintenance_server(info, Lifecycle([]), AdminHooks(drain=_drained))

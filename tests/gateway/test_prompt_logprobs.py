@@ -162,7 +162,7 @@ async def test_best_of_returns_the_likeliest_and_counts_all(
     outputs = [await ids_of(tokenizer, text) for text in ("the", "fox", "dog", "lazy")]
     log_probs = {outputs[0][0]: -2.0, outputs[1][0]: -0.1, outputs[2][0]: -3.0, outputs[3][0]: -1.0}
 
-    def scored(token_id: int, num_top: int) -> Any:
+    def scored(token_id: int, num_top: int, named: object) -> Any:
         return pb.TokenLogprobs(log_prob=log_probs.get(token_id, -1.5), rank=1)
 
     monkeypatch.setattr("tests.helpers.fake_target._logprobs", scored)
