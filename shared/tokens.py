@@ -136,7 +136,7 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether more than temperature and cuts shapes the law of every token."""
+        """Whether more than temperature and cuts shapes the distribution of every token."""
         return bool(
             self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_token_ids
         )
@@ -226,14 +226,7 @@ class TokenTree:
 
     def only(self, nodes: Sequence[int]) -> TokenTree:
         """Returns the tree of some nodes, ascending; a node's parent must be among them."""
-        new_index: dict[int | None, int | None] = {None: None}
-        for node in nodes:
-            new_index[node] = len(new_index) - 1
-        return TokenTree(
-            tuple(self.token_ids[node] for node in nodes),
-            tuple(new_index[self.parent_indices[node]] for node in nodes),
-            tuple(self.log_probs[node] for node in nodes) if self.log_probs else (),
-        )
+        return self._hung_off(None, nodes)
 
     def below(self, token_ids: Sequence[int]) -> TokenTree:
         """Returns what hangs off the path that spells out tokens; empty where there is no such
@@ -249,7 +242,11 @@ class TokenTree:
             if parent in found:
                 nodes.append(node)
                 found.add(node)
-        new_index: dict[int | None, int | None] = {end: None}
+        return self._hung_off(end, nodes)
+
+    def _hung_off(self, root: int | None, nodes: Sequence[int]) -> TokenTree:
+        """Returns the tree of some nodes, ascending, whose parents are among them or `root`."""
+        new_index: dict[int | None, int | None] = {root: None}
         for node in nodes:
             new_index[node] = len(new_index) - 1
         return TokenTree(

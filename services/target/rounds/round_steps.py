@@ -160,8 +160,7 @@ class RoundSteps:
         """Returns who gets a lane now: the last token is read, and all before it are computed."""
         newcomers: list[Sequence] = []
         for each in self._scheduler.running:
-            is_ready = each.num_pending == 0 and each.num_uncomputed == 1 and each.num_computed > 0
-            if not is_ready or rounds.holds(each) or not self.takes(each):
+            if not each.can_join_lane or rounds.holds(each) or not self.takes(each):
                 continue
             if len(newcomers) == rounds.num_free:
                 break

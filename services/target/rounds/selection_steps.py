@@ -178,8 +178,7 @@ class SelectionSteps:
             if rounds.holds(each):
                 lanes.append(each)
                 continue
-            is_ready = each.num_pending == 0 and each.num_uncomputed == 1 and each.num_computed > 0
-            if is_ready and num_free > 0 and self.takes(each):
+            if each.can_join_lane and num_free > 0 and self.takes(each):
                 lanes.append(each)
                 num_free -= 1
         return lanes
