@@ -24,7 +24,7 @@ from shared.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What answers share."""
+    """Fields that every answer to a request shares."""
 
     pool: TargetPool
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Who may ask: API keys with names, and what each may use."""
+"""API keys with names, and the scope and limits of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Scope(enum.Enum):
-    """What a key is for. Each takes in the one before it."""
+    """The scope of a key. Each scope includes the one before it."""
 
     USE = "use"
     OPERATE = "operate"
@@ -35,7 +35,7 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may use; None is without bound.
+    """Limits of one key; None means no limit.
 
     Attributes:
         requests_per_minute: POST requests.

@@ -113,7 +113,7 @@ class Choice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many of the tokens that have been taken are reasoning."""
+        """The number of reasoning tokens among the tokens taken so far."""
         return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     @property

@@ -47,7 +47,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class _Envelope:
-    """What every chunk of a stream has around its choice."""
+    """The fields of a stream's chunk around its choice."""
 
     def __init__(self, plan: Plan, kind: str) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""What each client used, read from its quota when it is scraped."""
+"""Usage by client, read from the quotas at each scrape."""
 
 from __future__ import annotations
 

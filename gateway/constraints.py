@@ -1,4 +1,4 @@
-"""What the output must match, from the fields that the interfaces have for it."""
+"""Constraints on the output, read from the request fields of each interface."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What went wrong, before it has a shape."""
+    """An error before it is written in the shape of an interface."""
 
     status: HTTPStatus
     message: str

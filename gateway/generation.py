@@ -1,4 +1,4 @@
-"""What the gateway asks of a target, and what a target answers. Plain data.
+"""Requests of the gateway to a target, and the target's answers. Plain data.
 
 A generation is one choice of one HTTP request: one prompt continued once.
 """
@@ -85,7 +85,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """What a target serves.
+    """The model that a target serves, with its limits.
 
     Attributes:
         max_context_tokens: largest prompt plus output.
@@ -152,7 +152,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one decode step of a generation did. The steps follow each other without gaps.
+    """One decode step of a generation. The steps follow each other without gaps.
 
     Attributes:
         number: counts the generation's steps from 0.

@@ -1,5 +1,5 @@
-"""What a client should know of its answer and no interface has a field for: the header
-`x-outrider-notice`, and a line in the log."""
+"""Notices to a client that no interface has a field for: the header `x-outrider-notice` and a line
+in the log."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class OpenAnswer(Protocol):
 
     @property
     def request_id(self) -> str:
-        """What the client sees as the answer's `id`."""
+        """The `id` of the answer as the client sees it."""
 
     @property
     def trace_id(self) -> str:

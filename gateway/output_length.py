@@ -1,4 +1,4 @@
-"""How many tokens an answer may have, beside what the context leaves after the prompt."""
+"""The largest number of tokens of an answer, within the context that the prompt leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class OutputLength:
-    """What a request says of the length of its output.
+    """The limits on the output's length in a request.
 
     Attributes:
         max_tokens: None is all that the context leaves.

@@ -1,4 +1,4 @@
-"""What one HTTP request asks for, checked and tokenized. Made by `planner.py`."""
+"""The plan of one HTTP request: checked and tokenized. Made by `planner.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.stop_patterns import StopPattern
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How the output of every choice becomes text.
+    """Options for turning the tokens of every choice into text.
 
     Attributes:
         hidden_token_ids: tokens that end generation and are not shown, unless a stop is.
@@ -35,7 +35,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one HTTP request asks for.
+    """One HTTP request, checked and tokenized.
 
     Attributes:
         request_id: shown to the client as `id`.

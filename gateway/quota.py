@@ -1,4 +1,4 @@
-"""What each client has used of what it may use."""
+"""Usage of each client against its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every decode step did, token by token: for pages and people, when a request asks for it."""
+"""A record of every decode step, token by token, for requests that ask for it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside text."""
+    """Options for the extra fields of a stream."""
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = Field(default=False, description="usage so far on every chunk")
@@ -94,7 +94,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What the output must be; for `structural_tag`, its fields stand beside the type."""
+    """The format of the output; for `structural_tag`, its fields stand beside the type."""
 
     type: str = Field(description="text, json_object, json_schema or structural_tag")
     json_schema: JsonSchemaFormat | None = None
@@ -114,7 +114,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(Body):
-    """How tokens are drawn and when that ends: the same in every interface."""
+    """Sampling parameters and stop conditions, the same in every interface."""
 
     seed: int | None = Field(default=None, description="makes the answer exact")
     temperature: float | None = None
@@ -171,7 +171,7 @@ class Prediction(Body):
 
 
 class ServingFields(Body):
-    """How a request is served: the same in every interface."""
+    """Fields about how a request is served, the same in every interface."""
 
     priority: int | None = Field(
         default=None, description="whose turn it is when requests wait; the least first, 0 if none"
@@ -186,7 +186,7 @@ class ServingFields(Body):
 
 
 class SharedFields(SamplingFields, ServingFields):
-    """What every interface but `/generate` has in its body."""
+    """Fields of every interface's body except that of `/generate`."""
 
     @property
     def shared_fields(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class CompletionRequest(GenerationBody):
 
 
 class CalledFunction(Body):
-    """What a call calls."""
+    """The function of a tool call, with its arguments."""
 
     name: str
     arguments: str | dict[str, Any] = Field(default="{}", description="a JSON object, as text")

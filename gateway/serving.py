@@ -1,4 +1,4 @@
-"""What the routes of every interface share: the targets, the text side, limits and counters."""
+"""State shared by the routes of every interface: targets, tokenizer, limits and counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.tls import ClientTls
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What the routes work with.
+    """The objects that the routes share.
 
     Attributes:
         start_time_s: seconds since the epoch.

@@ -34,7 +34,7 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings(DialingSettings):
-    """What `outrider-gateway` can be told."""
+    """Settings of `outrider-gateway`."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port of HTTP", minimum=0, maximum=65535)

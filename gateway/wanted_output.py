@@ -1,4 +1,4 @@
-"""What a body wants of its output, whichever interface it came by."""
+"""The output options of a request body, the same for every interface."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WantedOutput:
 
     @property
     def prompt_scoring(self) -> PromptScoring | None:
-        """What `prompt_logprobs` asks for, or an echo with log probabilities."""
+        """Prompt scoring for `prompt_logprobs`, or for an echo with log probabilities."""
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return self.echo_scoring

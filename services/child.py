@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run.
+    """The command of a child process.
 
     Attributes:
         name: for messages, for example `target`.

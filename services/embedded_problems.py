@@ -1,4 +1,4 @@
-"""What is wrong with the drafter that a target hosts, once it is loaded."""
+"""Checks a loaded embedded drafter against its target."""
 
 from __future__ import annotations
 

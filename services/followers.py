@@ -39,7 +39,7 @@ _KILL_GRACE_S = 5.0
 
 
 class FollowerSettings(Protocol):
-    """What a process of its own is set to, of the settings of its service."""
+    """The settings that a follower process takes from its service."""
 
     @property
     def log_level(self) -> str: ...
@@ -85,8 +85,8 @@ class Seat:
 
 
 Work: TypeAlias = Callable[[Seat, Connection], None]
-"""What a follower does until rank 0 closes the pipe; sent to its process, so a function of a
-module, or a part of one."""
+"""The work of a follower until rank 0 closes the pipe; sent to its process, so a function of a
+module, or a `partial` of one."""
 
 
 class Followers:

@@ -81,7 +81,7 @@ async def _at_once() -> bool:
 
 
 def _model_name(plan: Plan) -> str:
-    """What clients pass as `model`."""
+    """The name that clients pass as `model`."""
     default = "demo" if plan.is_demo else plan.target.model_id
     return plan.gateway.model_name or plan.target.served_model_name or default
 

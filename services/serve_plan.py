@@ -64,7 +64,7 @@ class PlannedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a launch line starts.
+    """The processes that a launch line starts.
 
     Attributes:
         target_arguments, gateway_arguments: of their processes.

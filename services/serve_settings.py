@@ -1,4 +1,4 @@
-"""What `outrider serve` itself is told; everything else is a flag of a service."""
+"""Settings of `outrider serve` itself; every other flag belongs to a service."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Unavailable(OutriderError):
 
 
 class PermissionDenied(OutriderError):
-    """Who asks is known, and may not do this."""
+    """The caller is known, and may not do this."""
 
     code = StatusCode.PERMISSION_DENIED
 

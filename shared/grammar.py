@@ -1,4 +1,4 @@
-"""What an output must match, as clients say it. Compiled on the target, never on the gateway."""
+"""Constraints on an output, as clients write them. Compiled on the target, never on the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a model is loaded and run, as settings name it. Free of torch: settings are read without."""
+"""Options for loading and running a model, as settings name them. Free of torch: settings are read
+without."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class LoadFormat(enum.Enum):
 
 
 class AttentionBackend(enum.Enum):
-    """What computes attention; `auto` is Triton on CUDA and plain torch elsewhere."""
+    """The implementation of attention; `auto` is Triton on CUDA and plain torch elsewhere."""
 
     AUTO = "auto"
     TORCH = "torch"
@@ -83,7 +84,7 @@ class AttentionBackend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What a loader can be told beside dtype and device.
+    """Options of a loader beside dtype and device.
 
     Attributes:
         is_deterministic: a decoder's products keep a row's bits for every number of rows.

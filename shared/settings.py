@@ -41,7 +41,7 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What every process can be told; the settings of a service extend it."""
+    """Settings of every process; the settings of a service extend it."""
 
     log_level: str = setting(
         "info",

@@ -10,7 +10,7 @@ from shared.settings_field import Field
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """How flags are written.
+    """The spelling of flags.
 
     Attributes:
         switches: flags that take no value; `--no-` before the name turns one off.
@@ -34,7 +34,7 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What stood on the command line.
+    """The parsed command line.
 
     Attributes:
         flags: values of each flag in order, under its own name; none for a flag that lacks its

@@ -18,7 +18,7 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Declaration:
-    """What `setting` was told beside the default."""
+    """The arguments of `setting` beside the default."""
 
     help: str
     flag: str | None
@@ -135,7 +135,7 @@ class Field:
 
     @property
     def expectation(self) -> str:
-        """What a text must be, in words."""
+        """A description of valid texts."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:

@@ -11,7 +11,7 @@ from shared.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """What a server shows, and whom it lets in. Files are PEM.
+    """A server's certificate, and the authority that clients are checked against. Files are PEM.
 
     Attributes:
         cert: its certificate, then the intermediates.

@@ -22,7 +22,7 @@ MAX_BAD_WORD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """How long the model may think before it answers.
+    """The limit on reasoning before the answer.
 
     Attributes:
         max_tokens: of thoughts, at least 0; then the next token is `end_token_id`.
@@ -43,7 +43,7 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is drawn from the target's logits.
+    """The sampling parameters of one request, for the draw of a token from the target's logits.
 
     Attributes:
         temperature: in [0, 2]; 0 takes the highest logit.
@@ -307,7 +307,7 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class TreeWish:
-    """What the target wants of a draft's next tree for a sequence.
+    """The target's request for a draft's next tree of a sequence.
 
     Attributes:
         shape: None leaves it to the draft.
@@ -326,7 +326,7 @@ NO_TREE = TreeWish(is_paused=True)
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """What a draft says of itself beside its candidates.
+    """A draft's report about itself beside its candidates.
 
     Attributes:
         draft_s: time the drafter computed for them, in seconds; None when it did not say.
@@ -380,7 +380,7 @@ class Candidate:
 
 
 class Outcome(enum.Enum):
-    """What became of a sequence's candidate in a step."""
+    """The result of a sequence's candidate in a step."""
 
     VERIFIED = "verified"
     MISSED = "missed"

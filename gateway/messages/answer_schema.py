@@ -1,4 +1,4 @@
-"""What `/v1/messages` answers, for the document."""
+"""Answers of `/v1/messages`, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextBlock(Answered):
 
 
 class ThinkingBlock(Answered):
-    """What the model thought before it answered."""
+    """The model's reasoning before its answer."""
 
     type: Literal["thinking"]
     thinking: str

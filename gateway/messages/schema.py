@@ -81,14 +81,14 @@ class Prompt(Body):
 
 
 class OutputFormat(Body):
-    """What the text must be: a JSON value."""
+    """The format of the text: a JSON value."""
 
     type: Literal["json_schema"]
     content: dict[str, Any] | bool = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How to answer."""
+    """Options of the output: its format and the reasoning effort."""
 
     effort: str | None = Field(default=None, description="handed to the chat template")
     format: OutputFormat | None = None

@@ -1,4 +1,4 @@
-"""What `/generate` answers, for the document."""
+"""Answers of `/generate`, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AbortedRequest(Answered):
 
 
 class MetaInfo(Answered):
-    """What is told of an output. The fields of speculation are absent when no tree was verified."""
+    """Metadata of an output. The fields of speculation are absent when no tree was verified."""
 
     id: str
     finish_reason: LengthReached | Stopped | AbortedRequest | None

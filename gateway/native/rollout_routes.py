@@ -1,4 +1,4 @@
-"""What trainers ask of a server that makes their rollouts: SGLang's routes and bodies.
+"""Routes for trainers that use this server for rollouts, with SGLang's paths and bodies.
 
 All of it is done by the targets, at their maintenance ports. With several targets a weight update
 is in force on all or on none; or it goes from one to the next.
@@ -62,7 +62,7 @@ def add_rollout_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 class RolloutRoutes:
-    """What the routes do. Each takes the body that SGLang's route of its name does."""
+    """Handlers of the rollout routes. Each takes the body of SGLang's route of the same name."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway

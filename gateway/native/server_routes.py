@@ -1,4 +1,4 @@
-"""What SGLang's clients ask about a server, and ask of it: model, figures, cache, abort."""
+"""SGLang's routes about the server itself: model, figures, cache, abort."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _load(status: TargetStatus | None) -> dict[str, Any]:
-    """What a target itself says of its load; nothing where its maintenance port is closed."""
+    """The load that a target reports; empty where its maintenance port is closed."""
     if status is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What type an argument has that a model writes as bare text: its tool's schema says.
+"""Types of arguments that a model writes as bare text, taken from the tool's schema.
 
 Families that put every argument between tags of its own write strings as they are and all else as
 JSON. The text `12` is then a string or a number by the schema alone.

@@ -73,7 +73,7 @@ class ReasoningParser(enum.Enum):
 
     @property
     def tags(self) -> ThinkTags:
-        """What stands around reasoning; `<think>` unless the family has its own."""
+        """The tags around reasoning; `<think>` unless the family has its own."""
         own = {"kimi": KIMI_THINK, "mistral": MISTRAL_THINK, "seed-oss": SEED_THINK}
         return own.get(self.value, THINK)
 

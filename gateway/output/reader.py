@@ -23,7 +23,7 @@ _AFTER_SCALAR = re.compile(r"[,}\]\s]")
 
 
 class Reader:
-    """What has arrived and is not read yet.
+    """Text that has arrived and is not read yet.
 
     Attributes:
         num_fed: characters that have arrived since the start.

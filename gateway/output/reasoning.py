@@ -11,7 +11,7 @@ from gateway.output.reader import Reader
 
 @dataclass(frozen=True, slots=True)
 class ThinkTags:
-    """What stands around reasoning."""
+    """The tags around reasoning."""
 
     begin: str
     end: str

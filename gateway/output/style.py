@@ -1,4 +1,5 @@
-"""How the served model writes calls and reasoning: chosen by a flag, or read off its template."""
+"""The format in which the served model writes tool calls and reasoning: set by a flag, or read from
+its chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """What is known of the model's way to write, with every `AUTO` resolved."""
+    """The model's output format, with every `AUTO` resolved."""
 
     tools: ToolCallParser = ToolCallParser.NONE
     reasoning: ReasoningParser = ReasoningParser.NONE
@@ -70,7 +71,7 @@ class OutputStyle:
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """How one answer is read.
+    """The readers for the output of one answer.
 
     Attributes:
         starts_inside: it begins with reasoning.

@@ -1,4 +1,4 @@
-"""How model families write calls of tools."""
+"""Formats in which model families write tool calls."""
 
 from __future__ import annotations
 

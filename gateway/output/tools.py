@@ -47,7 +47,7 @@ class ToolUse(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What a request lets the model call.
+    """The tools of a request.
 
     Attributes:
         forced_name: the one tool that must be called; None leaves the choice to the model.

@@ -1,1 +1,1 @@
-"""What the gateway tells about its own interface: the OpenAPI document and a page of it."""
+"""The gateway's reference: the OpenAPI document and a page that shows it."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:
-    """What is absent has no value: the default says in Python that it may be."""
+    """Removes defaults from a schema: a field that is absent from an answer has no value."""
     for each in schema["properties"].values():
         each.pop("default", None)
 
@@ -21,7 +21,7 @@ class Answered(BaseModel):
 
 
 class SpeculationMetrics(Answered):
-    """What speculation did for an answer."""
+    """Speculation figures of an answer."""
 
     mean_acceptance_length: float = Field(
         ge=1, description="tokens of a round that verified a tree, the bonus token included"
@@ -45,7 +45,7 @@ class AnswerMetrics(Answered):
 
 
 class Timings(Answered):
-    """How long an answer took, by llama.cpp's names."""
+    """Durations of an answer, under llama.cpp's names."""
 
     queue_ms: float
     cache_n: NonNegativeInt

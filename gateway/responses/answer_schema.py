@@ -1,5 +1,5 @@
-"""What `/v1/responses` answers, for the document. The `openai` package's type lists everything
-that any server may answer, some two hundred schemas; here is what this one does."""
+"""Answers of `/v1/responses`, for the OpenAPI document. The `openai` package's type lists some two
+hundred schemas of every possible server; this one lists only those that the gateway sends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ReasoningText(Answered):
 
 
 class OutputReasoning(Answered):
-    """What the model thought before it answered."""
+    """The model's reasoning before its answer."""
 
     id: str
     type: Literal["reasoning"]

@@ -1,4 +1,4 @@
-"""What a response builds on: kept responses, a kept conversation, items named by their ids."""
+"""The context of a response: stored responses, a stored conversation, items named by their ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITEMS = TypeAdapter(list[InputItem])
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a response is asked to continue.
+    """The conversation that a response continues.
 
     Attributes:
         items: all of it in order, each with the field it came in.

@@ -61,14 +61,14 @@ class AllowedFunctions(Body):
 
 
 class Reasoning(Body):
-    """How much to reason; handed to the chat template."""
+    """The reasoning effort, passed to the chat template."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = Field(default=None, description="no effect: thoughts come whole")
 
 
 class TextFormat(Body):
-    """What the text must be."""
+    """The format of the text."""
 
     type: str = "text"
     name: str | None = None
@@ -78,7 +78,7 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the text is to be."""
+    """Options of the text output."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, description="handed to the chat template")

@@ -1,4 +1,4 @@
-"""What targets are told: trees of their sequences, one message a link. No torch, no grpc."""
+"""Messages to the targets with trees of their sequences, one a link. No torch, no grpc."""
 
 from __future__ import annotations
 

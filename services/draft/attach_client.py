@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkedEngine(Protocol):
-    """What a link hands events to; see `DraftEngine`."""
+    """The engine behind a link; see `DraftEngine`."""
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int: ...
     def close_link(self, link: int) -> None: ...

@@ -1,4 +1,4 @@
-"""How long to wait before dialling again."""
+"""The delay before the next dial."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from shared.tokens import TokenTree, TreeShape
 
 
 class LevelScores(Protocol):
-    """What the children of a level are chosen by."""
+    """The scores from which the children of a level are chosen."""
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
         """See `DraftScores`."""

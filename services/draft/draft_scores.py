@@ -1,4 +1,4 @@
-"""How likely the target is to accept each token, as far as the draft can tell."""
+"""The draft's estimate of the probability that the target accepts a token."""
 
 from __future__ import annotations
 

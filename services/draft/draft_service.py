@@ -31,7 +31,7 @@ Context = aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class DraftBackend:
-    """What the service speaks for, once it is loaded."""
+    """The loaded engine and model behind the service."""
 
     engine: DraftEngine
     identity: WorkerIdentity

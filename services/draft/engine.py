@@ -215,7 +215,7 @@ class DraftEngine:
         )
 
     def _config_gauges(self) -> dict[str, float]:
-        """What is in force, which an operator may have changed since the start."""
+        """The settings in force, which an operator may have changed since the start."""
         return {
             "tree_step_count": float(self.shape.num_steps),
             "tree_topk": float(self.shape.topk),

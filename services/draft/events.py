@@ -1,4 +1,4 @@
-"""What goes into the draft engine and what comes out. Plain data, no protobuf."""
+"""Inputs and outputs of the draft engine. Plain data, no protobuf."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
-    """What the target said when the link was attached.
+    """The target's terms at attachment.
 
     Attributes:
         vocab_size: trees may hold only tokens below it.

@@ -1,4 +1,4 @@
-"""How many verdicts a draft prepares for, and which. No torch."""
+"""Chooses the verdicts that a draft prepares for. No torch."""
 
 from __future__ import annotations
 

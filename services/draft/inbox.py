@@ -1,4 +1,4 @@
-"""What waits for the draft engine's thread: events of targets, bounded, and calls of operators."""
+"""The draft engine's bounded queue: events of targets and calls of operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """What was waiting, in the order it came."""
+    """The queued events and calls, in order of arrival."""
 
     events: deque[Event]
     calls: deque[Callable[[], None]]

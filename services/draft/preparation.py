@@ -18,7 +18,7 @@ PREPARED_SHARE = 0.25
 """Share of the time for warm-up while sequences are open; their rounds have no trees then."""
 
 LONGEST_PUT_OFF_S = 1.0
-"""How long requested trees come before warm-up; under load some are always requested."""
+"""Longest time that requested trees come before warm-up; under load some are always requested."""
 
 MOST_WANTED = 8
 """Most shapes that wait for warm-up; those requested longest ago are dropped."""

@@ -1,4 +1,4 @@
-"""How often the target takes the draft's first, second, … choice. No torch.
+"""The share of verdicts that took the draft's first, second, … choice. No torch.
 
 A draft's confidence says which of its choices are sure; what the target did before says how far
 to believe it. A weak draft is often too sure of itself, and one whose target is its like is not

@@ -1,4 +1,4 @@
-"""What is told of the draft's work: counters, and a log line and a span for each sequence."""
+"""Records the draft's work: counters, and a log line and a span for each sequence."""
 
 from __future__ import annotations
 

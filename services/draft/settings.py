@@ -41,7 +41,7 @@ MOST_PAGE_TOKENS = 256
 
 
 class AttentionMode(enum.Enum):
-    """How SGLang's drafts extend over committed tokens: as a prefill or row by row."""
+    """The way SGLang's drafts extend over committed tokens: as a prefill or row by row."""
 
     PREFILL = "prefill"
     DECODE = "decode"

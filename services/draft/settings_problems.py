@@ -1,4 +1,4 @@
-"""What is wrong with a draft's settings taken together."""
+"""Checks a draft's settings against each other."""
 
 from __future__ import annotations
 

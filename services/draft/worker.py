@@ -1,4 +1,4 @@
-"""What a draft worker says of itself, and of its links."""
+"""The reports of a draft worker about itself and its links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the maintenance port tells of the engine and of its drafts."""
+"""Maintenance messages about the engine and its drafts."""
 
 from __future__ import annotations
 

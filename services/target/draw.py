@@ -36,7 +36,7 @@ from shared.tokens import TokenLogprobs, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one round of one sequence commits.
+    """The tokens that one round of one sequence commits.
 
     Attributes:
         accepted_nodes: accepted path, the root's child first.
@@ -51,7 +51,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RowDistributions:
-    """What the rows of a step draw from.
+    """The distributions from which the rows of a step draw.
 
     Attributes:
         drawn: scheduled sequences whose last token the step computes.
@@ -77,8 +77,8 @@ class RowDistributions:
 
     @property
     def scored_logits(self) -> Tensor:
-        """What log probabilities are taken of: the logits as the model gives them, or as they are
-        at the temperature of the requests that ask for that."""
+        """The logits for log probabilities: as the model gives them, or divided by the temperature
+        for requests that ask for that."""
         wanted = [
             entry.sequence.request.logprobs_after_temperature
             for entry in self.drawn

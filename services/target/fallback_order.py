@@ -1,4 +1,4 @@
-"""What a sequence does in a round without a tree pushed ahead. No torch.
+"""The fallback order of a sequence whose tree has not arrived. No torch.
 
 In order: verify the candidate that matches the verdict; verify an n-gram tree of the target; wait
 for the draft's tree until its timeout; take a plain step. A sequence waits if the draft's tree

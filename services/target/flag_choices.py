@@ -1,4 +1,4 @@
-"""What some of the target's flags choose between."""
+"""The values of the target's flags that choose between modes."""
 
 from __future__ import annotations
 

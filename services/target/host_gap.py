@@ -1,4 +1,4 @@
-"""How long the device has nothing to do because the host is busy."""
+"""The time that the device idles because the host is busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an output depends on beside its request: weights, and settings of numbers and rules."""
+"""A fingerprint of all that an output depends on beside its request: weights, and settings of
+numerics and sampling."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What the scoring rows of one step say.
+    """The log probabilities of the scoring rows of one step.
 
     Attributes:
         spans: for each sequence that scores, the positions of its tokens.

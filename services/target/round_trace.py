@@ -1,4 +1,4 @@
-"""What one round of one sequence did, for people to look at. Plain data; no torch."""
+"""The trace of one round of one sequence, for display. Plain data; no torch."""
 
 from __future__ import annotations
 

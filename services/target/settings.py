@@ -35,7 +35,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSettings(ServiceSettings):
-    """What `outrider-target` can be told."""
+    """Settings of `outrider-target`."""
 
     model_path: Path = setting(
         DEMO_MODEL,

@@ -19,7 +19,7 @@ FIRST_LOG_PAUSE_S, LAST_LOG_PAUSE_S = 1.0, 60.0
 
 
 class Comparison(Protocol):
-    """What compares speculation with plain steps."""
+    """The mechanism that compares speculation with plain steps."""
 
     @property
     def pays(self) -> bool | None:

@@ -1,4 +1,4 @@
-"""What steps did and in how much time, passed on to those who learn from it or count it."""
+"""Reports the work and time of steps to the parts that learn from them or count them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 
 LONGEST_REST_S = 0.0005
-"""What the event loop needs to send verdicts, and a draft to begin with them if both share a slow
-processor; less than any draft takes to answer."""
+"""Time for the event loop to send verdicts, and for a draft on the same slow processor to start on
+them; less than any draft takes to answer."""
 
 
 class StepAccount:

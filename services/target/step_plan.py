@@ -1,4 +1,4 @@
-"""What one step computes: plain data, between the scheduler and the device. No torch."""
+"""The work of one step: plain data, between the scheduler and the device. No torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes, and which sequences lost their pages for it."""
+    """The work of one step, and the sequences that lost their pages for it."""
 
     scheduled: tuple[ScheduledSequence, ...]
     admitted: tuple[Sequence, ...]

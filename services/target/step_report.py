@@ -11,7 +11,7 @@ from shared.tokens import TreeShape
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         duration_s: from its plan, or from the commit of the step before if that was later, to its
@@ -60,7 +60,7 @@ def shape_name(shape: TreeShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How much faster than plain decoding speculation was measured to be.
+    """The measured speed-up of speculation over plain decoding.
 
     Attributes:
         mean: 0.1 is 1.1 times as fast.

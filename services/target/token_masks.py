@@ -1,4 +1,4 @@
-"""What the grammars of a step's sequences allow at each row: committed token and tree nodes."""
+"""The tokens that grammars allow at each row of a step: committed token and tree nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a target's choice of rule, taken together with its other settings."""
+"""Checks a target's verification rule against its other settings."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class _LastSampling:
 
 @dataclass(frozen=True, slots=True)
 class _RowRules:
-    """What each row may not draw, and the one token that it must."""
+    """The tokens that each row must not draw, and the one token that it must."""
 
     banned: list[list[int]]
     forced: list[int | None]

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PauseMode(enum.Enum):
-    """What becomes of sequences that run when generation pauses.
+    """The fate of running sequences when generation pauses.
 
     `abort` ends them; `retract` sends them back to the queue, and their keys and values are
     computed anew; `in_place` leaves them as they are, with keys and values of the weights before.
@@ -43,7 +43,7 @@ class PauseMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightStatus:
-    """What the weights are, and whether generation goes on.
+    """The version of the weights, and whether generation is paused.
 
     Attributes:
         pause: None while it does.
@@ -68,7 +68,7 @@ class WeightStatus:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         num_retracted: sequences whose keys and values are computed anew.
@@ -83,7 +83,7 @@ class Updated:
 
 
 class MemoryTag(enum.Enum):
-    """What can be released."""
+    """Parts of device memory that can be released."""
 
     KV_CACHE = "kv_cache"
     WEIGHTS = "weights"
@@ -91,7 +91,7 @@ class MemoryTag(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What a release did.
+    """The result of a release.
 
     Attributes:
         kept: what was not released, and why.
@@ -196,7 +196,7 @@ class WeightControl:
 
     @property
     def status(self) -> WeightStatus:
-        """What is in force."""
+        """The current version and state."""
         version = self._version
         scheduler, leases = self._scheduler, self._leases
         return WeightStatus(

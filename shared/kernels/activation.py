@@ -15,7 +15,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class Activation(enum.Enum):
-    """What the gate of a feed-forward block passes through, as checkpoints name it."""
+    """The gate's activation in a feed-forward block, by its name in checkpoints."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"

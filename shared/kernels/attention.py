@@ -155,7 +155,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Softmax:
-    """How scores become weights; see `paged_attention`."""
+    """The softmax options of attention; see `paged_attention`."""
 
     scale: float
     cap: float | None

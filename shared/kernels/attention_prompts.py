@@ -1,5 +1,4 @@
-"""What attention of prompts needs of a batch, computed once a forward; see
-`attention_prompts_jit`."""
+"""The plan of prompt attention, computed once a forward; see `attention_prompts_jit`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What paged attention of single rows needs of a batch, computed once a forward; see
-`attention_rows_jit`."""
+"""Plan of paged attention over single rows, computed once a forward; see `attention_rows_jit`."""
 
 from __future__ import annotations
 

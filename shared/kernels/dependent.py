@@ -1,4 +1,4 @@
-"""How small kernels are launched, so that the device does not idle between them.
+"""Launches of dependent small kernels without idle time between them.
 
 In a decode step of few rows a kernel runs for two microseconds, and getting it started takes about
 one. A *dependent* kernel is put on the multiprocessors before its predecessor has ended, and waits

@@ -30,7 +30,7 @@ _GATES = {
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How a product with tiles of so many rows is launched.
+    """Launch parameters of a product for a given number of rows a tile.
 
     Attributes:
         step: of the depth; of words it is `WORD_BLOCK`.

@@ -1,4 +1,4 @@
-"""What a draft head reads of a row: a token's embedding beside a hidden state."""
+"""The input of a draft head's row: a token's embedding beside a hidden state."""
 
 from __future__ import annotations
 

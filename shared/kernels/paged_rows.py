@@ -1,4 +1,4 @@
-"""What paged attention needs to know of a forward's rows."""
+"""The rows of a forward, as paged attention takes them."""
 
 from __future__ import annotations
 

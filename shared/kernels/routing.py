@@ -13,7 +13,7 @@ from shared.kernels.partials import Partials, total_of
 
 
 class RouterScores(enum.Enum):
-    """What becomes of a router's logits."""
+    """The function from a router's logits to scores."""
 
     SOFTMAX = "softmax over all experts"
     SIGMOID = "sigmoid of each"
@@ -22,7 +22,7 @@ class RouterScores(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts are chosen.
+    """The rule by which a router chooses experts.
 
     Experts stand in groups of equal size. First the best groups are kept, by the sum of a group's
     two best scores where scores have a correction and by its best one elsewhere, then the best

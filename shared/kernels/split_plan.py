@@ -1,4 +1,4 @@
-"""What the CUDA attention kernels need beside the tensors of a layer, computed once a forward.
+"""The plan of the CUDA attention kernels beside a layer's tensors, computed once a forward.
 
 Every row sees its keys as one list in path order: the prefix through the page table, then the
 visible keys of its own tail, hidden ones squeezed out. A token therefore meets the same keys at
@@ -109,7 +109,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
 
 @dataclass(frozen=True, slots=True)
 class BlockCut:
-    """How rows are cut into blocks.
+    """The division of rows into blocks.
 
     Attributes:
         max_blocks: as many as there may be.
@@ -123,7 +123,7 @@ class BlockCut:
 
 @dataclass(frozen=True, slots=True)
 class PlanParts:
-    """What is computed of a `SplitPlan`."""
+    """The computed tensors of a `SplitPlan`."""
 
     row_lengths: Tensor
     shared_lengths: Tensor

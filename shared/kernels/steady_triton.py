@@ -67,7 +67,7 @@ def launch_gated(inputs: Tensor, weight: SteadyOperand) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How a product's depth is cut: all segments but the last are `length` long."""
+    """The segments of a product's depth: all but the last are `length` long."""
 
     length: int
     count: int

@@ -28,7 +28,7 @@ from shared.kv.upload import Array, uploaded
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """What one sequence contributes to a forward, as plain data (the scheduler's words).
+    """One sequence's rows in a forward, as plain data (the scheduler's words).
 
     Attributes:
         token_ids: tokens to compute, R of them.

@@ -1,4 +1,4 @@
-"""How the keys and values of one token are laid out in the pool."""
+"""The layout of one token's keys and values in the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which KV page: sequences by leases, finished prefixes by the cache, nobody else.
+"""Ownership of KV pages: sequences hold leases, the cache holds finished prefixes, nobody else.
 
 Every live page is in exactly one state: *free*, *cached* (in the prefix cache, whether or not a
 sequence is reading it) or *held* (by one lease or one branch alone). `free + cached + held = total`

@@ -53,7 +53,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What all layers of one forward share, computed once.
+    """Tensors that all layers of one forward share, computed once.
 
     Attributes:
         batch: the rows.

@@ -1,4 +1,4 @@
-"""What the linear layers of a model save by holding their weights in 8 bits."""
+"""Bytes that a model's linear layers save with weights in 8 bits."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from shared.kernels.rotary import position_tables
 
 
 class RopeScaling(enum.Enum):
-    """How frequencies are stretched beyond the length the model was first trained on."""
+    """The scaling of frequencies beyond the length of the first training."""
 
     NONE = "default"
     LINEAR = "linear"

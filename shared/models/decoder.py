@@ -25,7 +25,7 @@ from shared.models.shard import WHOLE, Shard
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
-    """What a forward computes for its T rows.
+    """The outputs of a forward for its T rows.
 
     Attributes:
         hidden: `[T, H]` after the final norm.

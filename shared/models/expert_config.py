@@ -1,4 +1,4 @@
-"""What a config says of a decoder's experts."""
+"""The experts of a decoder, read from its config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUPLESS = "greedy"
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """How checkpoints of a family name the parts of a block of experts.
+    """Names of the parts of a block of experts in a family's checkpoints.
 
     Attributes:
         block: what all keys begin with, after those of the layer.

@@ -1,4 +1,4 @@
-"""What sets the supported decoder families apart, as data."""
+"""The differences between the supported decoder families, as data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NormPlacement(enum.Enum):
 
 
 class QkNorm(enum.Enum):
-    """What queries and keys are normed over, before rotation."""
+    """The norm of queries and keys before rotation."""
 
     NONE = "they are not"
     HEAD = "each head by itself"

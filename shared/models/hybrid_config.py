@@ -1,4 +1,4 @@
-"""What a config says of attention whose sliding layers have other heads than the rest."""
+"""Attention whose sliding layers have other heads than the rest, read from a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says of latent attention."""
+"""Latent attention, read from a config."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _OLDER_NAMES = {"su": RopeScaling.LONGROPE.value}
 
 @dataclass(frozen=True, slots=True)
 class RopeDefaults:
-    """What holds where a config says nothing.
+    """Defaults for keys that a config leaves out.
 
     Attributes:
         theta_key: where older configs have theta.

@@ -30,7 +30,7 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True)
 class ScaleBlock:
-    """How many rows and columns of a weight share a scale."""
+    """The rows and columns of a weight that share a scale."""
 
     rows: int
     columns: int

@@ -41,7 +41,7 @@ _CPU = torch.device("cpu")
 
 
 class WeightStage:
-    """What has arrived of an update. Not in force until `apply`.
+    """The tensors of an update received so far. Not in force until `apply`.
 
     Args:
         keys: the names that the served checkpoint's tensors have, which an update has too.

@@ -18,7 +18,7 @@ from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
 
 
 class MatchType(enum.Enum):
-    """How a tree is grown from the trie."""
+    """The order in which a tree is grown from the trie."""
 
     BFS = "BFS"
     PROB = "PROB"
@@ -26,7 +26,7 @@ class MatchType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """What the trie holds and how it is read.
+    """Size and lookup options of the trie.
 
     Attributes:
         max_trie_depth: longest n-gram, context and continuation together.

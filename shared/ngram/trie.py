@@ -48,7 +48,7 @@ class NgramTrie:
         return self._token[node]
 
     def count(self, node: int) -> int:
-        """How often the n-gram of `node` was seen since it was last inserted anew."""
+        """Times that the n-gram of `node` was seen since it was last inserted anew."""
         return self._count[node]
 
     def parent(self, node: int) -> int:

@@ -34,7 +34,7 @@ CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
-    """What a target says of its weights and its load.
+    """A target's report of its weights and its load.
 
     Attributes:
         pause: how generation is paused; None while it goes on.

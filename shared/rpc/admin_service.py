@@ -31,7 +31,7 @@ async def no_gauges() -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """What a process says of itself.
+    """A process's description of itself.
 
     Attributes:
         start_time_s: seconds since the epoch.
@@ -46,7 +46,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class AdminHooks:
-    """What a process can do for an operator; None answers UNIMPLEMENTED.
+    """The maintenance operations of a process; None answers UNIMPLEMENTED.
 
     Attributes:
         drain: stops admission, waits up to the given seconds, returns requests still running.

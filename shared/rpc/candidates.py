@@ -18,7 +18,7 @@ from shared.tokens import DraftReport
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What a target takes.
+    """A target's limits on trees.
 
     Attributes:
         max_nodes: of a tree.

@@ -111,7 +111,7 @@ class ChainDistributions:
 
 @dataclass(frozen=True, slots=True)
 class ChainRows:
-    """What a rule makes of the distributions.
+    """The distributions of a chain's rows under a rule.
 
     Attributes:
         thresholds: `[N]` float64 in [0, 1]; a node passes when its coin is below.

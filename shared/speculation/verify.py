@@ -48,7 +48,7 @@ class AcceptedPath:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """How far the point-mass rule may leave the target's distribution.
+    """The bounds within which the point-mass rule may leave the target's distribution.
 
     Attributes:
         single: in (0, 1]; a child at least this probable is accepted outright.
@@ -138,7 +138,7 @@ def accept_path(tree: TokenTree, drawn: Sequence[int]) -> AcceptedPath:
 
 @dataclass(frozen=True, slots=True)
 class PointMassDraws:
-    """What the point-mass rule needs of one tree's rows, on the host.
+    """The host-side inputs of the point-mass rule for one tree's rows.
 
     Attributes:
         node_probs: the target's probability of each node given its parent.

@@ -21,7 +21,7 @@ _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asct
 
 
 class LogFormat(enum.Enum):
-    """How a record is written."""
+    """The format of log records."""
 
     TEXT = "text"
     JSON = "json"

@@ -20,7 +20,7 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str | None:
-        """What children name as their parent; None where nobody traces."""
+        """The parent id for child spans; None without tracing."""
 
     def event(self, name: str) -> None:
         """Notes that something happened now."""

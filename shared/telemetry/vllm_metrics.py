@@ -57,7 +57,7 @@ _COUNTERS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What only an engine knows.
+    """Figures that only an engine has.
 
     Attributes:
         kv_usage: share of KV pages that sequences hold, in [0, 1].

@@ -1,4 +1,5 @@
-"""What blocks look back on: the target's features of sequences as keys and values in pages."""
+"""The context of block drafters: the target's features of each sequence as keys and values in
+pages."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from shared.runtime.joined_rows import joined_rows
 
 @dataclass(slots=True, eq=False)
 class _Context:
-    """What is computed of a sequence, and what there is to compute it from."""
+    """The computed rows of a sequence and the features for the rows to come."""
 
     pages: ContextPages
     features: FeatureBuffer = field(default_factory=FeatureBuffer)

@@ -93,7 +93,7 @@ class BlockLookahead:
             self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """What was computed ahead lacks features that are here now."""
+        """Returns False: rows computed ahead lack the features that have arrived since."""
         return False
 
     def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:

@@ -41,7 +41,7 @@ class BranchContexts(Protocol):
 
     @property
     def leases(self) -> KvLeases:
-        """Who takes pages back."""
+        """The leases that pages are returned to."""
 
     def branch(
         self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int

@@ -15,7 +15,7 @@ from shared.tokens import TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the verdicts on a sequence's trees are prepared for.
+    """The lookahead plan for the verdicts on a sequence's trees.
 
     Attributes:
         shape: of the trees to grow.
@@ -50,7 +50,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """What is computed for a verdict.
+    """The rows computed ahead for one verdict.
 
     Attributes:
         shape: that its tree was grown in.

@@ -40,7 +40,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """What a drafter accepts and needs.
+    """Limits and requirements of a drafter.
 
     Attributes:
         vocab_size: tokens it knows; None takes any.

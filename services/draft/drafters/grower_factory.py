@@ -1,4 +1,4 @@
-"""What grows whole trees in one pass, and the memory that it takes."""
+"""Builds the tree grower, which grows a whole tree in one pass, and counts its memory."""
 
 from __future__ import annotations
 

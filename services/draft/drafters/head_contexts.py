@@ -28,7 +28,7 @@ from shared.runtime.open_sequence import OpenSequence
 
 @dataclass(slots=True, eq=False)
 class _Context:
-    """What is computed of a sequence, and what there is to compute it from."""
+    """The computed rows of a sequence and the features for the rows to come."""
 
     kv: SequenceKv
     features: FeatureBuffer = field(default_factory=FeatureBuffer)

@@ -1,4 +1,4 @@
-"""What the drafter of a head lends to a target in the same process, for rounds on the device."""
+"""The shared head: an embedded drafter's model for the target's rounds on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a recurrent head has computed behind the committed tokens, and computes ahead of verdicts.
+"""Drafted subtrees of a recurrent head: rows behind the committed tokens, and rows ahead of
+verdicts.
 
 A node's row reads the state that its parent's row left; below the last committed token that is the
 state of the committed row, which is computed from the target's features.

@@ -11,7 +11,7 @@ from shared.runtime.shortage import CacheSize, Shortage
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a target shares with a drafter in its process.
+    """Objects that a target shares with a drafter in its process.
 
     Attributes:
         decoder: lends its tensors; None where they are read from the target's folder.

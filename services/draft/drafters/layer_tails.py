@@ -1,4 +1,4 @@
-"""What a head of n next-token layers computes ahead of verdicts.
+"""Drafted subtrees of a head with n next-token layers, computed ahead of verdicts.
 
 The verified tree and the trees behind its verdicts are one deep tree to the head: a node d levels
 below the last committed token is scored by layer min(d + 1, n) as ever, with the states of the

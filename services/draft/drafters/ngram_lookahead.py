@@ -14,7 +14,7 @@ from shared.ngram.index import Cursor, NgramIndex
 from shared.tokens import TokenTree, TreeShape
 
 _CHOICES = TreeShape(num_steps=1, topk=16, num_draft_tokens=17)
-"""What may follow a node: trees of one level."""
+"""The candidates after a node: trees of one level."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class TailWork:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """What is prepared for the verdicts on one sequence's tree.
+    """The rows prepared for the verdicts on one sequence's tree.
 
     Attributes:
         width: continuations wanted of each node: children of a tree and outcomes beside them.
@@ -158,7 +158,7 @@ class OutcomeDrafter:
         return [each for each in work if each.nodes]
 
     def _leaves(self) -> list[TailWork]:
-        """What to compute when nothing else is to do; ends the blocks that are out."""
+        """The work for an idle device; closes the blocks that have none left."""
         done = [each for each in self._blocks.values() if each.is_delivered]
         for each in done:
             del self._blocks[each.sequence.key]

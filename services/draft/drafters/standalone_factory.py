@@ -39,7 +39,7 @@ MOST_TAIL_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """What computes forwards and whole trees.
+    """The model runner and the tree grower of a standalone draft.
 
     Attributes:
         grower: None where trees grow level by level.

@@ -1,4 +1,4 @@
-"""What a draft has computed behind the committed tokens of one sequence: a tree of rows.
+"""The drafted subtree behind the committed tokens of one sequence: a tree of rows.
 
 *Row r* of a tail is the KV at index `base + r`. Rows lie in the order they were computed, so a
 parent's is below its child's. When a verdict commits a path, the tree is rooted anew at the path's

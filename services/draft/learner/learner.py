@@ -66,7 +66,7 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True)
 class LessonReport:
-    """What a lesson brought.
+    """The result of a lesson.
 
     Attributes:
         version: that serves after it; 0 is the head of the start.

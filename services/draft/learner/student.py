@@ -38,7 +38,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """How a head is taught.
+    """Hyperparameters of the lessons of a head.
 
     Attributes:
         unroll: tokens that it drafts from its own states in training.

@@ -57,7 +57,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept, in memory alone.
+    """Limits on the retained traffic, which stays in memory.
 
     Attributes:
         max_tokens: of all examples together; the oldest go first.

@@ -20,7 +20,7 @@ from shared.models.heads.block_size import MAX_BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetRows:
-    """What the target makes of windows of tokens.
+    """The target's outputs for windows of tokens.
 
     Attributes:
         token_ids: `[B, N]` int64.
@@ -35,7 +35,7 @@ class TargetRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSizes:
-    """What may be chosen freely of a head; None takes the target's own size.
+    """The sizes of a head that may be chosen; None takes the target's own.
 
     Attributes:
         feature_layers: see `HeadShape`.

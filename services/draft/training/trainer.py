@@ -27,7 +27,7 @@ LOG_FILE = "train.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """How long to train, and how often to write.
+    """The length of the training and the interval between checkpoints.
 
     Attributes:
         out: folder of the head; state and log go to `out/training`.

@@ -123,7 +123,7 @@ class Assignment:
 
     @property
     def waited_s(self) -> float:
-        """How long the current round waited for its candidate, in vain or not."""
+        """The time that the current round waited for its candidate, whether it came or not."""
         if self.asked_s is None:
             return 0.0
         return max((self.deadline_s if self.heard_s is None else self.heard_s) - self.asked_s, 0.0)

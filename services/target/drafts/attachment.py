@@ -56,7 +56,7 @@ class OpenedSequence:
 
 @dataclass(frozen=True, slots=True)
 class DraftMessage:
-    """What one draft is told after one step. At most one a step, whatever the batch.
+    """The message to one draft after one step. At most one a step, whatever the batch.
 
     Attributes:
         features: rows of newly computed positions, without gaps from a sequence's first row on;
@@ -95,7 +95,7 @@ class DraftPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftIdentity:
-    """Who attached.
+    """The identity of an attached draft.
 
     Attributes:
         shape: of its trees while no other is wanted; None when it did not say.

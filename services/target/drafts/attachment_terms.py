@@ -1,4 +1,4 @@
-"""What a target grants the drafts that attach."""
+"""The terms that a target grants to the drafts that attach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.target.verifier import VerificationMode
 
 @dataclass(frozen=True, slots=True)
 class AttachmentTerms:
-    """What every draft is told.
+    """The terms for every draft.
 
     Attributes:
         max_nodes: largest tree accepted, in nodes.

@@ -46,7 +46,7 @@ class Backoff:
 
     @property
     def affordable_s(self) -> float:
-        """How long a trial may wait for trees."""
+        """The longest time that a trial may wait for trees."""
         return TRY_COST * self._length_s
 
     def count(self, now_s: float, waited_s: float, *, was_verified: bool) -> None:

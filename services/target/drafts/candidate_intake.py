@@ -1,4 +1,4 @@
-"""What drafts push: taken where it is for the current state, dropped and counted elsewhere.
+"""Takes the candidates that drafts push if they fit the current state; drops and counts the others.
 
 A candidate is fenced by (sequence, round, committed tokens) and by belonging to a live attachment;
 only one that matches is ever verified. No torch.

@@ -1,4 +1,4 @@
-"""What drafts and the step loop say to each other."""
+"""Messages between drafts and the step loop."""
 
 from __future__ import annotations
 

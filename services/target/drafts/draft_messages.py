@@ -1,4 +1,4 @@
-"""What the target tells drafts, as protobuf messages."""
+"""The target's messages to drafts, in protobuf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the target waits for the trees of one draft. No torch; the clock is an argument.
+"""The time that the target waits for the trees of one draft. No torch; the clock is an argument.
 
 The timeout is a few times the usual response time of the draft. After three misses in a row the
 draft counts as silent: the target waits for it only in probes, whose gaps double. A probe is longer
@@ -52,7 +52,7 @@ class DraftTimeout:
 
     @property
     def response_s(self) -> float | None:
-        """How long the draft usually takes to answer a verdict; None before the first answer."""
+        """The draft's usual response time to a verdict; None before the first answer."""
         return self._response_s
 
     @property

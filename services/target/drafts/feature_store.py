@@ -31,7 +31,7 @@ MAX_HIDDEN_STATES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """What a draft wants of each token.
+    """The features that a draft asks for with each token.
 
     Attributes:
         key: identity; drafts with equal keys share a store.
@@ -123,7 +123,7 @@ class FeatureStore:
 
     @property
     def computed(self) -> ComputedFeatures:
-        """What rounds on the device compute for the rows."""
+        """The features that rounds on the device compute for the rows."""
         spec = self.spec
         width = self._rows.shape[1]
         return ComputedFeatures(spec.layer_indices, spec.dtype, width, self._projection)

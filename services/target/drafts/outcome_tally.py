@@ -1,4 +1,4 @@
-"""How often drafts foresaw the target's verdicts, by position and rank. No torch.
+"""Counts the verdicts that drafts foresaw, by position and rank. No torch.
 
 *Position* is how many nodes of the tree were accepted, *rank* the place of the matching candidate
 among those pushed for the same node. Both tell a controller where fan-out pays.

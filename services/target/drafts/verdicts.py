@@ -33,7 +33,7 @@ class Verdicts:
         self._outcomes = outcomes
 
     def answer(self, sequence: Sequence) -> DraftAnswer | None:
-        """Who answered for the sequence's current round, and how fast."""
+        """The draft that answered the sequence's current round, and its response time."""
         assignment = self._assignments.get(sequence.sequence_id)
         if assignment is None:
             return None

@@ -96,7 +96,7 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """What the grammars keep that are there for another request."""
+        """Bytes of the compiled grammars that are kept for later requests."""
         return sum(_num_bytes(each) for each in self._compiled.values())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How far one output has got in its grammar. No torch."""
+"""The position of one output in its grammar. No torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Request(TypedDict):
 
 
 class Answer(TypedDict, total=False):
-    """How a trial ended.
+    """The result of a trial.
 
     `outcome` is `good`, `wrong`, `slow` or `large`. A good grammar keeps `num_bytes`; of a wrong
     one, `reason` and `message` are those of its error.

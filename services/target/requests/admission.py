@@ -16,7 +16,7 @@ from shared.rpc.lifecycle import Lifecycle
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a request passes on its way. On the event loop.
+    """The checks that a request passes on the event loop before it is queued.
 
     Attributes:
         open_requests: of all services together; a drain waits for them.

@@ -1,4 +1,4 @@
-"""How many requests clients are waiting for, so that a drain can wait for none."""
+"""Counts the requests that clients wait for, so that a drain can end when there are none."""
 
 from __future__ import annotations
 

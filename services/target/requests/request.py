@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what the engine answers. Plain data."""
+"""Requests to the engine and its answers. Plain data."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class GenerationRequest:
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by before log probabilities are taken of them."""
+        """The divisor of logits before log probabilities are taken."""
         is_scaled = self.logprobs_after_temperature and not self.sampling.is_greedy
         return self.sampling.temperature if is_scaled else 1.0
 
@@ -97,7 +97,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request is checked against.
+    """The model's limits that a request is checked against.
 
     Attributes:
         max_context_tokens: largest prompt plus output.

@@ -1,4 +1,4 @@
-"""Who waits for the events of which sequence, and the events of the step so far."""
+"""The subscribers to each sequence's events, and the events of the step so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the target tells other people's gateways of its model and itself."""
+"""Facts about the model and the target, for other projects' gateways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast tokens come, for whoever asks now and then."""
+"""Token throughput, measured between calls."""
 
 from __future__ import annotations
 

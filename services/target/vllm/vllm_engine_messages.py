@@ -1,4 +1,4 @@
-"""What the engine and the target say, as messages of the VllmEngine contract."""
+"""The engine's answers as messages of the VllmEngine contract."""
 
 from __future__ import annotations
 

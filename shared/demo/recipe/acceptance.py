@@ -56,7 +56,7 @@ def propose(draft: Llama, rows: list[list[int]], steps: int, topk: int, tokens: 
 
 
 def accepted(paths: set[Path_], truth: list[int]) -> int:
-    """How many of the next true tokens some drafted path holds."""
+    """The number of next true tokens that the best drafted path holds."""
     depth = 0
     while depth < len(truth) and tuple(truth[: depth + 1]) in paths:
         depth += 1

@@ -180,7 +180,7 @@ def is_member(rng: random.Random) -> Exchange:
 
 
 def definition(rng: random.Random) -> Exchange:
-    """What a thing is, in one or two sentences."""
+    """A definition in one or two sentences."""
     thing, meaning = rng.choice(rows("definitions"))
     bare = thing.removeprefix("a ").removeprefix("an ").removeprefix("the ")
     question = pick(

@@ -42,7 +42,7 @@ def greeting(rng: random.Random) -> Exchange:
 
 
 def identity(rng: random.Random) -> Exchange:
-    """Who the model is and what it can do."""
+    """An answer about the model and its abilities."""
     questions, answer = rng.choice((
         ("Who are you? / What are you? / Introduce yourself. / Tell me about yourself.",
          f"{WHO} I can answer simple questions and write short texts."),
@@ -125,7 +125,7 @@ def code(rng: random.Random) -> Exchange:
 
 
 def howto_part(rng: random.Random) -> Exchange:
-    """What is needed first, or last, for a task."""
+    """The first or last thing needed for a task."""
     task, steps = rng.choice(rows("howto"))
     parts = [step.strip() for step in steps.split(";")]
     if rng.random() < 0.5:

@@ -1,4 +1,4 @@
-"""How many rows a DFlash head drafts over; free of torch, because settings ask for it."""
+"""The number of rows that a DFlash head drafts over; free of torch, because settings ask for it."""
 
 from __future__ import annotations
 

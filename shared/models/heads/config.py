@@ -17,7 +17,7 @@ from shared.models.rope_config import read_rope
 
 
 class HeadKind(enum.Enum):
-    """How a head combines the target's hidden states with the next token.
+    """The way a head combines the target's hidden states with the next token.
 
     EAGLE is the form of EAGLE-1 and EAGLE-2, which differ in their trees only.
     """

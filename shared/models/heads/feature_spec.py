@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """What the target computes of each position for a draft.
+    """The features that the target computes at each position for a draft.
 
     Attributes:
         layer_indices: with n layers, i < n is the residual stream that enters layer i, n the

@@ -30,7 +30,7 @@ from shared.models.heads.vocabulary import DraftVocabulary
 
 
 class HeadSizes(Protocol):
-    """What a config of any kind of head says."""
+    """The sizes in the config of any kind of head."""
 
     @property
     def num_kv_heads(self) -> int: ...

@@ -93,8 +93,8 @@ class DecoderTensors:
 
 
 class BorrowedTensors:
-    """What a head has of a target in its process, to be copied anew when the target's weights
-    change. Found by value, so to be made before either changes.
+    """Tensors that a head copies from a target in its process, and copies again after a weight
+    update. Found by value, so make this before either changes.
 
     Args:
         token_ids: `[Vd]` int64, the target's tokens that the head scores; None when all.
