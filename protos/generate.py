@@ -3,10 +3,12 @@
     python -m protos.generate           # write
     python -m protos.generate --check   # fail when the checked-in stubs differ from the contracts
 
-Two changes are made to what protoc writes. Imports are moved below `shared.pb`, so that the stubs
+The output of protoc is changed in four ways. Imports are moved below `shared.pb`, so that the stubs
 own no top-level name. The version guards are dropped: a stub holds a serialized descriptor and
 method names, which older runtimes read as well, while the guards would tie every host to the
-newest protobuf and grpcio; `pyproject.toml` states the versions that are supported.
+newest protobuf and grpcio; `pyproject.toml` states the versions that are supported. Comments, which
+stand in the contracts, and gRPC's experimental static methods are dropped for size, and submessages
+are no mappings, because `mypy --strict` refuses a bare `Mapping`.
 """
 
 from __future__ import annotations
@@ -37,22 +39,27 @@ _GRPC_GUARD = re.compile(
     r"|^GRPC_(GENERATED_)?VERSION: str\n",
     re.MULTILINE | re.DOTALL,
 )
+_COMMENT_AS_BODY = re.compile(r'(->[^\n]+:)\n[ \t]*""".*?"""\n', re.DOTALL)
+_COMMENT = re.compile(r'^[ \t]*""".*?"""\n', re.MULTILINE | re.DOTALL)
+_EXPERIMENTAL = re.compile(
+    r"^ # This class is part of an EXPERIMENTAL API\.\nclass .*?(?=^class |\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+_FIELD_NUMBER = re.compile(r"^ +\w+_FIELD_NUMBER: _ClassVar\[int\]\n", re.MULTILINE)
 
 
 def generate(folder: Path) -> None:
     """Writes the stubs of every contract below `folder`, an existing empty folder."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     well_known = str(resources.files("grpc_tools") / "_proto")
-    outputs = [f"--{plugin}_out={folder}" for plugin in ("python", "grpc_python", "mypy")]
+    outputs = [f"--{plugin}_out={folder}" for plugin in ("python", "pyi", "grpc_python")]
     outputs.append(f"--mypy_grpc_out=only_async:{folder}")
     # Beside the interpreter, which need not be on the PATH.
-    scripts = Path(sys.executable).parent
-    plugins = [
-        f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}"
-        for name in ("mypy", "mypy_grpc")
-    ]
+    plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
     paths = [f"-I{PROTOS}", f"-I{well_known}"]
-    code = protoc.main(["protoc", *paths, *plugins, *outputs, *sources])
+    code = protoc.main(
+        ["protoc", *paths, f"--plugin=protoc-gen-mypy_grpc={plugin}", *outputs, *sources]
+    )
     if code != 0:
         sys.exit(code)
     for stub in (*folder.rglob("*.py"), *folder.rglob("*.pyi")):
@@ -62,9 +69,11 @@ def generate(folder: Path) -> None:
 
 
 def rewritten(stub: str) -> str:
-    """Returns the stub with imports below `shared.pb` and without version guards."""
-    stub = _PROTOBUF_GUARD.sub("", stub)
-    stub = _GRPC_GUARD.sub("", stub)
+    """Returns the stub with imports below `shared.pb`, and without what is dropped."""
+    stub = stub.replace(", _Mapping]", "]")
+    stub = _COMMENT_AS_BODY.sub(r"\1 ...\n", stub)
+    for left_out in (_PROTOBUF_GUARD, _GRPC_GUARD, _EXPERIMENTAL, _COMMENT, _FIELD_NUMBER):
+        stub = left_out.sub("", stub)
     return _IMPORT.sub(r"\1 shared.pb.\2", stub)
 
 

@@ -26,7 +26,7 @@ _DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
 )
 
 
-def data_type_number(dtype: torch.dtype) -> tensor_pb2.DataType.ValueType:
+def data_type_number(dtype: torch.dtype) -> tensor_pb2.DataType:
     """Returns the wire's name of a dtype; it must have one."""
     assert dtype in _NUMBERS, f"{dtype} has no wire form"
     return _NUMBERS[dtype]

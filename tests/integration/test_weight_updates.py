@@ -112,7 +112,7 @@ def _disk(folder: Path) -> admin_pb.UpdateWeightsRequest:
 @pytest.mark.parametrize("pause", [None, admin_pb.PAUSE_MODE_RETRACT])
 async def test_a_head_follows_and_every_token_is_that_of_its_weights(
     rounds: str,
-    pause: admin_pb.PauseMode.ValueType | None,
+    pause: admin_pb.PauseMode | None,
     folders: tuple[Path, Path],
     head: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -275,7 +275,7 @@ async def test_checksums_tell_weights_apart(old: Path, new: Path) -> None:
     async with _serve(old) as served:
         check, action = served.admin.CheckWeights, pb.CheckWeightsRequest
 
-        async def of(kind: pb.CheckWeightsRequest.Action.ValueType) -> pb.CheckWeightsResponse:
+        async def of(kind: pb.CheckWeightsRequest.Action) -> pb.CheckWeightsResponse:
             found = await check(action(action=kind))
             assert isinstance(found, pb.CheckWeightsResponse)
             return found
