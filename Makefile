@@ -33,7 +33,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
-  bench-drafters bench-async bench-http bench-start bench-gpu bench-experts bench-tp bench-tp-draft load load-gateway load-target load-draft \
+  bench-drafters bench-async bench-http bench-split bench-start bench-gpu bench-experts bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune fuzz test-clients up down clean
 
 help: ## this list
@@ -132,6 +132,9 @@ bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU
 
 bench-http: $(STAMP) ## what a client gets over HTTP: bursts, closed loops, Poisson arrivals; ARGS="--help"
 	@$(PY) -m tests.bench.http $(ARGS)
+
+bench-split: $(STAMP) ## the same with the EAGLE-3 draft on a second GPU, beside the embedded one; ARGS="--help"
+	@$(PY) -m tests.bench.http --modes plain,eagle3,eagle3-remote --concurrency 1,8,32,64,1 $(ARGS)
 
 bench-start: $(STAMP) ## the parts of a target's start, to the first token; ARGS="--widen DIR --algorithm EAGLE3"
 	@$(PY) -m tests.bench.start $(ARGS)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ def parse(arguments: list[str], *, has_gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench-http", description=__doc__)
     add = parser.add_argument
     add("--modes", type=_modes, default=_modes("plain,eagle3"), help=", ".join(MODES))
-    add("--shape", type=_shape, help="pins the trees of `eagle3`: STEPS,TOPK,TOKENS")
+    add("--shape", type=_shape, help="pins the trees of EAGLE-3: STEPS,TOPK,TOKENS")
     add("--concurrency", type=_numbers, default=_CLOSED[has_gpu], help="closed loops, by comma")
     add("--seconds", type=float, default=3.0, help="of each window")
     add("--runs", type=int, default=2, help="windows of a closed loop, right after each other")
@@ -278,7 +278,7 @@ def plan_of(flags: argparse.Namespace) -> Plan:
     modes = flags.modes
     if flags.shape is not None:
         modes = tuple(
-            Mode(mode.name, mode.algorithm, flags.shape) if mode.name == "eagle3" else mode
+            replace(mode, shape=flags.shape) if mode.name.startswith("eagle3") else mode
             for mode in modes
         )
     num_processes = min(_MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 3))

@@ -41,11 +41,13 @@ class Mode:
 
     Attributes:
         shape: of trees, pinned; None leaves it to the services.
+        placement: of the draft, see `--placement`.
     """
 
     name: str
     algorithm: str
     shape: TreeShape | None = None
+    placement: str = "embedded"
 
     def flags(self, models: Models) -> list[str]:
         """Returns the flags of `outrider serve`."""
@@ -54,7 +56,7 @@ class Mode:
             flags += ["--model-path", str(models.target)]
         if self.algorithm == "NONE":
             return flags
-        flags += ["--placement", "embedded"]
+        flags += ["--placement", self.placement]
         if models.head is not None:
             flags += ["--speculative-draft-model-path", str(models.head)]
         if self.shape is not None:
@@ -70,6 +72,8 @@ MODES = {
         Mode("plain", "NONE"),
         Mode("eagle3-chain", "EAGLE3", _CHAIN),
         Mode("eagle3", "EAGLE3"),
+        Mode("eagle3-remote", "EAGLE3", placement="remote"),
+        Mode("eagle3-remote-chain", "EAGLE3", _CHAIN, placement="remote"),
     )
 }
 
