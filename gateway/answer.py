@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -120,6 +120,27 @@ class Answer:
             touched[index] = choice
         return touched.values()
 
+    def send_at_once(self, can_send: Callable[[], bool], send: Callable[[Choice], None]) -> None:
+        """Sends tokens while they arrive, where `step` waits and the client reads: waking the task
+        of a stream costs more than all else that a step does for it."""
+
+        def take_now(index: int, delta: Delta) -> bool:
+            if not can_send():
+                return False
+            choice = self.choices[index]
+            if choice.finish_reason is not None:
+                return True
+            try:
+                self._push(choice, delta)
+                send(choice)
+            except Exception as error:  # for `step` to raise
+                self._inbox.close(error)
+            if choice.finish_reason is not None:
+                self._inbox.wake()
+            return True
+
+        self._inbox.take_now = take_now
+
     def abandon(self) -> None:
         """The client went away: cancels everything and makes `step` raise `ClientGone`."""
         self.cancel()
@@ -138,11 +159,7 @@ class Answer:
 
     def _apply(self, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):
-            self._record.tokens(choice, event)
-            choice.push(event)
-            if choice.finish_reason is not None:  # a stop string, of which the target knows nothing
-                self._routed[choice.index].cancel()
-                self._num_open -= 1
+            self._push(choice, event)
         elif isinstance(event, Started):
             choice.start(event)
             self._record.started(choice)
@@ -154,3 +171,10 @@ class Answer:
         elif isinstance(event, Failed):
             with client_names({"grammar": self.plan.grammar_field}):
                 raise event.error
+
+    def _push(self, choice: Choice, delta: Delta) -> None:
+        self._record.tokens(choice, delta)
+        choice.push(delta)
+        if choice.finish_reason is not None:  # a stop string, of which the target knows nothing
+            self._routed[choice.index].cancel()
+            self._num_open -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 
 import orjson
 from starlette.responses import Response
@@ -14,6 +15,7 @@ from gateway.answer import Answer
 from gateway.choice import Choice, Piece
 from gateway.chunks import Chunks
 from gateway.final_choice import FinalChoice
+from gateway.http_protocol import BODY_WRITER, BodyWriter
 from gateway.inbox import ClientGone
 from gateway.usage import usage
 from shared.errors import OutriderError
@@ -36,7 +38,8 @@ class EventStream(Response):
 
     A raw ASGI response: Starlette's own costs half as much again per chunk. Headers go out when
     the target starts on the request, so that a refusal can still be a status. `send` waits while
-    the client does not read; what arrives meanwhile is merged into one chunk per choice.
+    the client does not read; what arrives meanwhile is merged into one chunk per choice. While it
+    reads, and the server has a `BodyWriter`, chunks are written as tokens arrive.
     """
 
     def __init__(self, answer: Answer, chunks: Chunks) -> None:
@@ -52,16 +55,19 @@ class EventStream(Response):
                     await send(_START)
                     # A task of its own, with a short stack: waking this one walks through the
                     # frame of every middleware, and a stream is woken once a step.
-                    await asyncio.create_task(self._send_choices(answer, send))
+                    writer = scope.get("extensions", {}).get(BODY_WRITER)
+                    await asyncio.create_task(self._send_choices(answer, send, writer))
         except (ClientGone, _Reported):
             return
 
-    async def _send_choices(self, answer: Answer, send: Send) -> None:
+    async def _send_choices(self, answer: Answer, send: Send, writer: BodyWriter | None) -> None:
         chunks = self._chunks
         try:
             usage_so_far = self._usage_so_far()
             body = b"".join([chunks.opening(each, usage_so_far) for each in answer.choices])
             body += self._news(answer.choices)
+            if writer is not None and len(answer.choices) == 1:  # several share a write
+                answer.send_at_once(writer.is_ready, partial(self._write_news, writer))
             while not answer.is_complete:
                 if body:
                     await send({"type": _BODY, "body": body, "more_body": True})
@@ -71,6 +77,12 @@ class EventStream(Response):
         except OutriderError as error:
             await send({"type": _BODY, "body": chunks.failure(error), "more_body": False})
             raise _Reported from error
+
+    def _write_news(self, writer: BodyWriter, choice: Choice) -> None:
+        usage_so_far = self._usage_so_far() if self._answer.plan.continuous_usage else b""
+        news = self._chunks.news(choice, usage_so_far)
+        if news:
+            writer.write(news)
 
     def _news(self, choices: Collection[Choice]) -> bytes:
         usage_so_far = self._usage_so_far()

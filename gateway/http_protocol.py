@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+BODY_WRITER = "outrider.body_writer"  # of a scope's extensions: a `BodyWriter`
 _TOO_MANY = b"503 Service Unavailable"
 _TOO_SLOW = b"408 Request Timeout"
 _TOO_LARGE = b"431 Request Header Fields Too Large"
@@ -24,6 +25,25 @@ class ConnectionLimits:
     max_connections: int = 8192
     max_header_bytes: int = 64 * 1024
     header_timeout_s: float = 15.0
+
+
+class BodyWriter:
+    """Writes parts of a response that has begun and has no length, without a coroutine."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def is_ready(self) -> bool:
+        """Returns whether `send` would not wait."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
+
+    def write(self, part: bytes) -> None:
+        """Writes a part that is not empty."""
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -71,6 +91,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_TOO_LARGE)
             return
         super().on_headers_complete()
+        if self.cycle is not None:
+            writer: Any = BodyWriter(self.cycle)
+            self.scope["extensions"] = {BODY_WRITER: writer}
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:

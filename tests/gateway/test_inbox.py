@@ -64,3 +64,24 @@ async def test_what_came_before_an_abort_is_still_read() -> None:
     assert await box.take() == [(0, Delta([1, 2], 0))]
     with pytest.raises(Aborted):
         await box.take()
+
+
+async def test_a_delta_is_taken_at_once_only_where_the_reader_waits_for_nothing_else() -> None:
+    box, _ = inbox()
+    at_once: list[int] = []
+
+    def take_now(index: int, delta: Delta) -> bool:
+        at_once.extend(delta.token_ids)
+        return True
+
+    box.take_now = take_now
+    box.put(0, Delta([1], 0))  # nobody waits
+    assert await box.take() == [(0, Delta([1], 0))]
+    reader = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.put(0, Delta([2], 0))
+    assert not reader.done()
+    box.put(0, Started(0))
+    box.put(0, Delta([3], 0))  # behind what is unread
+    assert await reader == [(0, Started(0)), (0, Delta([3], 0))]
+    assert at_once == [2]

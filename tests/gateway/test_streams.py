@@ -15,7 +15,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.app import Gateway, create_app
+from gateway.http_protocol import BodyWriter
 from gateway.limits import RequestLimits
+from shared.errors import Unavailable
 from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget
@@ -172,6 +174,56 @@ async def test_what_a_slow_client_left_unread_comes_as_one_chunk(
     sent = events(b"".join(scope_sent))
     text = "".join(c["choices"][0]["delta"].get("content", "") for c in sent[:-1])
     assert text == "there and then the other thing"
+
+
+@pytest.mark.parametrize("stop", [None, "other"])
+async def test_tokens_are_written_as_they_arrive_without_waking_the_task(
+    openai_client: AsyncOpenAI,
+    target: FakeTarget,
+    gateway: Gateway,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: str | None,
+) -> None:
+    at_once: list[bytes] = []
+    write = BodyWriter.write
+
+    def written(writer: BodyWriter, part: bytes) -> None:
+        at_once.append(part)
+        write(writer, part)
+
+    monkeypatch.setattr(BodyWriter, "write", written)
+    token_ids = await ids_of(tokenizer, "there and then the other thing")
+    target.reply = lambda request: [[token_id] for token_id in (*token_ids, 0)]
+    stream = await openai_client.chat.completions.create(
+        model="fake", messages=MESSAGES, stream=True, stop=stop
+    )
+    choices = [chunk.choices[0] async for chunk in stream]
+    text = "".join(choice.delta.content or "" for choice in choices)
+    assert text == ("there and then the " if stop else "there and then the other thing")
+    assert choices[-1].finish_reason == "stop"
+    assert at_once
+    await eventually(lambda: gateway.open_answers.num_open == 0)
+
+
+async def test_what_fails_while_it_is_written_at_once_ends_the_stream_with_an_error(
+    openai_client: AsyncOpenAI,
+    target: FakeTarget,
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(writer: BodyWriter, part: bytes) -> None:
+        raise Unavailable("no more", reason="GONE")
+
+    monkeypatch.setattr(BodyWriter, "write", write)
+    target.reply = lambda request: itertools.repeat([5])
+    stream = await openai_client.chat.completions.create(
+        model="fake", messages=MESSAGES, stream=True, max_tokens=3000
+    )
+    with pytest.raises(openai.APIError, match="no more"):
+        async for _ in stream:
+            pass
+    await eventually(lambda: gateway.pool.num_live == 0)
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
