@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.draft.drafter_factory import build_drafter, use_device, worker_identity
-from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.host import Host
+from services.draft.drafters.table_service import borrowed_tensors
 from services.draft.engine import DraftEngine
 from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, engine_figures
@@ -29,7 +29,7 @@ from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacitie
 from services.target.settings import TargetSettings
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed
-from shared.models.heads.target_tensors import BorrowedTensors
+from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
 from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -83,7 +83,7 @@ def build_embedded_draft(
         recorder=recorder,
         is_pinned=chosen.is_shape_pinned,
         fan_out=chosen.fan_out,
-        enter_thread=functools.partial(use_device, chosen),
+        enter_thread=partial(use_device, chosen),
     )
     engine.start()
     with start_phase("warm-up"):
@@ -113,18 +113,20 @@ def _follow_weights(
 ) -> None:
     """Has a head copy what it borrowed when the target's weights change, and drop what it knows of
     texts: features of other weights made it."""
-    decoder = _host(target, settings, chosen).decoder
-    if decoder is None or not isinstance(drafter, EagleDrafter | DflashDrafter):
+    if chosen.target_model_path != settings.model_path:
         return
-    if isinstance(drafter, DflashDrafter):
-        lm_head, token_ids = drafter.head.lm_head, None
+    lent, decoder = _host(target, settings, chosen).decoder, target.decoder
+    borrowed = borrowed_tensors(chosen, drafter, lent)
+    if borrowed is None:
+        return
+    tensors: TargetTensors
+    if lent is None:
+        tensors = ReadTensors(decoder.config, partial(target.read_table, dtype=borrowed.dtype))
     else:
-        lm_head = drafter.head.vocabulary.lm_head
-        token_ids = drafter.head.vocabulary.token_ids
-    borrowed = BorrowedTensors(decoder, drafter.head.embedding, lm_head, token_ids)
+        tensors = DecoderTensors(lent, borrowed.dtype)
 
     def follow() -> None:
-        borrowed.follow()
+        borrowed.follow(tensors)
         with suppress(EngineFailed):
             engine.flush_prefix_cache()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpc import aio
 
 from services.draft.backoff import Backoff
 from services.draft.engine import Deliver
-from services.draft.events import Event, LinkTerms, Output
+from services.draft.events import Event, LinkTerms, Output, WeightsUpdated
 from services.draft.link_codec import (
     attach_request,
     event_from_response,
@@ -40,6 +40,7 @@ DETACH_TIMEOUT_S = 1.0
 
 Requests = asyncio.Queue[pb.SpeculateRequest | None]
 """None is the end."""
+Follow = Callable[[aio.Channel, int], Coroutine[Any, Any, None]]
 Stream = aio.StreamStreamCall[pb.SpeculateRequest, pb.SpeculateResponse]
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,11 @@ class AttachClient:
         max_waiting_requests: int = MAX_WAITING_REQUESTS,
         tls: ClientTls | None = None,
         wire: WireMeter | None = None,
+        follow: Follow | None = None,
     ) -> None:
+        """Args:
+        follow: reads what is borrowed of the target anew, after an update of its weights.
+        """
         self.status = LinkStatus(address)
         self._identity = identity
         self._engine = engine
@@ -75,6 +80,8 @@ class AttachClient:
         self._wire = wire or WireMeter()
         self._meter = self._wire.stream("")
         self._detaching = asyncio.Event()
+        self._follow = follow
+        self._following: asyncio.Task[None] | None = None
 
     def detach(self) -> None:
         """Makes `run` end, politely: what the target hears is the end of the stream."""
@@ -92,7 +99,7 @@ class AttachClient:
         """Returns the seconds to wait before the next one."""
         try:
             async with open_channel(self.status.address, self._tls) as channel:
-                await self._converse(_open_stream(channel))
+                await self._converse(channel)
             return self._note_end(Unavailable("the target ended the stream", reason="STREAM_ENDED"))
         except aio.AioRpcError as failure:
             return self._note_end(error_from_rpc(failure))
@@ -113,8 +120,9 @@ class AttachClient:
         log.warning("target %s: %s", self.status.address, self.status.last_error)
         return self._backoff.next_s()
 
-    async def _converse(self, stream: Stream) -> None:
-        """Serves the stream until either side ends it."""
+    async def _converse(self, channel: aio.Channel) -> None:
+        """Serves a stream until either side ends it."""
+        stream = _open_stream(channel)
         attached = await self._attach(stream)
         terms = terms_from_message(attached, self._identity.feature_spec)
         requests: Requests = asyncio.Queue()
@@ -132,9 +140,10 @@ class AttachClient:
         log.info("target %s: attached as %s", self.status.address, attached.attachment_id)
         ring = open_ring(attached, self._identity)
         try:
-            await self._carry(stream, link, requests, ring)
+            await self._carry(stream, link, requests, ring, channel)
         finally:
             self._engine.close_link(link)
+            self._stop_following()
 
     async def _attach(self, stream: Stream) -> pb.Attached:
         """Raises:
@@ -159,9 +168,10 @@ class AttachClient:
         link: int,
         requests: Requests,
         ring: FeatureRingReader | None,
+        channel: aio.Channel,
     ) -> None:
         draining = asyncio.Event()
-        intake = self._read_all(stream, link, draining, requests, ring)
+        intake = self._read_all(stream, link, draining, requests, ring, channel)
         reading = asyncio.create_task(intake)
         writing = asyncio.create_task(self._write_all(stream, requests))
         leaving = [asyncio.create_task(event.wait()) for event in (draining, self._detaching)]
@@ -188,6 +198,7 @@ class AttachClient:
         draining: asyncio.Event,
         requests: Requests,
         ring: FeatureRingReader | None,
+        channel: aio.Channel,
     ) -> None:
         """Submits every event until the target ends the stream."""
         _free_ring(ring, requests)
@@ -201,7 +212,16 @@ class AttachClient:
                 event = event_from_response(link, response, self._identity.feature_spec, ring)
                 if event is not None:
                     self._engine.submit(event)
+                if isinstance(event, WeightsUpdated) and self._follow is not None:
+                    self._stop_following()  # an older update is of no use
+                    reading = self._follow(channel, event.num_updates)
+                    self._following = asyncio.create_task(reading)
                 _free_ring(ring, requests)
+
+    def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
 
     async def _write_all(self, stream: Stream, requests: Requests) -> None:
         """Returns when the stream is broken.

@@ -138,6 +138,18 @@ class FeaturesArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsUpdated:
+    """A target has other weights: what its features have made so far is out of date.
+
+    Attributes:
+        num_updates: since the target started.
+    """
+
+    link: int
+    num_updates: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequencesClosed:
     """Sequences that ended."""
 
@@ -146,7 +158,13 @@ class SequencesClosed:
 
 
 Event = (
-    LinkOpened | LinkClosed | SequencesOpened | RoundsDecided | FeaturesArrived | SequencesClosed
+    LinkOpened
+    | LinkClosed
+    | SequencesOpened
+    | RoundsDecided
+    | FeaturesArrived
+    | SequencesClosed
+    | WeightsUpdated
 )
 
 

@@ -20,6 +20,7 @@ from services.draft.events import (
     SequencesClosed,
     SequencesOpened,
     SequencesReleased,
+    WeightsUpdated,
 )
 from services.draft.feature_codec import bad_features, rows_from_message
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
@@ -145,6 +146,8 @@ def event_from_response(
             rows = _chunk_rows(chunk, spec, ring)
             features = _feature_rows(rows, chunk.position_offset)
             return FeaturesArrived(link, chunk.sequence_id, features)
+        case "weights_updated":
+            return WeightsUpdated(link, response.weights_updated.update_count)
         case "attached":
             raise InvalidArgument.of("ATTACHED_TWICE", "attached", "a second `attached` arrived")
     return None

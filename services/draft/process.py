@@ -7,12 +7,12 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grpc import aio
 
-from services.draft.attach_client import AttachClient
+from services.draft.attach_client import AttachClient, Follow
 from services.draft.backoff import Backoff
 from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafter_factory import compiles_kernels, use_device
@@ -105,6 +105,7 @@ class DraftProcess:
         self._weights = HeadWeights(self._settings, drafter, engine)
         most = self._settings.max_running_requests if compiles_kernels(self._settings) else None
         await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec, most_at_once=most)
+        follow = await asyncio.to_thread(self._follow, drafter, engine)
         self._clients = [
             AttachClient(
                 address,
@@ -113,6 +114,7 @@ class DraftProcess:
                 Backoff(),
                 tls=self._settings.target_tls,
                 wire=self._wire,
+                follow=follow,
             )
             for address in self._settings.target
         ]
@@ -125,6 +127,26 @@ class DraftProcess:
         engine.prepare_when_idle()
         self._runs = [asyncio.create_task(client.run()) for client in self._clients]
         log.info("serving on port %d, shape %s", self.port, engine.shape)
+
+    def _follow(self, drafter: Drafter, engine: DraftEngine) -> Follow | None:
+        """Returns what reads borrowed tables anew; None where nothing is borrowed."""
+        if not self._settings.algorithm.reads_features:
+            return None
+        # A worker without a model runs where torch is not installed.
+        from services.draft.drafters.table_service import BorrowedTables, borrowed_tensors
+
+        borrowed = borrowed_tensors(self._settings, drafter)
+        if borrowed is None or not borrowed.tables:
+            return None
+
+        def between(function: Callable[[], None]) -> None:
+            def swap() -> None:
+                function()
+                drafter.flush_prefix_cache()
+
+            engine.between_rounds(swap).result()
+
+        return BorrowedTables(borrowed, between).follow
 
     @property
     def num_attached(self) -> int:

@@ -22,6 +22,7 @@ from services.draft.events import (
     SequencesClosed,
     SequencesOpened,
     SequencesReleased,
+    WeightsUpdated,
 )
 from services.draft.recorder import DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -89,6 +90,8 @@ class SequenceTable:
             case SequencesClosed():
                 for sequence_id in event.sequence_ids:
                     self.close(SequenceKey(event.link, sequence_id))
+            case WeightsUpdated():
+                self._drafter.flush_prefix_cache()
             case _:
                 assert_never(event)
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from services.target.clock import Clock
 from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
@@ -33,6 +34,7 @@ from shared.candidate_columns import CandidateColumns
 from shared.errors import EngineFailed, Unavailable
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
+from shared.models.heads.target_tensors import Table
 from shared.runtime.device import launch_on
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
@@ -238,6 +240,10 @@ class Engine:
     def weight_version(self) -> str:
         """The name of the weights in force."""
         return self._loop.weights.status.version
+
+    def read_table(self, table: Table, dtype: torch.dtype) -> Tensor:
+        """Returns a table of the decoder; for whoever follows its weights, see `follow_weights`."""
+        return self._loop.weights.table(table, dtype)
 
     def share_weights(self, ranks: RankStages) -> None:
         """Has the other processes of the model take part in updates; before `start`."""

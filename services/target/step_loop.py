@@ -140,7 +140,13 @@ class StepLoop:
             runs_ahead=overlaps,
         )
         self.drafts = DraftExchange(
-            self.attachments, self._features, self._rounds, self._selections, clock, runner.cache
+            self.attachments,
+            self._features,
+            self._rounds,
+            self._selections,
+            clock,
+            runner.cache,
+            version,
         )
         scheduler.lanes = AllLanes(self._rounds, self._selections)
         self._in_flight: LaunchedStep | None = None
@@ -161,6 +167,7 @@ class StepLoop:
                 is_movable=not runner.has_graphs and runner.decoder.group is None,
             ),
         )
+        self.weights.followers.append(self.drafts.weights_updated)
         self._planned = DeviceMark(runner.device)
 
     def step(self) -> bool:

@@ -9,7 +9,13 @@ from multiprocessing.connection import Connection
 from services.followers import Followers, Seat, check_shard, rank_devices
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
-from services.target.weight_stager import ApplyCall, FollowingStager, StageCall, WeightStager
+from services.target.weight_stager import (
+    ApplyCall,
+    FollowingStager,
+    StageCall,
+    TableCall,
+    WeightStager,
+)
 from shared.models.config import ModelConfig
 from shared.models.shard import Shard
 from shared.runtime.lockstep import follow
@@ -50,7 +56,7 @@ def _follow(
     rounds = RoundFollower(runner)
 
     def take(message: object) -> None:
-        if isinstance(message, StageCall | ApplyCall):
+        if isinstance(message, StageCall | ApplyCall | TableCall):
             weights.take(message)
         else:
             rounds.take(message)

@@ -18,12 +18,14 @@ from services.target.requests.request import Finished
 from services.target.requests.subscriptions import Subscriptions
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
-from services.target.weight_stager import RankStages, StageCall
+from services.target.weight_stager import RankStages, StageCall, TableCall
 from services.target.weight_version import WeightVersion
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
+from shared.models.heads.target_tensors import Table, table_rows
 from shared.models.weight_update import WeightStage, checksums, named_tensors
+from shared.runtime.host_copy import HostCopy
 from shared.runtime.shortage import Shortage, is_shortage
 
 logger = logging.getLogger(__name__)
@@ -148,7 +150,8 @@ class WeightControl:
         memory: what can be released.
 
     Attributes:
-        followers: who borrows tensors of the decoder, and copies them after an update.
+        followers: who borrows tensors of the decoder, and copies them after an update, or has
+            drafts elsewhere told.
     """
 
     def __init__(
@@ -304,6 +307,31 @@ class WeightControl:
                 f"{message}{Shortage.of(error)}; lower --mem-fraction-static",
                 reason="WEIGHT_UPDATE_NO_ROOM",
             ) from error
+
+    def table_rows(
+        self, table: Table, start: int, end: int, dtype: torch.dtype, *, num_updates: int
+    ) -> HostCopy:
+        """Returns rows of a table on their way to the host.
+
+        Raises:
+            FailedPrecondition: there were not as many updates, or one broke off.
+        """
+        if num_updates != self._version.num_updates or self._is_torn:
+            raise FailedPrecondition(
+                f"the weights of update {num_updates} were asked for; {self._version.num_updates} "
+                f"is in force",
+                reason="WEIGHTS_CHANGED",
+            )
+        return HostCopy(self._rows(table, start, end).to(dtype, copy=True))
+
+    def table(self, table: Table, dtype: torch.dtype) -> Tensor:
+        """Returns a table `[V, H]`, on the device."""
+        return self._rows(table, 0, self._decoder.config.vocab_size).to(dtype)
+
+    def _rows(self, table: Table, start: int, end: int) -> Tensor:
+        if self._ranks is not None:
+            self._ranks.add_rows(TableCall(table, start, end))
+        return table_rows(self._decoder, table, start, end)
 
     def gather(self, call: StageCall) -> None:
         """Has the other processes of the model gather what this one does."""

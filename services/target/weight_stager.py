@@ -31,6 +31,7 @@ from shared.model_options import LoadFormat, ModelOptions
 from shared.models.checkpoint import Checkpoint
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
+from shared.models.heads.target_tensors import Table, table_rows
 from shared.models.weight_update import WeightStage
 from shared.runtime.lockstep import Leader
 
@@ -203,6 +204,10 @@ class WeightStager:
         for tensor, place in zip(tensors, places, strict=True):
             self.stage.add(tensor.name, place.cpu())
 
+    def add_rows(self, call: TableCall) -> None:
+        """Takes part in `table_rows`, behind what is launched."""
+        table_rows(self._decoder, call.table, call.start, call.end)
+
     def _new_stage(self) -> WeightStage:
         return WeightStage(self._decoder, self._keys, self._options)
 
@@ -257,6 +262,15 @@ class ApplyCall:
     """Every process puts in force what it has gathered, if all are ready."""
 
 
+@dataclass(frozen=True, slots=True)
+class TableCall:
+    """Every process adds its rows of a table."""
+
+    table: Table
+    start: int
+    end: int
+
+
 class RankStages:
     """The processes of ranks 1 and above, as rank 0 sees them. On the engine thread."""
 
@@ -265,6 +279,10 @@ class RankStages:
 
     def tell(self, call: StageCall) -> None:
         """Has them gather beside their steps, each call behind the one before."""
+        self._leader.tell(call)
+
+    def add_rows(self, call: TableCall) -> None:
+        """Has them take part in `table_rows`."""
         self._leader.tell(call)
 
     def agree(self) -> None:
@@ -295,6 +313,9 @@ class FollowingStager:
         """Does what rank 0 announces."""
         if isinstance(message, StageCall):
             self._worker.submit(self._gather, message)
+            return
+        if isinstance(message, TableCall):
+            self._stager.add_rows(message)
             return
         assert isinstance(message, ApplyCall), message
         self._worker.submit(lambda: None).result()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.draft.learner.__main__ import read_settings
 from services.draft.learner.process import LearnerProcess
@@ -192,3 +193,29 @@ async def test_a_draft_of_another_head_is_named_at_once(
 def test_bad_settings_are_named(flags: tuple[str, ...], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         read_settings(list(flags))
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE], indirect=True)
+async def test_other_weights_of_the_target_are_learnt_from_anew(
+    target_folder: Path, head_folder: Path, algorithm: Algorithm, tmp_path: Path
+) -> None:
+    other = write_checkpoint(
+        tmp_path / "other", "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=6), seed=4
+    )
+    async with serving_target(target_folder) as target:
+        flags = ("--target", target.address, "--lesson-tokens", "1000000")
+        process = await asyncio.to_thread(
+            _learner, algorithm, head_folder, target_folder, tmp_path / "out", *flags
+        )
+        async with _running(process):
+            await _until(lambda: process.traffic.num_links == 1)
+            await _ask(target, 3)
+            await _until(lambda: process.traffic.num_examples == 3)
+            disk = admin_pb.UpdateWeightsRequest.Disk(model_path=str(other))
+            await target.admin.UpdateWeights(admin_pb.UpdateWeightsRequest(disk=disk))
+            await _until(lambda: process.traffic.num_forgotten == 1)
+            assert process.traffic.num_kept_tokens == 0
+            weights = load_file(other / "model.safetensors")
+            ends = process.learner._student._ends
+            await _until(lambda: torch.equal(ends.lm_head, weights["lm_head.weight"]))
+            assert torch.equal(ends.embedding, weights["model.embed_tokens.weight"])

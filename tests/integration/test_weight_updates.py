@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
-from shared.models.heads.target_tensors import BorrowedTensors
+from shared.models.heads.target_tensors import BorrowedTensors, TargetTensors
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -117,11 +118,7 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
     head: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    borrowers: list[BorrowedTensors] = []
-    follow = BorrowedTensors.follow
-    monkeypatch.setattr(
-        BorrowedTensors, "follow", lambda self: (borrowers.append(self), follow(self))
-    )
+    borrowers = _followed(monkeypatch)
     old, new = folders
     async with _serving(old, None) as (stub, _):
         of_old = await _answers(stub)
@@ -148,9 +145,27 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
                     assert tokens[place:] == await _rest(stub, known, len(prompt), 200 - place)
             assert await _answers(drafted) == of_new
             [borrowed] = borrowers
-            assert borrowed._head is not None
-            target = borrowed._target
-            assert torch.equal(borrowed._head.dense(), target.lm_head())
+            assert _has_tables_of(new, borrowed)
+
+
+def _followed(monkeypatch: pytest.MonkeyPatch) -> list[BorrowedTensors]:
+    """Returns whoever follows an update from now on, once for each time that it did."""
+    borrowers: list[BorrowedTensors] = []
+    follow = BorrowedTensors.follow
+
+    def noted(borrowed: BorrowedTensors, target: TargetTensors) -> None:
+        follow(borrowed, target)
+        borrowers.append(borrowed)
+
+    monkeypatch.setattr(BorrowedTensors, "follow", noted)
+    return borrowers
+
+
+def _has_tables_of(folder: Path, borrowed: BorrowedTensors) -> bool:
+    assert borrowed._head is not None
+    weights = load_file(folder / "model.safetensors")
+    key = "model.embed_tokens.weight" if borrowed.config.tie_word_embeddings else "lm_head.weight"
+    return torch.equal(borrowed._head.dense(), weights[key])
 
 
 async def _rest(stub: Any, prompt: list[int], seed: int, count: int) -> list[int]:
@@ -167,7 +182,7 @@ async def test_without_its_copies_a_head_is_found_out(
 ) -> None:
     """The draft is not told: its tokens stay right, and what it borrowed is seen to be old."""
     told: list[BorrowedTensors] = []
-    monkeypatch.setattr(BorrowedTensors, "follow", lambda self: told.append(self))
+    monkeypatch.setattr(BorrowedTensors, "follow", lambda self, _: told.append(self))
     old, new = folders
     async with _serving(new, None) as (stub, _):
         of_new = await _answers(stub)
@@ -175,5 +190,4 @@ async def test_without_its_copies_a_head_is_found_out(
         await admin.UpdateWeights(_disk(new))
         assert await _answers(drafted) == of_new
         [borrowed] = told
-        assert borrowed._head is not None
-        assert not torch.equal(borrowed._head.dense(), borrowed._target.lm_head())
+        assert not _has_tables_of(new, borrowed)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -70,7 +71,8 @@ class LessonReport:
 
     Attributes:
         version: that serves after it; 0 is the head of the start.
-        event: "kept", "swapped", "refused" or "rolled back".
+        event: "kept", "swapped", "refused", "rolled back", or "outdated" where the target's weights
+            changed meanwhile.
         loss: mean of its updates.
         before, after: tokens a round on held-out traffic, of the weights that served and of those
             that were tried; None where too little is held out.
@@ -129,6 +131,11 @@ class Learner:
         self._num_watched = 0
         self._newest = max(map(_version_of, lessons.out.glob("version-*")), default=0)
         self._seen_tokens = 0
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def between_updates(self, function: Callable[[], None]) -> None:
+        """Has the learner's thread call a function before its next update; from any thread."""
+        self._calls.put(function)
 
     @property
     def version(self) -> int:
@@ -146,6 +153,7 @@ class Learner:
     def run(self, stop: threading.Event, *, max_lessons: int | None = None) -> None:
         """Gives lessons as traffic comes, until `stop` is set or there were enough."""
         while not stop.is_set() and (max_lessons is None or self.figures.num_lessons < max_lessons):
+            self._call()
             if self.watch() is None and self.step(stop) is None:
                 stop.wait(_POLL_S)
 
@@ -172,9 +180,12 @@ class Learner:
         recent = traffic.recent()
         if not recent or traffic.num_tokens - self._seen_tokens < lessons.min_new_tokens:
             return None
-        self._seen_tokens = traffic.num_tokens
+        self._seen_tokens, num_forgotten = traffic.num_tokens, traffic.num_forgotten
         self.figures.num_lessons += 1
         loss = self._train(recent, traffic.replayed(), stop or threading.Event())
+        if traffic.num_forgotten != num_forgotten:
+            self._student.restore(self._served.state)
+            return self._note("outdated", loss, None, None)
         held_out = traffic.held_out()[-lessons.max_held_out :]
         if len(held_out) < lessons.min_held_out:
             return self._note("kept", loss, None, None)
@@ -212,12 +223,17 @@ class Learner:
         for _ in range(self._lessons.num_updates):
             if stop.is_set():
                 break
+            self._call()
             start_s = time.perf_counter()
             old = self._drawn(replayed, num_replayed)
             batch = old + self._drawn(recent, self._student.batch_size - len(old))
             losses.append(self._student.learn(batch, self._generator))
             self._rest(time.perf_counter() - start_s, stop)
         return sum(losses) / max(len(losses), 1)
+
+    def _call(self) -> None:
+        while not self._calls.empty():
+            self._calls.get()()
 
     def _rest(self, busy_s: float, stop: threading.Event) -> None:
         self.figures.busy_s += busy_s

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from services.draft.algorithm import Algorithm
 from services.draft.attach_client import AttachClient
 from services.draft.backoff import Backoff
+from services.draft.drafters.table_service import BorrowedTables
 from services.draft.learner.learner import Learner, Lessons
 from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import Student, Teaching
@@ -29,12 +30,14 @@ from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.worker import WorkerIdentity
 from shared.hub import shown_name
+from shared.kernels.linear import LinearWeight
+from shared.layers.linear import Linear
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
-from shared.models.heads.target_tensors import TargetFolder
+from shared.models.heads.target_tensors import BorrowedTensors, TargetFolder
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
@@ -55,6 +58,11 @@ class _Ends:
     embedding: torch.Tensor
     lm_head: torch.Tensor
 
+    @property
+    def head(self) -> Linear:
+        """The lm_head's own memory, whatever products like best."""
+        return Linear(LinearWeight(self.lm_head, is_packed=False), None)
+
 
 class LearnerProcess:
     """Everything around one `Learner`.
@@ -70,7 +78,8 @@ class LearnerProcess:
 
     def __init__(self, settings: LearnerSettings) -> None:
         self._settings = settings
-        head, ends = _served_head(settings)
+        head, ends, tensors = _served_head(settings)
+        self._borrowed = BorrowedTensors(tensors, ends.embedding, ends.head)
         self._spec = head.feature_spec
         teaching = Teaching(
             unroll=settings.unroll,
@@ -135,7 +144,10 @@ class LearnerProcess:
             feature_spec=self._spec,
             learns=True,
         )
-        return AttachClient(address, identity, self.traffic, Backoff(), tls=settings.target_tls)
+        follow = BorrowedTables(self._borrowed, self.learner.between_updates).follow
+        return AttachClient(
+            address, identity, self.traffic, Backoff(), tls=settings.target_tls, follow=follow
+        )
 
     def _publish(self, folder: Path, version: int) -> None:
         """On the learner's thread; see `Publish`."""
@@ -214,7 +226,7 @@ def _lessons(settings: LearnerSettings) -> Lessons:
     )
 
 
-def _served_head(settings: LearnerSettings) -> tuple[DraftHead, _Ends]:
+def _served_head(settings: LearnerSettings) -> tuple[DraftHead, _Ends, TargetFolder]:
     """Loads the head as drafts do: so the target hears of the same features, bit for bit."""
     folder, algorithm = settings.model_folder, settings.speculative_algorithm
     target = ModelConfig.from_folder(settings.target_folder)
@@ -230,7 +242,7 @@ def _served_head(settings: LearnerSettings) -> tuple[DraftHead, _Ends]:
     else:
         kind = HeadKind(algorithm.value)
         head = load_head(folder, kind, tensors, dtype=dtype, device=device)
-    return head, _Ends(head.embedding, tensors.lm_head())
+    return head, _Ends(head.embedding, tensors.lm_head()), tensors
 
 
 def _recorded(

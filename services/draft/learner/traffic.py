@@ -25,6 +25,7 @@ from services.draft.events import (
     LinkTerms,
     Opening,
     SequencesOpened,
+    WeightsUpdated,
 )
 
 _SPLITS = 1000
@@ -78,12 +79,13 @@ class Traffic:
 
     Attributes:
         num_examples, num_tokens: that came since the start.
+        num_forgotten: times that everything was dropped.
     """
 
     def __init__(
         self, retention: Retention, clock: Callable[[], float] = time.monotonic, seed: int = 0
     ) -> None:
-        self.num_examples = self.num_tokens = 0
+        self.num_examples = self.num_tokens = self.num_forgotten = 0
         self._retention, self._clock = retention, clock
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -113,6 +115,8 @@ class Traffic:
 
     def submit(self, event: Event) -> None:
         """Takes an event in; those that only a draft needs are nothing."""
+        if isinstance(event, WeightsUpdated):
+            self.forget()
         with self._lock:
             match event:
                 case SequencesOpened():
@@ -161,6 +165,7 @@ class Traffic:
     def forget(self) -> None:
         """Drops everything: the target's hidden states mean something else from now on."""
         with self._lock:
+            self.num_forgotten += 1
             for kept in (self._recent, self._replay, self._held_out):
                 kept.clear()
             self._open.clear()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
     from services.target.rounds.round_source import RoundSource
     from services.target.sequence import Sequence
+    from services.target.weight_version import WeightVersion
     from shared.errors import OutriderError
 
 
@@ -61,12 +62,15 @@ class DraftMessage:
     Attributes:
         features: rows of newly computed positions, without gaps from a sequence's first row on;
             a sequence's rows come no later than the verdict that commits what follows them.
+        weights: those in force now, where the draft has not heard of them; it is told behind what
+            is closed.
     """
 
     opened: tuple[OpenedSequence, ...]
     verdicts: tuple[Verdict, ...]
     closed: tuple[int, ...]
     features: tuple[FeatureRows, ...] = ()
+    weights: WeightVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,7 @@ class Attachment:
     outbox_verdicts: list[Verdict] = field(default_factory=list)
     outbox_closed: list[int] = field(default_factory=list)
     outbox_features: list[FeatureRows] = field(default_factory=list)
+    outbox_weights: WeightVersion | None = None
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -276,7 +281,8 @@ class Attachment:
         """Whether there is anything to tell that cannot wait: more than verdicts on paused
         sequences, or many of those. Waking the draft with each step costs a fast target on the same
         processors a part of it."""
-        others = self.outbox_opened or self.outbox_closed or self.outbox_features
+        others = bool(self.outbox_opened or self.outbox_closed or self.outbox_features)
+        others = others or self.outbox_weights is not None
         many = len(self.outbox_verdicts) >= MOST_HELD_VERDICTS * len(self.sequence_ids)
         is_empty = not (others or self.outbox_verdicts)
         is_held = not (others or many) and all(e.wish.is_paused for e in self.outbox_verdicts)
@@ -292,7 +298,9 @@ class Attachment:
             self.outbox_closed,
             self.outbox_features,
         )
-        message = DraftMessage(*(tuple(outbox) for outbox in outboxes))
+        opened, verdicts, closed, features = (tuple(outbox) for outbox in outboxes)
+        message = DraftMessage(opened, verdicts, closed, features, self.outbox_weights)
+        self.outbox_weights = None
         for outbox in outboxes:
             outbox.clear()
         return message

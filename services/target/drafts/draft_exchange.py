@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
@@ -14,6 +15,7 @@ from services.target.drafts.learners import Learners
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
+from services.target.weight_version import WeightVersion
 from shared.errors import FailedPrecondition
 from shared.runtime.shortage import CacheSize, Shortage
 
@@ -36,6 +38,7 @@ class DraftExchange:
         selections: SelectionSteps,
         clock: Clock,
         cache: CacheSize,
+        version: WeightVersion,
     ) -> None:
         self.offers: deque[Offer] = deque()
         self.learners = Learners(features)
@@ -45,6 +48,7 @@ class DraftExchange:
         self._selections = selections
         self._clock = clock
         self._cache = cache
+        self._version = version
 
     def attach(self, attachment: Attachment, started: Iterable[TargetSequence]) -> None:
         """Adds a draft and hands it the sequences that have left the queue and have none; one whose
@@ -55,6 +59,8 @@ class DraftExchange:
         except RuntimeError as error:
             self._refuse(attachment, self._cache.advice(Shortage.of(error)))
             return
+        if self._version.num_updates:
+            attachment.outbox_weights = replace(self._version)
         if attachment.learns:
             self.learners.attach(attachment)
             return
@@ -86,6 +92,13 @@ class DraftExchange:
         self._rounds.close(attachment)
         if attachment is not None and attachment.feature_spec is not None:
             self._features.close(attachment.feature_spec)
+
+    def weights_updated(self) -> None:
+        """The target has other weights: what drafts borrow of it, and what they made of its
+        features, is out of date."""
+        self.learners.drop_unsent()
+        for attachment in (*self.attachments.drafts.live, *self.learners.attached):
+            attachment.outbox_weights = replace(self._version)
 
     def take_offers(self) -> None:
         """Takes candidates that drafts pushed. Called before a step, and once more before its

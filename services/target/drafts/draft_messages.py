@@ -45,6 +45,11 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     if message.closed:
         closed = pb.SequenceClosedBatch(sequence_ids=message.closed)
         responses.append(pb.SpeculateResponse(closed=closed))
+    if message.weights is not None:
+        updated = pb.WeightsUpdated(
+            update_count=message.weights.num_updates, weight_version=message.weights.name
+        )
+        responses.append(pb.SpeculateResponse(weights_updated=updated))
     if message.opened:
         opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
         responses.append(pb.SpeculateResponse(opened=opened))

@@ -46,6 +46,15 @@ class Learners:
         """Forgets a learner; None where there is no such."""
         return self._attached.pop(attachment_id, None)
 
+    @property
+    def attached(self) -> tuple[Attachment, ...]:
+        """Learners, oldest first."""
+        return tuple(self._attached.values())
+
+    def drop_unsent(self) -> None:
+        """Forgets what is on its way: other weights computed it."""
+        self._lessons.clear()
+
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended; its pages are still its own."""
         is_known = sequence.lease is not None and not sequence.request.never_learnt
@@ -59,6 +68,11 @@ class Learners:
 
     def tell(self) -> None:
         """Sends what has arrived in the host's memory."""
+        for learner in self.attached:
+            message = learner.take_message()
+            if message is not None and not learner.port.send(message):
+                learner.port.close()
+                self.detach(learner.identity.attachment_id)
         while self._lessons and self._lessons[0].rows.is_done:
             lesson = self._lessons.popleft()
             opened, learner = lesson.opened, lesson.attachment

@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+import torch
 from grpc import aio
 
 from services.target.drafts.attachment_terms import AttachmentTerms
-from services.target.drafts.draft_messages import draft_messages
+from services.target.drafts.draft_messages import MAX_CHUNK_BYTES, draft_messages
 from services.target.drafts.draft_stream import DraftStream
 from services.target.drafts.handshake_service import AcceptedDraft, Handshake
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
+from services.target.weight_control import WeightControl
 from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavailable
+from shared.models.heads.target_tensors import Table
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.candidates import TreeLimits, candidates_from_message, report_from_message
 from shared.rpc.lifecycle import Lifecycle
 from shared.runtime.feature_ring import FeatureRingWriter
+from shared.runtime.tensor_codec import dtype_from_number, tensor_message
 from shared.telemetry.wire_meter import StreamMeter, WireMeter
 
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
+_BLOCK_BYTES = 16 * 2**20
 
 
 class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
@@ -80,6 +86,30 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             self._engine.detach(attachment_id)
             self._handshake.release(draft)
             logger.info("draft %s detached from %s: %s", attach.worker_id, attachment_id, cause)
+
+    async def ReadTable(
+        self, request: pb.ReadTableRequest, context: Context
+    ) -> AsyncIterator[pb.TableRows]:
+        if request.table not in (pb.TABLE_EMBEDDING, pb.TABLE_LM_HEAD):
+            message = f"table is {request.table}; it must be TABLE_EMBEDDING or TABLE_LM_HEAD"
+            raise InvalidArgument.of("TABLE_UNKNOWN", "table", message)
+        config, dtype = self._engine.decoder.config, dtype_from_number(request.data_type)
+        row_bytes = config.hidden_size * dtype.itemsize
+        size = max(_BLOCK_BYTES // row_bytes, 1)
+        for start in range(0, config.vocab_size, size):
+            end = min(start + size, config.vocab_size)
+            rows = partial(
+                WeightControl.table_rows,
+                table=Table(request.table),
+                start=start,
+                end=end,
+                dtype=dtype,
+                num_updates=request.update_count,
+            )
+            copy = await asyncio.wrap_future(self._engine.with_weights(rows))
+            block = await asyncio.to_thread(copy.read)
+            for part in torch.split(block, max(MAX_CHUNK_BYTES // row_bytes, 1)):
+                yield pb.TableRows(rows=tensor_message(part))
 
     def drain(self, grace_s: float) -> None:
         """Asks every draft to detach within the grace."""

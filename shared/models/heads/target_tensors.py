@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shared.kernels.embedding import own_embeddings
 from shared.layers.linear import Linear
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
@@ -16,6 +19,13 @@ from shared.models.decoder_weights import DecoderKeys
 from shared.models.weights import WeightPart, read_weights
 
 EMBEDDING_KEY = DecoderKeys().embedding
+
+
+class Table(enum.Enum):
+    """A tensor that a head may borrow; the values are the wire's."""
+
+    EMBEDDING = 1
+    LM_HEAD = 2
 
 
 class TargetTensors(Protocol):
@@ -92,34 +102,81 @@ class DecoderTensors:
         return self._decoder.lm_head.dense().to(self._dtype)
 
 
-class BorrowedTensors:
-    """Tensors that a head copies from a target in its process, and copies again after a weight
-    update. Found by value, so make this before either changes.
+class ReadTensors:
+    """Those of a target whose decoder is cut, or in another process.
 
     Args:
+        read: returns a table `[V, H]` in the head's dtype, on its device.
+    """
+
+    def __init__(self, config: ModelConfig, read: Callable[[Table], Tensor]) -> None:
+        self._config, self._read = config, read
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def embedding(self) -> Tensor:
+        return self._read(Table.EMBEDDING)
+
+    def lm_head(self) -> Tensor:
+        return self.embedding() if self._config.tie_word_embeddings else self._read(Table.LM_HEAD)
+
+
+class BorrowedTensors:
+    """Tensors that a head copies from a target, and copies again after a weight update. Found by
+    value, so make this before either changes.
+
+    Args:
+        target: as the head was loaded from.
         token_ids: `[Vd]` int64, the target's tokens that the head scores; None when all.
+
+    Attributes:
+        config: of the target.
+        dtype, device: of the head.
+        tables: what is borrowed.
     """
 
     def __init__(
-        self, decoder: Decoder, embedding: Tensor, lm_head: Linear, token_ids: Tensor | None
+        self,
+        target: TargetTensors,
+        embedding: Tensor,
+        lm_head: Linear,
+        token_ids: Tensor | None = None,
     ) -> None:
-        self._target = DecoderTensors(decoder, embedding.dtype)
-        self._token_ids = token_ids
-        self._embedding = _if_equal(embedding, self._target.embedding())
-        own = _if_equal(lm_head.dense(), self._lm_head())
+        self.config, self._token_ids = target.config, token_ids
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self._embedding = _if_equal(embedding, target.embedding())
+        own = _if_equal(lm_head.dense(), self._scored(target))
         self._head = None if own is None else lm_head
+        is_tied = self.config.tie_word_embeddings
+        head_table = Table.EMBEDDING if is_tied else Table.LM_HEAD
+        found = {Table.EMBEDDING} if self._embedding is not None else set()
+        self.tables = frozenset(found if self._head is None else {*found, head_table})
 
     @torch.inference_mode()
-    def follow(self) -> None:
+    def follow(self, target: TargetTensors) -> None:
         """Copies what is borrowed; where it is the target's memory, there is nothing to copy."""
         if self._embedding is not None:
-            _copy(self._embedding, self._target.embedding())
+            _copy(self._embedding, target.embedding())
         if self._head is not None:
-            _copy(self._head.weight.values, Linear.of(self._lm_head()).weight.values)
+            place, source = self._head.weight.values, self._scored(target)
+            is_packed = place.layout != torch.strided
+            _copy(place, Linear.of(source).weight.values if is_packed else source)
 
-    def _lm_head(self) -> Tensor:
-        whole = self._target.lm_head()
+    def _scored(self, target: TargetTensors) -> Tensor:
+        whole = target.lm_head()
         return whole if self._token_ids is None else whole.index_select(0, self._token_ids)
+
+
+def table_rows(decoder: Decoder, table: Table, start: int, end: int) -> Tensor:
+    """Returns rows `start` to `end` of a table; the processes of a cut decoder call it together."""
+    is_embedding = table is Table.EMBEDDING or decoder.config.tie_word_embeddings
+    own = decoder.embedding if is_embedding else decoder.lm_head.dense()
+    if decoder.group is None:
+        return own[start:end]
+    token_ids = torch.arange(start, end, device=own.device)
+    return decoder.group.sum(own_embeddings(token_ids, own, decoder.group.rank * len(own)))
 
 
 def _if_equal(own: Tensor, target: Tensor) -> Tensor | None:

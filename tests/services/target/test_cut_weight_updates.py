@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,18 @@ from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Delta, Finished
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers
+from services.target.weight_control import WeightControl
 from services.target.weight_stager import WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import CheckpointError, FailedPrecondition
 from shared.model_options import Quantisation
+from shared.models.heads.target_tensors import Table
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.engines import VOCAB_SIZE, request
 
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
+TABLES = ((Table.EMBEDDING, "model.embed_tokens.weight"), (Table.LM_HEAD, "lm_head.weight"))
 NAME = "model.layers.0.self_attn.o_proj.weight"
 
 
@@ -102,6 +106,19 @@ async def test_both_processes_take_an_update_or_neither(
         assert await cut.answer() == expected[0]
         assert (await cut.updates.read(new, "auto", "step")) is not None
         assert await cut.answer() == expected[1]
+        for table, key in TABLES:
+            rows = cut.engine.with_weights(
+                partial(
+                    WeightControl.table_rows,
+                    table=table,
+                    start=3,
+                    end=VOCAB_SIZE,
+                    dtype=torch.float32,
+                    num_updates=1,
+                )
+            )
+            whole = load_file(new / "model.safetensors")[key]
+            assert torch.equal(rows.result().read(), whole[3:]), "what drafts elsewhere are sent"
         weights = load_file(old / "model.safetensors")
         await cut.updates.begin()
         for name in sorted(weights):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.draft.events import WeightsUpdated
 from services.draft.learner.learner import LOG_FILE, Learner, Lessons
 from services.draft.learner.student import Student, Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
@@ -191,6 +192,27 @@ def test_weights_that_turn_out_worse_are_taken_back(tmp_path: Path) -> None:
     assert taken_back.event == "rolled back"
     assert drafts.versions == [1, 0]
     assert (learner.version, learner.figures.num_rollbacks) == (0, 1)
+
+
+def test_a_lesson_on_what_other_weights_computed_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target takes other weights in the middle of a lesson; then the next one counts."""
+    drafts = Drafts()
+    learner, traffic, student = _learner(tmp_path, drafts, _examples())
+    served = student.state()
+    learner.between_updates(lambda: traffic.submit(WeightsUpdated(1, 1)))
+    report = learner.step()
+    assert report is not None
+    assert report.event == "outdated"
+    assert not drafts.versions
+    assert all(torch.equal(served[name], each) for name, each in student.state().items())
+    assert not traffic.recent()
+    for example in _examples():
+        traffic.add(example)
+    report = learner.step()
+    assert report is not None
+    assert report.event == "swapped"
 
 
 def test_old_versions_go(tmp_path: Path) -> None:

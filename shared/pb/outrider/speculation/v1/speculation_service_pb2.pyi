@@ -13,14 +13,35 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Table(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TABLE_UNSPECIFIED: _ClassVar[Table]
+    TABLE_EMBEDDING: _ClassVar[Table]
+    TABLE_LM_HEAD: _ClassVar[Table]
+
 class VerificationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     VERIFICATION_MODE_UNSPECIFIED: _ClassVar[VerificationMode]
     VERIFICATION_MODE_COUPLED: _ClassVar[VerificationMode]
     VERIFICATION_MODE_POINT_MASS: _ClassVar[VerificationMode]
+TABLE_UNSPECIFIED: Table
+TABLE_EMBEDDING: Table
+TABLE_LM_HEAD: Table
 VERIFICATION_MODE_UNSPECIFIED: VerificationMode
 VERIFICATION_MODE_COUPLED: VerificationMode
 VERIFICATION_MODE_POINT_MASS: VerificationMode
+
+class ReadTableRequest(_message.Message):
+    __slots__ = ("table", "data_type", "update_count")
+    table: Table
+    data_type: _tensor_pb2.DataType
+    update_count: int
+    def __init__(self, table: _Optional[_Union[Table, str]] = ..., data_type: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., update_count: _Optional[int] = ...) -> None: ...
+
+class TableRows(_message.Message):
+    __slots__ = ("rows",)
+    rows: _tensor_pb2.Tensor
+    def __init__(self, rows: _Optional[_Union[_tensor_pb2.Tensor]] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
     __slots__ = ("attach", "candidates", "release", "feature_ring_taken")
@@ -31,14 +52,21 @@ class SpeculateRequest(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach]] = ..., candidates: _Optional[_Union[CandidateBatch]] = ..., release: _Optional[_Union[Release]] = ..., feature_ring_taken: _Optional[_Union[FeatureRingTaken]] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("attached", "opened", "verdicts", "feature_chunk", "closed", "drain")
+    __slots__ = ("attached", "opened", "verdicts", "feature_chunk", "closed", "drain", "weights_updated")
     attached: Attached
     opened: SequenceOpenedBatch
     verdicts: VerdictBatch
     feature_chunk: FeatureChunk
     closed: SequenceClosedBatch
     drain: Drain
-    def __init__(self, attached: _Optional[_Union[Attached]] = ..., opened: _Optional[_Union[SequenceOpenedBatch]] = ..., verdicts: _Optional[_Union[VerdictBatch]] = ..., feature_chunk: _Optional[_Union[FeatureChunk]] = ..., closed: _Optional[_Union[SequenceClosedBatch]] = ..., drain: _Optional[_Union[Drain]] = ...) -> None: ...
+    weights_updated: WeightsUpdated
+    def __init__(self, attached: _Optional[_Union[Attached]] = ..., opened: _Optional[_Union[SequenceOpenedBatch]] = ..., verdicts: _Optional[_Union[VerdictBatch]] = ..., feature_chunk: _Optional[_Union[FeatureChunk]] = ..., closed: _Optional[_Union[SequenceClosedBatch]] = ..., drain: _Optional[_Union[Drain]] = ..., weights_updated: _Optional[_Union[WeightsUpdated]] = ...) -> None: ...
+
+class WeightsUpdated(_message.Message):
+    __slots__ = ("update_count", "weight_version")
+    update_count: int
+    weight_version: str
+    def __init__(self, update_count: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("worker_id", "model_id", "tokenizer_sha256", "max_sequence_count", "max_node_count", "feature_spec", "algorithm", "max_context_token_count", "shape", "feature_ring", "learns")

@@ -13,11 +13,21 @@ class SpeculationServiceStub:
                 request_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.SpeculateRequest.SerializeToString,
                 response_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.SpeculateResponse.FromString,
                 _registered_method=True)
+        self.ReadTable = channel.unary_stream(
+                '/outrider.speculation.v1.SpeculationService/ReadTable',
+                request_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.ReadTableRequest.SerializeToString,
+                response_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.TableRows.FromString,
+                _registered_method=True)
 
 
 class SpeculationServiceServicer:
 
     def Speculate(self, request_iterator, context):
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadTable(self, request, context):
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -29,6 +39,11 @@ def add_SpeculationServiceServicer_to_server(servicer, server):
                     servicer.Speculate,
                     request_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.SpeculateRequest.FromString,
                     response_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.SpeculateResponse.SerializeToString,
+            ),
+            'ReadTable': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadTable,
+                    request_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.ReadTableRequest.FromString,
+                    response_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.TableRows.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

@@ -10,6 +10,7 @@ class SpeculationServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Speculate: _aio.StreamStreamMultiCallable[_speculation_service_pb2.SpeculateRequest, _speculation_service_pb2.SpeculateResponse]
+    ReadTable: _aio.UnaryStreamMultiCallable[_speculation_service_pb2.ReadTableRequest, _speculation_service_pb2.TableRows]
 
 class SpeculationServiceServicer(metaclass=_abc_1.ABCMeta):
 
@@ -19,5 +20,12 @@ class SpeculationServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_speculation_service_pb2.SpeculateRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_speculation_service_pb2.SpeculateRequest], _abc.AsyncIterator[_speculation_service_pb2.SpeculateResponse]],
     ) -> _abc.AsyncIterator[_speculation_service_pb2.SpeculateResponse]: ...
+
+    @_abc_1.abstractmethod
+    def ReadTable(
+        self,
+        request: _speculation_service_pb2.ReadTableRequest,
+        context: _aio.ServicerContext[_speculation_service_pb2.ReadTableRequest, _abc.AsyncIterator[_speculation_service_pb2.TableRows]],
+    ) -> _abc.AsyncIterator[_speculation_service_pb2.TableRows]: ...
 
 def add_SpeculationServiceServicer_to_server(servicer: SpeculationServiceServicer, server: _aio.Server) -> None: ...
