@@ -49,8 +49,9 @@ class Lanes(Protocol):
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence has a lane; no step is planned for it."""
 
-    def takes(self, sequence: Sequence) -> bool:
-        """Whether a lane is to draw the next token of a sequence; steps compute those before."""
+    def num_taken(self, sequence: Sequence) -> int:
+        """Returns how many of the last tokens of a sequence its lane is to compute, steps computing
+        those before; 0 where no lane draws its next token."""
 
     def evict(self, sequence: Sequence) -> None:
         """Takes a sequence out of its lane, with every launched round read. It may have ended."""
@@ -66,9 +67,9 @@ class AllLanes:
         """See `Lanes`."""
         return any(each.holds(sequence) for each in self._kinds)
 
-    def takes(self, sequence: Sequence) -> bool:
+    def num_taken(self, sequence: Sequence) -> int:
         """See `Lanes`."""
-        return any(each.takes(sequence) for each in self._kinds)
+        return max(each.num_taken(sequence) for each in self._kinds)
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""
@@ -82,9 +83,9 @@ class NoLanes:
         """See `Lanes`."""
         return False
 
-    def takes(self, sequence: Sequence) -> bool:
+    def num_taken(self, sequence: Sequence) -> int:
         """See `Lanes`."""
-        return False
+        return 0
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""
@@ -186,7 +187,7 @@ class Scheduler:
         num_remaining = sequence.num_remaining
         if num_remaining == 0:
             return  # its last token is drawn, and not read yet
-        num_rows = step.take_rows(sequence, leaves_last=self.lanes.takes(sequence))
+        num_rows = step.take_rows(sequence, self.lanes.num_taken(sequence))
         if num_rows == 0:
             return
         is_complete = num_rows == sequence.num_uncomputed

@@ -213,7 +213,7 @@ class StepLoop:
         """
         others = self._rounds.not_taken(self._scheduler.running)
         if is_aside:
-            others = [each for each in others if not self._scheduler.lanes.takes(each)]
+            others = [each for each in others if not self._scheduler.lanes.num_taken(each)]
             others = [each for each in others if not self._scheduler.lanes.holds(each)]
         else:
             self.attachments.readiness.judge(others, now_s)

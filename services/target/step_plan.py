@@ -72,14 +72,14 @@ class PlanInProgress:
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
 
-    def take_rows(self, sequence: Sequence, *, leaves_last: bool = False) -> int:
+    def take_rows(self, sequence: Sequence, num_left: int = 0) -> int:
         """Returns how many of its uncomputed tokens a sequence may compute; more than one is a
         prompt chunk, and leaves less room for others.
 
         Args:
-            leaves_last: the last token, which draws, is computed elsewhere.
+            num_left: the last tokens, which are computed elsewhere.
         """
-        num_rows = sequence.num_uncomputed - leaves_last
+        num_rows = sequence.num_uncomputed - num_left
         if num_rows > 1:
             num_rows = min(num_rows, self.num_prompt_rows_left)
             if sequence.is_scoring:

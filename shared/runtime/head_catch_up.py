@@ -22,14 +22,15 @@ class HeadBacklog:
 
     Attributes:
         token_ids: committed; the row of position p reads the token after it.
-        start: the first row that is missing. The last but one is the last that is caught up with:
-            a tree starts from the last one.
+        start: the first row that is missing.
+        end: the row behind the last one that is caught up with: a round computes the open ones.
         pages: the target's, where the features are.
         head_pages: the head's.
     """
 
     token_ids: Sequence[int]
     start: int
+    end: int
     pages: Sequence[int]
     head_pages: Sequence[int]
 
@@ -53,7 +54,7 @@ class HeadCatchUp:
         chunk: list[SequenceRows] = []
         feature_slots: list[int] = []
         for backlog in backlogs:
-            first, end = backlog.start, len(backlog.token_ids) - 2
+            first, end = backlog.start, backlog.end
             while first < end:
                 count = min(end - first, _CHUNK_ROWS - len(feature_slots))
                 chunk.append(_rows(backlog, first, count))

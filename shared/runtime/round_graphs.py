@@ -18,6 +18,7 @@ from torch import Tensor
 from shared.models.decoder import DecoderOutput
 from shared.runtime.capture import capturing
 from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
+from shared.runtime.prompt_chunks import PromptChunks
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
@@ -27,7 +28,7 @@ from shared.runtime.round_verification import (
     RoundVerification,
 )
 
-ROUND_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROUND_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 72, 96, 128, 144, 192, 256)
 """Numbers of slots that rounds compute; above, as many as there are sequences."""
 
 _MOST_GREEDY_SLOTS = 32
@@ -124,28 +125,36 @@ class RoundGraphs:
             captured.draft.replay()
 
     @torch.inference_mode()
-    def verify(self, sampling: RoundSampling, lanes: LaneSampling | None = None) -> RoundOutput:
+    def verify(
+        self,
+        sampling: RoundSampling,
+        lanes: LaneSampling | None = None,
+        chunks: PromptChunks | None = None,
+    ) -> RoundOutput:
         """Runs the rest of the round that was grown last.
 
         Args:
             sampling: what all lanes draw with, but for those that `lanes` draws anew.
+            chunks: what some slots compute in place of their trees.
 
         Returns:
             With graphs it holds until the next round.
         """
         grown = self._grown
         assert grown is not None, "nothing was grown"
+        if chunks is not None:
+            chunks.replace(grown.tree, grown.state)
         if isinstance(grown, CapturedRound):
             grown.forward.replay()
             logits = grown.logits
-            self._draw(logits, grown.state, grown.tree, sampling, lanes, grown.drawn)
+            self._draw(logits, grown, sampling, lanes, chunks, grown.drawn)
             grown.commit.replay()
             committed = grown.committed
         else:
             verified = self._verification.forward(grown.tree)
             logits = verified.logits
             drawn = torch.empty_like(grown.tree.rows.depths)
-            self._draw(logits, grown.state, grown.tree, sampling, lanes, drawn)
+            self._draw(logits, grown, sampling, lanes, chunks, drawn)
             committed = self._finish(grown.state, grown.tree, verified.output, drawn)
         if lanes is None:
             return RoundOutput(committed.result, None)
@@ -179,16 +188,19 @@ class RoundGraphs:
     def _draw(
         self,
         logits: Tensor,
-        state: RoundState,
-        tree: RoundTree,
+        grown: _GrownRound | CapturedRound,
         sampling: RoundSampling,
         lanes: LaneSampling | None,
+        chunks: PromptChunks | None,
         drawn: Tensor,
     ) -> None:
+        state, rows = grown.state, grown.tree.rows
         if self._group is None or self._group.rank == 0:
-            drawn.copy_(self._verification.draw(logits, state, tree.rows, sampling))
+            drawn.copy_(self._verification.draw(logits, state, rows, sampling))
         if lanes is not None:
-            lanes.redraw(drawn, logits, state, tree.rows)
+            lanes.redraw(drawn, logits, state, rows)
+        if chunks is not None:
+            chunks.accept(drawn)
         if self._group is not None:
             self._group.broadcast(drawn)
 

@@ -19,6 +19,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
+from shared.runtime.prompt_chunks import PromptChunks, cut
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
 from shared.runtime.round_graphs import CapturedRound, RoundGraphs, TreeSource
 from shared.runtime.round_lockstep import CaptureRound, QueueRound, RoundLeader, SentTrees
@@ -76,7 +77,7 @@ class RoundRunner:
             draft_vocab_size=head.vocabulary.size,
             max_context_tokens=limits.max_context_tokens,
         )
-        self.limits = limits
+        self.limits, self._device = limits, pool.device
         state = RoundState.empty(
             limits.max_sequences,
             max_open_rows=self.shape.max_committed,
@@ -99,6 +100,9 @@ class RoundRunner:
             graph_memory,
         )
         self._catch_up = HeadCatchUp(head, head_pool, feature_rows)
+        # Of sequences whose prompts the last launched round ended, and the next one ends.
+        self._read: dict[int, HeadBacklog] = {}
+        self._reading: dict[int, HeadBacklog] = {}
 
     @property
     def sequence_ids(self) -> frozenset[int]:
@@ -123,6 +127,11 @@ class RoundRunner:
     def num_pending(self) -> int:
         """Launched rounds whose results nobody has read."""
         return self._slots.num_pending
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the first round of a sequence may compute more tokens than the last one."""
+        return self._leader is None
 
     @property
     def is_waited_for(self) -> bool:
@@ -168,12 +177,23 @@ class RoundRunner:
             torch.OutOfMemoryError: to catch up does not fit the device's memory; the sequences have
                 to be removed.
         """
-        slots = self._slots.take(newcomers)
-        self._catch_up.run(
-            HeadBacklog(each.token_ids, each.num_head_rows, each.pages, each.head_pages)
-            for each in newcomers
-        )
+        slots = self._slots.take(newcomers, self.shape.max_committed)
+        backlogs = {each.sequence_id: self._backlog(each) for each in newcomers}
+        for each in newcomers:
+            if each.reads_prompt:
+                self._reading[each.sequence_id] = backlogs.pop(each.sequence_id)
+        if backlogs:
+            self._catch_up.run(backlogs.values())
         self._slots.fill(slots)
+
+    def _backlog(self, newcomer: Newcomer) -> HeadBacklog:
+        """Returns what its head lacks before the first round from whose tokens a tree grows."""
+        tokens, size = newcomer.token_ids, self.shape.max_committed
+        num_open = len(cut(newcomer.uncomputed_token_ids, size)[-1])
+        end = len(tokens) - (num_open if newcomer.reads_prompt else 2)
+        return HeadBacklog(
+            tuple(tokens), newcomer.num_head_rows, end, newcomer.pages, newcomer.head_pages
+        )
 
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""
@@ -183,7 +203,11 @@ class RoundRunner:
     def remove(self, sequence_ids: Iterable[int]) -> None:
         """Leaves sequences out from the next launch on. Rounds under way may still write to their
         pages, before anything that is queued later."""
-        self._slots.remove(sequence_ids)
+        gone = list(sequence_ids)
+        for each in gone:
+            self._read.pop(each, None)
+            self._reading.pop(each, None)
+        self._slots.remove(gone)
 
     @torch.inference_mode()
     def launch(self) -> None:
@@ -200,9 +224,14 @@ class RoundRunner:
             assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
         sampling = self._slots.sampling
         self._slots.write_pages()
+        if self._read:
+            self._catch_up.run(self._read.values())
+        chunks = self._slots.prompt_chunks
+        given = PromptChunks.of(chunks, self.shape, self._device) if chunks else None
         with self._announced(QueueRound, self.num_slots, sampling):
             self._graphs.grow(self.num_slots, sampling)
-            output = self._graphs.verify(sampling, self._slots.lanes)
+            output = self._graphs.verify(sampling, self._slots.lanes, given)
+        self._read, self._reading = self._reading, {}
         self._slots.launched(output, sampling, self.shape.max_committed)
 
     def result(self) -> tuple[SequenceRound, ...]:

@@ -14,11 +14,12 @@ class Newcomer:
     """A sequence that is to take part.
 
     Attributes:
-        token_ids: committed, at least two; all but the last are computed by the target, and their
-            features are in `feature_rows`.
+        token_ids: committed, at least two.
         pages: the target's, in logical order.
         head_pages: the head's; cover one row a token but the last.
         num_head_rows: the first rows, whose keys and values are in `head_pages` already.
+        num_computed: tokens that the target has computed, at least one, and whose features are in
+            `feature_rows`. The first round computes the others; None is all but the last.
         num_prompt_tokens: how many of the tokens are the prompt.
         min_length: tokens that there must be before one of `stop_token_ids` may be drawn.
         top_logprobs: alternatives to report for each token; None reports no log probability.
@@ -31,6 +32,7 @@ class Newcomer:
     pages: Sequence[int]
     head_pages: Sequence[int]
     num_head_rows: int
+    num_computed: int | None = None
     num_prompt_tokens: int = 0
     min_length: int = 0
     stop_token_ids: frozenset[int] = frozenset()
@@ -52,10 +54,24 @@ class Newcomer:
         return self.sampling.shapes_logits or is_early
 
     @property
-    def in_slot(self) -> SlotSequence:
-        """What its slot holds of it."""
-        tokens = self.token_ids
-        return SlotSequence(len(tokens), tokens[-1], self.sampling, self.pages, self.head_pages)
+    def reads_prompt(self) -> bool:
+        """Whether the first round computes more than the last token."""
+        return len(self.uncomputed_token_ids) > 1
+
+    @property
+    def uncomputed_token_ids(self) -> Sequence[int]:
+        """The tokens that the first round computes, the last one at least."""
+        return self.token_ids[-1 if self.num_computed is None else self.num_computed :]
+
+    def in_slot(self, start: int, *, is_last: bool = True) -> SlotSequence:
+        """Returns what a slot holds whose first row is the token at `start`.
+
+        Args:
+            is_last: the slot is its own. One that computes what comes before draws nothing.
+        """
+        head_pages = self.head_pages if is_last else ()
+        root = self.token_ids[start]
+        return SlotSequence(start + 1, root, self.sampling, self.pages, head_pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shared.runtime.host_copy import HostCopy, PinnedMemory
 from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
+from shared.runtime.prompt_chunks import cut
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS
 from shared.runtime.round_graphs import RoundOutput
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer, SequenceRound
-from shared.runtime.round_state import NewPage, RoundState
+from shared.runtime.round_state import NewPage, RoundState, SlotSequence
 from shared.runtime.round_verification import RESULT_COUNTS
 from shared.tokens import SamplingParams
 
@@ -26,6 +27,7 @@ class PlacedSequence:
     Attributes:
         length: committed tokens the host knows of.
         is_shaped: `LaneSampling` draws for it.
+        num_given: prompt tokens that its first round commits before the one that it draws.
         num_pending: most tokens that launched rounds may commit whose results it does not know.
     """
 
@@ -35,6 +37,7 @@ class PlacedSequence:
     pages: list[int]
     head_pages: list[int]
     is_shaped: bool = False
+    num_given: int = 0
     num_pending: int = 0
 
     @property
@@ -64,7 +67,8 @@ class RoundSlots:
 
     Attributes:
         placed: by the sequence's number.
-        num_used: slots up to the last one that is taken; those of sequences that left stay empty.
+        num_used: slots up to the last one that is taken or lent; those of sequences that left stay
+            empty.
         sampling: what a round of all that are placed needs, beside what `lanes` does.
         lanes: draws for those with penalties and the like.
     """
@@ -77,6 +81,8 @@ class RoundSlots:
         self._new_pages: list[NewPage] = []
         self._new_head_pages: list[NewPage] = []
         self._pending: deque[PendingRound] = deque()
+        # Prompt tokens by slot, of each sequence whose prompt the next round ends.
+        self._chunks: dict[int, dict[int, Sequence[int]]] = {}
         # Of the results, which are read in the order of their rounds.
         self._memory: deque[PinnedMemory] = deque()
         if state.numbers.is_cuda:
@@ -93,15 +99,30 @@ class RoundSlots:
         """The oldest unread round."""
         return self._pending[0]
 
-    def take(self, newcomers: Sequence[Newcomer]) -> dict[int, Newcomer]:
-        """Gives each newcomer a slot, which `fill` has yet to write; returns them by slot."""
+    @property
+    def prompt_chunks(self) -> Mapping[int, Sequence[int]]:
+        """Prompt tokens by slot that the next round computes in place of trees."""
+        return {slot: each for own in self._chunks.values() for slot, each in own.items()}
+
+    def take(self, newcomers: Sequence[Newcomer], chunk_size: int = 1) -> dict[int, Newcomer]:
+        """Gives each newcomer a slot, which `fill` has yet to write; returns them by slot. The next
+        round lends it more of them where the target has not computed its tokens.
+
+        Args:
+            chunk_size: tokens that a round commits in a slot.
+        """
         used = {placed.slot for placed in self.placed.values()}
         free = (slot for slot in range(self.state.num_slots) if slot not in used)
-        slots = dict(zip(free, newcomers, strict=False))
+        slots = {slot: each for each, slot in zip(newcomers, free, strict=False)}
         assert len(slots) == len(newcomers), f"{len(newcomers)} sequences for {len(slots)} slots"
         for slot, each in slots.items():
             assert len(each.token_ids) >= 2, "a round starts from a computed token"
             assert each.sequence_id not in self.placed, f"sequence {each.sequence_id} is placed"
+            chunks = cut(each.uncomputed_token_ids, chunk_size)
+            if each.reads_prompt:
+                assert not each.is_shaped, "its prompt would count as output"
+                self._chunks[each.sequence_id] = {slot: chunks[-1]}
+                self._chunks[each.sequence_id] |= {next(free): chunk for chunk in chunks[:-1]}
             self.placed[each.sequence_id] = PlacedSequence(
                 slot,
                 len(each.token_ids),
@@ -109,15 +130,23 @@ class RoundSlots:
                 list(each.pages),
                 list(each.head_pages),
                 each.is_shaped,
+                len(chunks[-1]) - 1,
             )
         self._look()
         return slots
 
     def fill(self, slots: dict[int, Newcomer]) -> None:
         """Writes sequences to the slots they took."""
-        self.state.place({slot: each.in_slot for slot, each in slots.items()})
+        in_slots: dict[int, SlotSequence] = {}
         for slot, each in slots.items():
+            start = len(each.token_ids) - self.placed[each.sequence_id].num_given - 1
+            in_slots[slot] = each.in_slot(start)
+            start = len(each.token_ids) - len(each.uncomputed_token_ids)
+            for lent, chunk in self._lent(each.sequence_id).items():
+                in_slots[lent] = each.in_slot(start, is_last=False)
+                start += len(chunk)
             self.lanes.join(slot, each)
+        self.state.place(in_slots)
 
     def set_pages(
         self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int] = ()
@@ -143,9 +172,14 @@ class RoundSlots:
     def remove(self, sequence_ids: Iterable[int]) -> None:
         """Leaves sequences out from the next launch on."""
         self.write_pages()  # before somebody else has a slot
-        slots = [self.placed.pop(each).slot for each in sequence_ids]
+        gone = list(sequence_ids)
+        lent = [slot for each in gone for slot in self._lent(each)]
+        slots = [self.placed.pop(each).slot for each in gone]
+        for each in gone:
+            self._chunks.pop(each, None)
         for slot in slots:
             self.lanes.leave(slot)
+        slots += lent
         if slots:
             self._look()
             self.state.clear(slots)
@@ -163,6 +197,11 @@ class RoundSlots:
         self._pending.append(
             PendingRound(copy, output.logprobs, sequences, num_slots, sampling, max_committed)
         )
+        lent = [slot for each in self._chunks for slot in self._lent(each)]
+        self._chunks = {}
+        if lent:
+            self._look()
+            self.state.clear(lent)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
@@ -172,16 +211,26 @@ class RoundSlots:
         rounds: list[SequenceRound] = []
         for sequence_id, placed in pending.sequences:
             count, num_drafted, *tokens = rows[placed.slot]
-            placed.length += count
+            # The first round may have had prompt tokens for a tree.
+            first, placed.num_given = placed.num_given, 0
+            placed.length += count - first
             placed.num_pending -= pending.max_committed
-            own = logprobs.get(placed.slot, ())[:count]
-            rounds.append(SequenceRound(sequence_id, tuple(tokens[:count]), num_drafted, own))
+            own = logprobs.get(placed.slot, ())[first:count]
+            drawn = tuple(tokens[first:count])
+            rounds.append(SequenceRound(sequence_id, drawn, num_drafted - first, own))
         return tuple(rounds)
+
+    def _lent(self, sequence_id: int) -> dict[int, Sequence[int]]:
+        """Returns the chunks of a sequence in slots beside its own."""
+        chunks = self._chunks.get(sequence_id, {})
+        own = self.placed[sequence_id].slot
+        return {slot: chunk for slot, chunk in chunks.items() if slot != own}
 
     def _look(self) -> None:
         """Somebody came or left."""
         placed = self.placed.values()
-        self.num_used = 1 + max((each.slot for each in placed), default=-1)
+        used = [*(each.slot for each in placed), *self.prompt_chunks]
+        self.num_used = 1 + max(used, default=-1)
         self.sampling = RoundSampling.of(
             (each.sampling for each in placed if not each.is_shaped),
             (each.sampling for each in placed if each.is_shaped),

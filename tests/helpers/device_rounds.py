@@ -128,13 +128,15 @@ class DeviceRounds:
         sampling: SamplingParams,
         *,
         num_head_rows: int = 0,
+        num_computed: int | None = None,
     ) -> Newcomer:
-        """Computes all tokens but the last, and returns what is to be placed."""
+        """Computes the first tokens, all but the last unless told otherwise, and returns what is to
+        be placed."""
         pages = self._pages.setdefault(sequence_id, ([], []))
         self._grow(pages[0], self._free[0], len(token_ids))
         self._grow(pages[1], self._free[1], len(token_ids))
-        self._compute(token_ids[:-1], pages[0])
-        return Newcomer(sequence_id, token_ids, sampling, *pages, num_head_rows)
+        self._compute(token_ids[: -1 if num_computed is None else num_computed], pages[0])
+        return Newcomer(sequence_id, token_ids, sampling, *pages, num_head_rows, num_computed)
 
     def remove(self, sequence_id: int) -> None:
         """Takes a sequence out; its pages stay its own."""

@@ -10,7 +10,7 @@ import torch
 
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.device_rounds import Pair, load_pair
+from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
 
@@ -87,3 +87,44 @@ def host_rounds(
         starts.append(list(host.sequence.token_ids))
         rounds.append([host.round(shape) for _ in range(num_rounds)])
     return starts, rounds
+
+
+def check_reading(pair: Pair, shape: TreeShape, *, is_recorded: bool) -> None:
+    """Holds rounds that read the ends of prompts to rounds behind prompts that were read before.
+
+    Args:
+        is_recorded: see `DeviceRounds`; then trees are compared, too.
+    """
+    samplings = SAMPLINGS["mixed"]
+    short, _, long, even = prompts(4)
+    texts, num_computed = [short, even, long], [1, len(even) - 2, 3]
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE, max_sequences=40, is_recorded=is_recorded)
+    begun = DeviceRounds(pair, shape, PAGE_SIZE, max_sequences=40, is_recorded=is_recorded)
+    rounds.add(9, short, GREEDY)
+    begun.add(9, short, GREEDY)
+    rounds.launch()
+    begun.launch()
+    rounds.runner.place(
+        [
+            rounds.newcomer(number, text, samplings[number % 2], num_computed=num_computed[number])
+            for number, text in enumerate(texts)
+        ]
+    )
+    assert rounds.runner.num_slots > 1 + len(texts)
+    rounds.launch()
+    begun.launch()
+    assert rounds.runner.num_slots == 1 + len(texts)
+    for runner in (rounds.runner, begun.runner):
+        runner.result()
+    first = {each.sequence_id: each for each in rounds.runner.result()}
+    begun.runner.result()
+    for number, text in enumerate(texts):
+        assert len(first[number].token_ids) == 1
+        assert first[number].num_drafted == 0
+        begun.add(number, [*text, *first[number].token_ids], samplings[number % 2])
+    for _ in range(3):
+        rounds.launch()
+        begun.launch()
+        if is_recorded:
+            assert rounds.trees[-1].token_ids.equal(begun.trees[-1].token_ids)
+        assert rounds.runner.result() == begun.runner.result()

@@ -16,7 +16,6 @@ MISSES_WHEN_SLOW = 16
 TRIED_ROUNDS = 4
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
 TRY_COST = 0.03
 """Share of the time that trials may take."""
 
@@ -92,13 +91,14 @@ class Backoff:
             is_of_use = pays and not is_silent
             has_failed = not is_of_use and self._num_missed >= num_allowed * num_sequences
         if has_failed:
-            self._begin(now_s)
+            # Its sequences have waited at the same time.
+            self._begin(now_s, self._waited_s / max(num_sequences, 1))
         return self._is_on
 
-    def _begin(self, now_s: float) -> None:
+    def _begin(self, now_s: float, waited_s: float) -> None:
         if self._is_trying:
-            fair_s = self._waited_s / TRY_COST
-            self._length_s = max(self._next_length_s, min(fair_s, LONGEST_PAUSE_S))
+            fair_s = min(waited_s / TRY_COST, LAST_PAUSE_S)
+            self._length_s = max(self._next_length_s, fair_s)
         elif now_s - self._resumed_s >= self._length_s:
             self._length_s = FIRST_PAUSE_S
         else:  # the trial succeeded for a moment only

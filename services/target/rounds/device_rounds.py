@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from services.target.drafts.feature_store import FeatureStore
-from services.target.rounds.guest import Guest
+from services.target.rounds.guest import Guest, newcomer_of
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.round_runners import RoundRunners
@@ -137,9 +137,21 @@ class DeviceRounds:
         """Lanes that nobody has."""
         return self._runners.capacity - self._runner.num_placed
 
+    def num_slots_to_read(self, sequence: TargetSequence) -> int:
+        """Returns how many slots of a round compute what is left of a sequence's prompt, up to its
+        last token; 0 where steps have to."""
+        count = sequence.num_uncomputed
+        is_read = count > 1 and sequence.num_computed > 0 and sequence.num_pending == 0
+        if not is_read or not self._runner.reads_prompts or sequence.is_scoring:
+            return 0
+        # Their penalties would count the prompt as output.
+        if newcomer_of(sequence).is_shaped:
+            return 0
+        return -(-count // self._runner.shape.max_committed)
+
     def launch(self, newcomers: Sequence[TargetSequence]) -> bool:
-        """Launches a round of all who have a lane and of `newcomers`, whose last tokens are read
-        and the only ones that are not computed.
+        """Launches a round of all who have a lane and of `newcomers`, whose last tokens are read;
+        those before are computed, or can be read by the round.
 
         False, with nothing launched, where a sequence outgrows its lane or its pages while rounds
         are unread: they have to be read first. Newcomers without room are refused.
@@ -211,9 +223,11 @@ class DeviceRounds:
             guest = self._guests.get(each.sequence_id)
             if guest is None:
                 continue
-            # The round began with computing every row that was open.
-            guest.num_head_rows = start = len(guest.sequence.token_ids) - 1
-            end = start + len(each.token_ids)
+            start, num_tokens = guest.sequence.num_computed, len(guest.sequence.token_ids)
+            if start == num_tokens - 1:
+                # The round began with computing every row that was open.
+                guest.num_head_rows = start
+            end = num_tokens - 1 + len(each.token_ids)
             slots += guest.sequence.open_lease.slots(start, end, self._leases.page_size)
             found.append((guest.sequence, each))
         self.store.know(slots)

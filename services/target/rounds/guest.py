@@ -33,8 +33,8 @@ class Guest:
 
     def has_features(self, store: FeatureStore, page_size: int) -> bool:
         """Whether the features are there that the head has not read; the sequence takes no part."""
-        end = len(self.sequence.token_ids) - 1
-        start = min(self.num_head_rows, end - 1)
+        end = self.sequence.num_computed
+        start = max(min(self.num_head_rows, end - 1), 0)
         return store.first_known(self.sequence.open_lease.slots(start, end, page_size)) == 0
 
     def grow(
@@ -63,6 +63,7 @@ def newcomer_of(
         pages=sequence.open_lease.pages,
         head_pages=head_pages,
         num_head_rows=num_head_rows,
+        num_computed=sequence.num_computed,
         num_prompt_tokens=sequence.num_prompt_tokens,
         min_length=sequence.num_prompt_tokens + sequence.request.stop.min_output_tokens,
         stop_token_ids=sequence.stop_token_ids,

@@ -22,6 +22,8 @@ from shared.tokens import TreeShape
 
 MIN_LANE_TOKENS = 2
 """A round starts from a computed token and one that is not."""
+MAX_READING_SLOTS = 16
+"""Slots of a round that read the ends of prompts; above, a step of their own is faster."""
 
 
 class RoundSteps:
@@ -60,6 +62,8 @@ class RoundSteps:
         self._attachment: Attachment | None = None
         self._policy: LanePolicy | None = None
         self._is_plain = False
+        # Slots of this turn's round that read the end of a prompt, by sequence.
+        self._reading: dict[int, int] = {}
         # When each unread round was launched, and whether nothing was planned beside it.
         self._launched: deque[tuple[float, bool]] = deque()
         self._committed_s = 0.0
@@ -88,6 +92,7 @@ class RoundSteps:
             settle: reads and commits the planned step in flight.
         """
         rounds, self._is_plain = self._rounds, False
+        self._reading = {}
         if rounds is None:
             return
         running = self._scheduler.running
@@ -109,12 +114,22 @@ class RoundSteps:
         """See `Lanes`."""
         return self._rounds is not None and self._rounds.holds(sequence)
 
-    def takes(self, sequence: Sequence) -> bool:
-        """See `Lanes`. Somebody has to draw the token after a prompt of one."""
+    def num_taken(self, sequence: Sequence) -> int:
+        """See `Lanes`. Somebody has to draw the token after a prompt of one. The end of a prompt
+        is read by a round while there are slots for it."""
         rounds = self._rounds
         if rounds is None or self._is_plain or len(sequence.token_ids) < MIN_LANE_TOKENS:
-            return False
-        return rounds.suits(sequence) and rounds.num_free > 0
+            return 0
+        if not (rounds.suits(sequence) and rounds.num_free > 0):
+            return 0
+        num_slots = self._reading.get(sequence.sequence_id)
+        if num_slots is None:
+            num_slots = rounds.num_slots_to_read(sequence)
+            most = min(MAX_READING_SLOTS, rounds.num_free)
+            if not num_slots or sum(self._reading.values()) + num_slots > most:
+                return 1
+            self._reading[sequence.sequence_id] = num_slots
+        return sequence.num_uncomputed
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""
@@ -157,13 +172,19 @@ class RoundSteps:
         return rounds.num_pending < num_before
 
     def _newcomers(self, rounds: DeviceRounds) -> list[Sequence]:
-        """Returns who gets a lane now: the last token is read, and all before it are computed."""
+        """Returns who gets a lane now: the last token is read, and what is not computed of those
+        before it a round can compute."""
         newcomers: list[Sequence] = []
+        num_left = rounds.num_free - sum(self._reading.values())
         for each in self._scheduler.running:
-            if not each.can_join_lane or rounds.holds(each) or not self.takes(each):
+            if each.num_pending or not each.num_computed or rounds.holds(each):
                 continue
-            if len(newcomers) == rounds.num_free:
-                break
+            if each.num_uncomputed > self.num_taken(each):
+                continue
+            if each.sequence_id not in self._reading:
+                if num_left <= 0:
+                    continue
+                num_left -= 1
             self._attachments.assignments.close(each)
             newcomers.append(each)
         return newcomers
@@ -279,11 +300,12 @@ class RoundSteps:
                 accepted = [
                     len(each.token_ids) - 1
                     for sequence, each in decided
-                    if sequence.sampling.is_greedy is is_greedy
+                    if sequence.sampling.is_greedy is is_greedy and not _num_read(sequence)
                 ]
                 self._policy.observe(rounds.shape, is_greedy=is_greedy, accepted=accepted)
-        num_committed = num_accepted = 0
+        num_committed = num_accepted = num_prompt_rows = 0
         for sequence, each in decided:
+            num_prompt_rows += _num_read(sequence)
             count = self._committer.commit_round(sequence, each, now_s)
             num_committed += count
             num_accepted += min(len(each.token_ids) - 1, count)
@@ -298,7 +320,7 @@ class RoundSteps:
                 end_s=now_s,
                 host_gap_s=0.0,
                 num_rows=rounds.num_tree_rows * num_guests,
-                num_prompt_rows=0,
+                num_prompt_rows=num_prompt_rows,
                 num_rounds=len(decided),
                 num_committed=num_committed,
                 num_drafted=sum(each.num_drafted for _, each in decided),
@@ -310,3 +332,9 @@ class RoundSteps:
                 round_shape=rounds.shape,
             )
         )
+
+
+def _num_read(sequence: Sequence) -> int:
+    """Returns how many prompt tokens the round computed, before it is committed, beside the last
+    one."""
+    return len(sequence.token_ids) - 1 - sequence.num_computed

@@ -130,12 +130,13 @@ class SelectionSteps:
         """See `Lanes`."""
         return self._rounds is not None and self._rounds.holds(sequence)
 
-    def takes(self, sequence: Sequence) -> bool:
+    def num_taken(self, sequence: Sequence) -> int:
         """See `Lanes`. Somebody has to draw the token after a prompt of one."""
         rounds = self._rounds
         if rounds is None or not self._is_open or len(sequence.token_ids) < MIN_LANE_TOKENS:
-            return False
-        return rounds.num_free > 0 and rounds.fits(sequence) and self._terms.suit(sequence)
+            return 0
+        suits = rounds.num_free > 0 and rounds.fits(sequence) and self._terms.suit(sequence)
+        return int(suits)
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""
@@ -178,7 +179,7 @@ class SelectionSteps:
             if rounds.holds(each):
                 lanes.append(each)
                 continue
-            if each.can_join_lane and num_free > 0 and self.takes(each):
+            if each.can_join_lane and num_free > 0 and self.num_taken(each):
                 lanes.append(each)
                 num_free -= 1
         return lanes

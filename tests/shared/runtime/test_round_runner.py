@@ -21,6 +21,7 @@ from tests.helpers.round_cases import (
     SAMPLINGS,
     SHAPES,
     TREE,
+    check_reading,
     host_rounds,
     load_pairs,
     prompts,
@@ -127,6 +128,30 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
             host = expected[number][index].tree
             assert token_tree(rounds.trees[-1], number).token_ids == host.token_ids
             _assert_same(found, expected[number][index])
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("shape", [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE], ids=str)
+def test_first_round_may_read_the_end_of_a_prompt(
+    pairs: dict[str, Pair], name: str, shape: TreeShape
+) -> None:
+    """It draws what comes next, and the rounds behind it are those of a prompt read before."""
+    check_reading(pairs[name], shape, is_recorded=True)
+
+
+def test_end_of_a_prompt_is_forgotten_with_its_sequence(pairs: dict[str, Pair]) -> None:
+    rounds = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=20)
+    text = prompts(1)[0]
+    rounds.add(0, text, GREEDY)
+    rounds.runner.place([rounds.newcomer(1, text, GREEDY, num_computed=1)])
+    rounds.remove(1)
+    assert rounds.runner.num_slots == 1
+    rounds.runner.place([rounds.newcomer(2, text, GREEDY, num_computed=1)])
+    rounds.launch()
+    rounds.remove(2)
+    rounds.launch()
+    assert [each.sequence_id for each in rounds.runner.result()] == [0, 2]
+    assert [each.sequence_id for each in rounds.runner.result()] == [0]
 
 
 def test_pages_that_no_round_reaches_are_left_out(pairs: dict[str, Pair]) -> None:

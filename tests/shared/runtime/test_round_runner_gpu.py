@@ -17,6 +17,7 @@ from tests.helpers.round_cases import (
     SAMPLINGS,
     SHAPES,
     TREE,
+    check_reading,
     host_rounds,
     load_pairs,
     prompts,
@@ -61,6 +62,11 @@ def test_rounds_equal_those_of_the_host(
         else:
             assert tokens[number] == committed
             assert num_drafted[number] == [len(each.tree) for each in host]
+
+
+@pytest.mark.parametrize("shape", [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE], ids=str)
+def test_first_round_may_read_the_end_of_a_prompt(pairs: dict[str, Pair], shape: TreeShape) -> None:
+    check_reading(pairs["eagle3"], shape, is_recorded=False)
 
 
 # torch says of the mode itself that it is a prototype.

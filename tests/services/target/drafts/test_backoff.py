@@ -12,7 +12,6 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.backoff import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
-    LONGEST_PAUSE_S,
     MISSES_WHEN_SILENT,
     MISSES_WHEN_SLOW,
     TRIED_ROUNDS,
@@ -93,10 +92,19 @@ def test_pauses_of_a_silent_draft_grow_to_a_bound() -> None:
 
 def test_tries_cost_a_small_share_of_the_time() -> None:
     backoff = _paused()
-    _fail_try(backoff, 1.0, waited_s=0.5)
-    assert backoff.affordable_s == pytest.approx(0.5)
+    _fail_try(backoff, 1.0, waited_s=0.02)
+    assert backoff.affordable_s == pytest.approx(0.02)
     _fail_try(backoff, 100.0, waited_s=1000.0)
-    assert backoff.affordable_s == pytest.approx(TRY_COST * LONGEST_PAUSE_S)
+    assert backoff.affordable_s == pytest.approx(TRY_COST * LAST_PAUSE_S)
+
+
+def test_sequences_wait_at_the_same_time() -> None:
+    backoff, num_sequences = _paused(), 64
+    assert not backoff.goes_on(1.0)
+    for _ in range(num_sequences):
+        backoff.count(1.0, 0.02, was_verified=False)
+    assert backoff.begins(1.0, num_sequences, is_silent=True, pays=True)
+    assert backoff.affordable_s == pytest.approx(0.02)
 
 
 def test_try_goes_on_while_trees_come_and_pay() -> None:

@@ -124,6 +124,23 @@ def test_output_is_that_of_plain_decoding(pair: Pair, sampling: str) -> None:
     assert all(each.num_verified_rounds > 0 for each in stats)
 
 
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, "penalised"])
+def test_round_reads_what_is_left_of_a_cached_prompt(pair: Pair, sampling: str) -> None:
+    """No step is planned for it but where penalties would count it as output."""
+    params = SAMPLINGS.get(sampling, PENALISED)
+    setup = _setup(pair, is_poisoned=True)
+    run(setup.engine, [request([3] * 21, params)])
+    ends = [[5, 6, 7], [8], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1]]
+    requests = [request([*[3] * 20, *end], params) for end in ends]
+    setup.reports.clear()
+    collector = run(setup.engine, requests)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    reading = [report for report in setup.reports if report.num_prompt_rows]
+    assert [report.round_shape is None for report in reading] == [sampling == "penalised"]
+    assert reading[0].num_prompt_rows >= sum(map(len, ends)) - len(ends)
+    assert setup.num_drafted > 0
+
+
 @pytest.mark.parametrize("num_draft_tokens", [8, 9])
 def test_trees_that_a_request_has_whole_are_left_to_rounds(
     pair: Pair, num_draft_tokens: int
