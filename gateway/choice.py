@@ -77,6 +77,7 @@ class Choice:
         self.weight_spans: list[tuple[str, int]] = []
         self.prompt_scores: list[TokenLogprobs] = []
         self.stop_token_id: int | None = None
+        self.routes = b""
         self.stats = SpeculationStats()
         self.begun_s = self.started_s = self.ended_s = time.perf_counter()
         self.first_s: float | None = None
@@ -170,6 +171,7 @@ class Choice:
             self.finish_reason = FinishReason.LENGTH
         self.stop_token_id = None if stopped else event.stop_token_id
         self.num_cached_tokens = event.num_cached_tokens
+        self.routes = event.routes
 
     def cut(self) -> Piece:
         """Returns all that is new of a choice that was aborted, what was held back included."""

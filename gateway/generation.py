@@ -52,6 +52,7 @@ class Generation:
         logprobs_after_temperature: they are those after bias, penalties and temperature.
         timeout_s: most time it may take on a target, queueing included.
         never_learnt: no draft may learn from it.
+        wants_routes: the experts that each token took are told at the end.
     """
 
     prompt_token_ids: Sequence[int]
@@ -75,6 +76,7 @@ class Generation:
     traceparent: str | None = None
     timeout_s: float | None = None
     never_learnt: bool = False
+    wants_routes: bool = False
     logprobs_after_temperature: bool = False
 
     @property
@@ -204,12 +206,14 @@ class Finished:
 
     Attributes:
         stop_token_id: the token that ended it; None when the length did.
+        routes: the experts of all tokens but the last, little-endian int32; empty unless wanted.
     """
 
     reason: FinishReason
     num_output_tokens: int
     num_cached_tokens: int
     stop_token_id: int | None = None
+    routes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

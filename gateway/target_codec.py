@@ -67,6 +67,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
         predicted_token_ids=generation.predicted,
         logprobs_after_temperature=generation.logprobs_after_temperature,
         logprob_token_ids=generation.logprob_token_ids,
+        return_routed_experts=generation.wants_routes,
         speculation_params=pb.SpeculationParams(
             disabled=generation.is_speculation_disabled,
             trace=generation.wants_rounds,
@@ -177,6 +178,7 @@ def _finished(message: pb.GenerationFinished) -> Finished | Failed:
         num_output_tokens=message.output_token_count,
         num_cached_tokens=message.cached_token_count,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        routes=message.routed_experts,
     )
 
 

@@ -46,6 +46,11 @@ class MetaInfo(Answered):
     weight_version_spans: list[tuple[str, NonNegativeInt]] = Field(
         default=[], description="each version with its first token; where there are several"
     )
+    routed_experts: str = Field(
+        default="",
+        description="with return_routed_experts, at the end: base64 of little-endian int32 "
+        "[tokens - 1, layers, experts a token]",
+    )
     e2e_latency: float = Field(default=0.0, description="seconds; once the output has ended")
     input_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")
     output_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")

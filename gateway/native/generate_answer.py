@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,8 @@ class GeneratedText:
             info["weight_version_spans"] = choice.weight_spans
         if info["finish_reason"] is not None:
             info["e2e_latency"] = time.perf_counter() - self._begin_s
+            if choice.routes:
+                info["routed_experts"] = base64.b64encode(choice.routes).decode()
         inputs = self._inputs(prompt)
         if self._wanted.num_top is not None:
             info["input_token_logprobs"] = [entry for entry, _, _ in inputs]

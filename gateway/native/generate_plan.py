@@ -115,6 +115,10 @@ async def generate_plan(
         _SAMPLING_FIELDS.refuse(sampling.unknown_fields, "sampling_params.")
     names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
     names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
+    if body.return_routed_experts and any(sampling.stop for sampling, _ in asked):
+        # Text that ends an output is found here, before the target has told anything.
+        message = "return_routed_experts is true; stop cannot be set beside it, stop_token_ids can"
+        raise InvalidArgument.of("ROUTED_EXPERTS_STOP", "return_routed_experts", message)
     names |= {"logprobs": "top_logprobs_num", "logprob_token_ids": "token_ids_logprob"}
     with client_names({**names, "prompt": field, **_PROMPT_NAMES}):
         if all(each == asked[0] for each in asked):
@@ -141,7 +145,12 @@ async def generate_plan(
         request_id=body.rid or uuid.uuid4().hex,
         grammar_field=field,
         generations=tuple(
-            replace(each, logprobs_after_temperature=True) for each in plan.generations
+            replace(
+                each,
+                logprobs_after_temperature=True,
+                wants_routes=body.return_routed_experts,
+            )
+            for each in plan.generations
         ),
     )
     return GeneratePlan(plan, is_batch, scores, body.return_text_in_logprobs)

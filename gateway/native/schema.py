@@ -82,6 +82,9 @@ class GenerateRequest(ServingFields):
     )
     extra_key: str | None = Field(default=None, description="SGLang's name of `cache_salt`")
     return_text_in_logprobs: Flag = False
+    return_routed_experts: Flag = Field(
+        default=False, description="of a mixture of experts, by --enable-return-routed-experts"
+    )
     speculation: Speculation | None = None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from services.target.drafts.attachments import Attachments
+from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.feature_store import FeatureSpec
 from services.target.draw import Decision
 from services.target.fallback_order import FallbackOrder
 from services.target.requests.request import Delta, Failed, Finished
@@ -12,6 +14,7 @@ from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.weight_version import WeightVersion
 from shared.kv.leases import KvLeases
+from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_sequences import SequenceRound
 
 
@@ -25,7 +28,13 @@ class Committer:
         attachments: Attachments,
         fallback_order: FallbackOrder,
         version: WeightVersion,
+        features: FeatureFeed,
+        routes: FeatureSpec | None,
     ) -> None:
+        """Args:
+        routes: of the experts that tokens took, which are kept; None where they are not.
+        """
+        self._features, self._routes = features, routes
         self._version = version
         self._leases = leases
         self._subscriptions = subscriptions
@@ -72,7 +81,7 @@ class Committer:
         )
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
-            self._subscriptions.emit(sequence, _last_event(sequence))
+            self._subscriptions.emit(sequence, self._last_event(sequence))
             return len(committed)
         if was_prompt and not is_lane:
             self._publish(sequence)
@@ -106,7 +115,7 @@ class Committer:
         )
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
-            self._subscriptions.emit(sequence, _last_event(sequence))
+            self._subscriptions.emit(sequence, self._last_event(sequence))
         return len(committed)
 
     def _told(self, sequence: Sequence) -> str | None:
@@ -143,16 +152,25 @@ class Committer:
             num_tokens = min(sequence.num_computed, len(sequence.token_ids) - 1)
             self._leases.publish(sequence.lease, sequence.token_ids[:num_tokens])
 
+    def _last_event(self, sequence: Sequence) -> Finished | Failed:
+        assert sequence.finish_reason is not None
+        if sequence.failure is not None:
+            return Failed(sequence.failure)
+        return Finished(
+            sequence.finish_reason,
+            sequence.num_prompt_tokens,
+            sequence.num_output_tokens,
+            sequence.num_cached_tokens,
+            sequence.stop_token_id,
+            sequence.stats,
+            self._routes_of(sequence),
+        )
 
-def _last_event(sequence: Sequence) -> Finished | Failed:
-    assert sequence.finish_reason is not None
-    if sequence.failure is not None:
-        return Failed(sequence.failure)
-    return Finished(
-        sequence.finish_reason,
-        sequence.num_prompt_tokens,
-        sequence.num_output_tokens,
-        sequence.num_cached_tokens,
-        sequence.stop_token_id,
-        sequence.stats,
-    )
+    def _routes_of(self, sequence: Sequence) -> HostCopy | None:
+        """Returns the experts of all tokens but the last, on their way."""
+        if self._routes is None or not sequence.request.wants_routes:
+            return None
+        end = len(sequence.token_ids) - 1
+        start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
+        assert start == 0, f"the experts of {start} tokens were not recorded"
+        return HostCopy(rows)

@@ -19,7 +19,7 @@ from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.inbox import Inbox
 from services.target.requests.request import ModelLimits
-from services.target.runner_factory import build_runner
+from services.target.runner_factory import build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
@@ -66,6 +66,7 @@ def build_engine(
         max_context_tokens=built.max_context_tokens,
         max_kv_tokens=leases.num_pages * settings.page_size,
         eos_token_ids=built.config.eos_token_ids,
+        num_routes=num_routes(settings, built.config),
     )
     engine = Engine(
         runner=built.runner,

@@ -19,7 +19,7 @@ from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
+from shared.models.decoder import ROUTES, Decoder
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named, launch_on
@@ -84,6 +84,8 @@ def build_runner(
             show_progress=is_first,
             group=group,
         )
+    if num_routes(settings, config):
+        feature_layers = (*feature_layers, ROUTES)
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, device, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
@@ -104,6 +106,20 @@ def build_runner(
         _capture(graphs, kept_layers, cache, has_trees=not has_lanes, show_progress=is_first)
     runner = ModelRunner(decoder, pool, graphs, leader=leader, cache=cache)
     return BuiltRunner(runner, config, max_context)
+
+
+def num_routes(settings: TargetSettings, config: ModelConfig) -> int:
+    """Returns the experts that are recorded of each token, of all layers.
+
+    Raises:
+        SettingsError: they are to be, and the model has none.
+    """
+    if not settings.enable_return_routed_experts:
+        return 0
+    if config.experts is None:
+        name = settings.model_id
+        raise SettingsError((f"--enable-return-routed-experts: {name} has no experts",))
+    return config.num_layers * config.experts.routing.num_chosen
 
 
 def _opened_device(settings: TargetSettings) -> torch.device:

@@ -264,7 +264,7 @@ class Scheduler:
 
     def _open_lease(self, sequence: Sequence) -> bool:
         """Opens a lease with pages for every committed token, or leaves all as it was."""
-        lease = self._leases.open(sequence.cacheable_token_ids, sequence.request.cache_salt)
+        lease = self._leases.open(sequence.cacheable_token_ids, sequence.request.prefix_salt)
         try:
             self._leases.grow(lease, len(sequence.token_ids))
         except OutOfPages:

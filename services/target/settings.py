@@ -69,6 +69,9 @@ class TargetSettings(ServiceSettings):
     enable_deterministic_inference: bool = setting(
         False, "batch-invariant products in half precision on a GPU, for any number of rows"
     )
+    enable_return_routed_experts: bool = setting(
+        False, "record the experts of each token, for `return_routed_experts` of /generate"
+    )
     tp_size: int = setting(
         1,
         "GPUs that share the model (tensor parallelism), from the device on",

@@ -20,7 +20,7 @@ from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.feature_feed import FeatureFeed
-from services.target.drafts.feature_store import FeatureStores
+from services.target.drafts.feature_store import FeatureSpec, FeatureStores
 from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback
 from services.target.fallback_order import FallbackOrder
@@ -94,8 +94,17 @@ class StepLoop:
         )
         self._launcher = Launcher(runner, verifier, self._features)
         version = WeightVersion()
+        routes = FeatureSpec.of_routes(limits.num_routes) if limits.num_routes else None
+        if routes is not None:
+            self._features.open(routes)
         committer = Committer(
-            leases, self._subscriptions, self.attachments, self._fallback_order, version
+            leases,
+            self._subscriptions,
+            self.attachments,
+            self._fallback_order,
+            version,
+            self._features,
+            routes,
         )
         factory = RoundFactory(runner, verifier, leases, self._features)
         self._rounds = RoundSteps(

@@ -63,6 +63,7 @@ class ForwardContext:
         plans: an attention plan for each sliding window among the layers.
         sliding_tables: cosine and signed sine of layers with a rotation of their own; None where
             no layer has one.
+        routes: gets the experts of each layer's rows, see `FeedForward`; None where nobody asks.
     """
 
     batch: ForwardBatch
@@ -71,6 +72,7 @@ class ForwardContext:
     signed_sin: Tensor
     plans: Mapping[int | None, AttentionPlan]
     sliding_tables: tuple[Tensor, Tensor] | None = None
+    routes: list[Tensor | None] | None = None
 
     def tables_of(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Returns cosine and signed sine of a layer."""

@@ -57,6 +57,8 @@ class DecoderLayer:
         """
         entered, inputs = _entered(self.attention_norm, hidden, update)
         between, inputs = _entered(self.mlp_norm, entered, self._attention_update(inputs, context))
+        if context.routes is not None:
+            context.routes.append(self.mlp.routes(inputs))
         return entered, between, self._mlp_update(inputs)
 
     def _attention_update(

@@ -91,6 +91,10 @@ class Experts:
         assert routed.tiles is not None
         return weighted_parts(routed.gated, routed.weights, self.down, routed.tiles)
 
+    def routes(self, hidden: Tensor) -> Tensor | None:
+        """See `FeedForward`."""
+        return self.router(hidden)[1]
+
     def steadied(self) -> Experts:
         """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
         return replace(

@@ -22,6 +22,9 @@ class FeedForward(Protocol):
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
         """Returns the result, or what adds up to it; see `Linear.part`."""
 
+    def routes(self, hidden: Tensor) -> Tensor | None:
+        """Returns the experts `[T, k]` that rows take; None where there are none."""
+
     def steadied(self) -> FeedForward:
         """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
 
@@ -50,6 +53,9 @@ class Mlp:
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
         """Returns the result, or what adds up to it; see `Linear.part`."""
         return self.down.part(self._gated(hidden))
+
+    def routes(self, hidden: Tensor) -> Tensor | None:
+        """See `FeedForward`."""
 
     def steadied(self) -> Mlp:
         """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""

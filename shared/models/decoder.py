@@ -22,6 +22,9 @@ from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
 from shared.models.shard import WHOLE, Shard
 
+ROUTES = -1
+"""Stands for the experts of a forward's rows where layers are captured."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
@@ -29,7 +32,8 @@ class DecoderOutput:
 
     Attributes:
         hidden: `[T, H]` after the final norm.
-        features: one `[T, H]` a captured layer, the residual stream that enters it.
+        features: one `[T, H]` a captured layer, the residual stream that enters it; of `ROUTES`
+            `[T, num_layers * k]` int32, 0 for layers without experts.
     """
 
     hidden: Tensor
@@ -93,9 +97,10 @@ class Decoder:
 
         Args:
             capture_layers: layers whose input is wanted, in this order; `num_layers` stands for
-                the output of the last layer, before the final norm.
+                the output of the last layer, before the final norm, and `ROUTES` for the experts
+                that rows take.
         """
-        context = self._context(batch, pool)
+        context = self._context(batch, pool, has_routes=ROUTES in capture_layers)
         captured: dict[int, Tensor] = {}
         hidden: Tensor | Part = self._embedded(batch.token_ids)
         update: Tensor | Partials | Part | None = None
@@ -104,8 +109,18 @@ class Decoder:
             if index in capture_layers:
                 captured[index] = entered
         captured[len(self.layers)], normed = self.norm.add_parts(hidden, update)
+        if context.routes is not None:
+            captured[ROUTES] = self._joined_routes(context.routes, normed)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
+
+    def _joined_routes(self, routes: list[Tensor | None], rows: Tensor) -> Tensor:
+        """Returns `[T, num_layers * k]` int32."""
+        assert self.config.experts is not None, "a dense model has no routes"
+        none = rows.new_zeros(
+            (len(rows), self.config.experts.routing.num_chosen), dtype=torch.int32
+        )
+        return torch.cat([none if each is None else each.to(torch.int32) for each in routes], 1)
 
     def logits(self, hidden_rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` of the last norm."""
@@ -127,7 +142,7 @@ class Decoder:
         scale = self.config.embedding_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
 
-    def _context(self, batch: ForwardBatch, pool: KvPool) -> ForwardContext:
+    def _context(self, batch: ForwardBatch, pool: KvPool, *, has_routes: bool) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)
         shapes = {layer.attention.shape for layer in self.layers}
         plans = {
@@ -135,7 +150,8 @@ class Decoder:
         }
         sliding = self.sliding_rotary
         sliding_tables = None if sliding is None else sliding.tables(batch.positions)
-        return ForwardContext(batch, pool, cos, signed_sin, plans, sliding_tables)
+        routes: list[Tensor | None] | None = [] if has_routes else None
+        return ForwardContext(batch, pool, cos, signed_sin, plans, sliding_tables, routes)
 
 
 def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:

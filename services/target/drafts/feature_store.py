@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shared.errors import FailedPrecondition
 from shared.kv.upload import uploaded_numbers
+from shared.models.decoder import ROUTES
 from shared.models.heads.feature_spec import FeatureSpec as ComputedFeatures
 from shared.runtime.runner import RunnerOutput
 
@@ -39,12 +40,19 @@ class FeatureSpec:
             n + 1 that output after the final norm. Concatenated on the last axis.
         dtype: of the rows.
         projection: `[W, K * H]`, applied to the concatenation of K layers; None keeps it.
+        num_routes: width of rows that are experts, see `of_routes`; 0 for all others.
     """
 
     key: str
     layer_indices: tuple[int, ...]
     dtype: torch.dtype
     projection: Tensor | None
+    num_routes: int = 0
+
+    @classmethod
+    def of_routes(cls, num_routes: int) -> FeatureSpec:
+        """Returns the spec of the experts that each token took."""
+        return cls("routes", (ROUTES,), torch.int32, None, num_routes)
 
     @classmethod
     def of(
@@ -89,6 +97,8 @@ class FeatureSpec:
 
     def width(self, hidden_size: int) -> int:
         """Returns the width of one row."""
+        if self.num_routes:
+            return self.num_routes
         if self.projection is not None:
             return self.projection.shape[0]
         return len(self.layer_indices) * hidden_size

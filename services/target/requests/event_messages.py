@@ -98,6 +98,7 @@ def _finished(event: Finished) -> pb.GenerationFinished:
         cached_token_count=event.num_cached_tokens,
         stop_token_id=event.stop_token_id,
         speculation=_stats(event.stats),
+        routed_experts=b"" if event.routes is None else event.routes.read().numpy().tobytes(),
     )
 
 

@@ -48,6 +48,7 @@ def generation_request(
         cache_salt=message.cache_salt,
         logprob_token_ids=tuple(message.logprob_token_ids),
         predicted_token_ids=tuple(message.predicted_token_ids),
+        wants_routes=message.return_routed_experts,
     )
 
 

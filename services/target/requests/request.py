@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.round_trace import RoundTrace
@@ -18,6 +18,9 @@ from shared.tokens import (
     StopParams,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from shared.runtime.host_copy import HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class GenerationRequest:
         cache_salt: what is kept of the sequence is for those of the same salt only.
         predicted_token_ids: text that the output may hold in long runs.
         logprob_token_ids: tokens whose log probabilities are told at each position.
+        wants_routes: the experts that each token took are told at the end.
     """
 
     request_id: str
@@ -79,6 +83,13 @@ class GenerationRequest:
     cache_salt: str = ""
     predicted_token_ids: Sequence[int] = ()
     logprob_token_ids: Sequence[int] = ()
+    wants_routes: bool = False
+
+    @property
+    def prefix_salt(self) -> str:
+        """Names those whose cached prefixes serve this request: of others nobody may have recorded
+        the experts."""
+        return f"{self.cache_salt}\0routes" if self.wants_routes else self.cache_salt
 
     @property
     def logprob_temperature(self) -> float:
@@ -102,12 +113,14 @@ class ModelLimits:
     Attributes:
         max_context_tokens: largest prompt plus output.
         max_kv_tokens: tokens the KV pool holds; a longer sequence could never run.
+        num_routes: experts that are recorded of each token, of all layers; 0 where none are.
     """
 
     vocab_size: int
     max_context_tokens: int
     max_kv_tokens: int
     eos_token_ids: frozenset[int]
+    num_routes: int = 0
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -139,6 +152,12 @@ class ModelLimits:
             self._check_token_ids(name, token_ids)
         self._check_minimum(request)
         self._check_kept(request)
+        if request.wants_routes and not self.num_routes:
+            message = (
+                "return_routed_experts is true; a mixture of experts is needed, and a target that "
+                "was started with --enable-return-routed-experts"
+            )
+            raise InvalidArgument.of("ROUTED_EXPERTS_OFF", "return_routed_experts", message)
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidArgument.out_of_range(
                 "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
@@ -255,7 +274,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended well."""
+    """The request ended well.
+
+    Attributes:
+        routes: `[tokens - 1, layers * k]` int32, where they are wanted.
+    """
 
     reason: FinishReason
     num_prompt_tokens: int
@@ -263,6 +286,7 @@ class Finished:
     num_cached_tokens: int
     stop_token_id: int | None
     stats: SpeculationStats
+    routes: HostCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)

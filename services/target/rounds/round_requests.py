@@ -20,6 +20,7 @@ def can_be_round(
         request.grammar is None
         and not request.speculation_disabled
         and not request.wants_trace
+        and not request.wants_routes
         and not request.scores_shaped
         and not request.logprob_token_ids
         and request.draft_algorithm in (None, algorithm)

@@ -25,7 +25,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt_token_ids", "sampling_params", "stop_params", "top_logprob_count", "speculation_params", "grammar", "priority", "logprobs_after_temperature", "prompt_logprob_params", "cache_salt", "predicted_token_ids", "logprob_token_ids")
+    __slots__ = ("prompt_token_ids", "sampling_params", "stop_params", "top_logprob_count", "speculation_params", "grammar", "priority", "logprobs_after_temperature", "prompt_logprob_params", "cache_salt", "predicted_token_ids", "logprob_token_ids", "return_routed_experts")
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling_params: _sampling_pb2.SamplingParams
     stop_params: _sampling_pb2.StopParams
@@ -38,7 +38,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     predicted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_sampling_pb2.SamplingParams]] = ..., stop_params: _Optional[_Union[_sampling_pb2.StopParams]] = ..., top_logprob_count: _Optional[int] = ..., speculation_params: _Optional[_Union[SpeculationParams]] = ..., grammar: _Optional[_Union[_grammar_pb2.Grammar]] = ..., priority: _Optional[int] = ..., logprobs_after_temperature: _Optional[bool] = ..., prompt_logprob_params: _Optional[_Union[PromptLogprobParams]] = ..., cache_salt: _Optional[str] = ..., predicted_token_ids: _Optional[_Iterable[int]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    return_routed_experts: bool
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_sampling_pb2.SamplingParams]] = ..., stop_params: _Optional[_Union[_sampling_pb2.StopParams]] = ..., top_logprob_count: _Optional[int] = ..., speculation_params: _Optional[_Union[SpeculationParams]] = ..., grammar: _Optional[_Union[_grammar_pb2.Grammar]] = ..., priority: _Optional[int] = ..., logprobs_after_temperature: _Optional[bool] = ..., prompt_logprob_params: _Optional[_Union[PromptLogprobParams]] = ..., cache_salt: _Optional[str] = ..., predicted_token_ids: _Optional[_Iterable[int]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., return_routed_experts: _Optional[bool] = ...) -> None: ...
 
 class PromptLogprobParams(_message.Message):
     __slots__ = ("start_position", "top_logprob_count")
@@ -149,14 +150,15 @@ class TokenLogprobs(_message.Message):
     def __init__(self, log_prob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerationFinished(_message.Message):
-    __slots__ = ("finish_reason", "prompt_token_count", "output_token_count", "cached_token_count", "speculation", "stop_token_id")
+    __slots__ = ("finish_reason", "prompt_token_count", "output_token_count", "cached_token_count", "speculation", "stop_token_id", "routed_experts")
     finish_reason: FinishReason
     prompt_token_count: int
     output_token_count: int
     cached_token_count: int
     speculation: SpeculationStats
     stop_token_id: int
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+    routed_experts: bytes
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats]] = ..., stop_token_id: _Optional[int] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
     __slots__ = ("round_count", "drafted_token_count", "accepted_token_count", "missed_round_count", "acceptance_histogram", "verified_round_count")
