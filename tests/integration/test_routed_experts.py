@@ -15,6 +15,7 @@ from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from shared.errors import SettingsError
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.rollout_server import ASK, rollout_server
 
 NUM_LAYERS, NUM_CHOSEN = 4, 2
@@ -62,7 +63,19 @@ def _expected(folder: Path, token_ids: list[int]) -> np.ndarray[Any, Any]:
     return rows
 
 
-@pytest.mark.parametrize("flags", [(), NGRAM], ids=["plain", "drafted"])
+@pytest.fixture(params=["plain", "ngram", "lanes"])
+def flags(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
+    if request.param != "lanes":
+        return NGRAM if request.param == "ngram" else ()
+    hidden = TinyShape().hidden_size
+    head = TinyHead(kind="EAGLE", vocab_size=300, hidden_size=hidden, target_hidden_size=hidden)
+    write_head(tmp_path / "head", head)
+    return (
+        *("--draft", "embedded", "--speculative-algorithm", "EAGLE", "--device-rounds", "on"),
+        *("--speculative-draft-model-path", str(tmp_path / "head"), "--candidate-wait-always"),
+    )
+
+
 async def test_every_token_but_the_last_has_its_experts(
     flags: tuple[str, ...], mixture: Path
 ) -> None:
