@@ -45,11 +45,13 @@ class WiredDraft:
         fan_out: FanOut = SYNCHRONOUS,
         *,
         name: str = "wired",
+        max_sequences: int = 8,
     ) -> None:
         self.engine = engine
         self.name = name
+        self.max_sequences = max_sequences
         self.spec = drafter.limits.feature_spec
-        self.table = SequenceTable(drafter, max_sequences=8, deliver=self._deliver)
+        self.table = SequenceTable(drafter, max_sequences=max_sequences, deliver=self._deliver)
         self.rounds = Rounds(
             self.table, drafter, shape, chunk_tokens=16, fan_out=fan_out, deliver=self._deliver
         )
@@ -58,15 +60,21 @@ class WiredDraft:
     def open_link(self) -> None:
         """Opens the link in the draft; its target may have come and gone before."""
         terms = LinkTerms(
-            VOCAB_SIZE, 64, 8, mirrors_noise=True, max_conditional=MAX_CONDITIONAL_CANDIDATES
+            VOCAB_SIZE,
+            64,
+            self.max_sequences,
+            mirrors_noise=True,
+            max_conditional=MAX_CONDITIONAL_CANDIDATES,
         )
         self.table.apply(LinkOpened(LINK, terms))
 
     def attach(self) -> None:
-        worker = WorkerIdentity("w", "m", "EAGLE", None, 8, 128, feature_spec=self.spec)
+        worker = WorkerIdentity(
+            "w", "m", "EAGLE", None, self.max_sequences, 128, feature_spec=self.spec
+        )
         message = pb.SpeculateRequest.FromString(attach_request(worker).SerializeToString())
         spec = None if self.spec is None else feature_spec(message.attach.feature_spec)
-        identity = DraftIdentity(self.name, "w", "m", "EAGLE", 8, 0.0)
+        identity = DraftIdentity(self.name, "w", "m", "EAGLE", self.max_sequences, 0.0)
         self.engine.attach(Attachment(identity, self, DraftTimeout(self.wait_s), spec))
 
     def detach(self) -> None:

@@ -17,6 +17,9 @@ from services.target.drafts.assignments import Assignments
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.sequence import Sequence
 
+GATHERING_RESPONSES = 1.5
+"""How long trees wait for others, in response times of a draft."""
+
 
 class Readiness:
     """Says who waits for what, from one step to the next. Owned by the engine thread."""
@@ -74,6 +77,24 @@ class Readiness:
         self._hold_until_s = -math.inf
         self._cut(decoding, held, now_s, is_whole=True)
         self._move(held, now_s)
+
+    def gather(self, lanes: Iterable[Sequence], now_s: float) -> bool:
+        """Whether the trees that are here wait for others: most of the lanes cannot step yet, but
+        soon. Half of them verify while the drafts work for the other half; smaller rounds read the
+        weights more often. Lanes without a draft never wait."""
+        self._hold_until_s = -math.inf
+        late, num_lanes = list[Assignment](), 0
+        for sequence in lanes:
+            assignment = self._assignments.get(sequence.sequence_id)
+            if assignment is None:
+                return False
+            num_lanes += 1
+            if assignment.candidate is None and now_s < assignment.deadline_s:
+                late.append(assignment)
+        if 2 * len(late) <= num_lanes:
+            return False
+        self._hold_until_s = max(map(_usual_s, late))
+        return now_s < self._hold_until_s
 
     def is_ready(self, sequence: Sequence, now_s: float) -> bool:
         """Whether a sequence can step: it has its candidate and none is gathered with it, or none
@@ -144,6 +165,13 @@ class Readiness:
         if not ready or any(now_s >= each.deadline_s for each in late):
             return -math.inf
         return self._controller.gathering_until_s(ready, [each.course for each in late], now_s)
+
+
+def _usual_s(late: Assignment) -> float:
+    """Returns when a tree is here at the latest, as a rule."""
+    if late.asked_s is None:
+        return -math.inf
+    return late.asked_s + GATHERING_RESPONSES * (late.attachment.timeout.response_s or 0.0)
 
 
 def _decoding(running: Iterable[Sequence]) -> list[Sequence]:

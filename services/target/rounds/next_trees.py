@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from services.target.clock import Clock
@@ -12,6 +13,9 @@ from services.target.rounds.selected_round import SelectedRound, conditional_tre
 from services.target.sequence import Sequence
 from shared.runtime.prepared_trees import PreparedTree
 from shared.tokens import EMPTY_TREE, Candidate, TokenTree
+
+MIN_ALTERNATING = 16
+"""Sequences from which on two rounds alternate; few rows take as long as half of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,28 +61,48 @@ class TreeForecast:
         found = map(self._assignment, lanes)
         return any(each is None or each.candidate is not None for each in found)
 
-    def of_ready(self, lanes: Iterable[Sequence]) -> NextTrees:
-        """Returns the trees, perhaps empty, of the sequences that wait for nothing. None of them is
-        under way."""
+    def of_ready(self, lanes: SequenceOf[Sequence]) -> NextTrees:
+        """Returns the trees, perhaps empty, of the sequences that wait for nothing, and none while
+        they had better wait for others. None of them is under way.
+
+        Of many only half are returned: the other half follows in a round behind theirs, and from
+        then on drafts work for one half while the other is verified.
+        """
         trees, now_s = NextTrees.none(), self._clock()
-        for sequence in lanes:
+        if self._readiness.gather(lanes, now_s):
+            return trees
+        for sequence in self._half_of(lanes, lanes, now_s):
             self._join(sequence, trees, now_s)
         return trees
+
+    def _half_of(
+        self, lanes: SequenceOf[Sequence], free: Iterable[Sequence], now_s: float
+    ) -> SequenceOf[Sequence]:
+        """Returns those of `free` that wait for nothing, half of all lanes at most where drafts
+        draft for verdicts that have fallen."""
+        ready = [each for each in free if self._readiness.is_ready(each, now_s)]
+        if len(lanes) < MIN_ALTERNATING:
+            return ready
+        found = map(self._assignment, ready)
+        answers_verdicts = all(each is not None and not each.is_announced for each in found)
+        return ready[: -(-len(lanes) // 2)] if answers_verdicts else ready
 
     def is_complete(self, lanes: Iterable[Sequence], under_way: SelectedRound) -> bool:
         """Whether nothing is to come any more that decides on the round after this one, but its
         end."""
         return all(self._is_foreseen(each, under_way) for each in lanes)
 
-    def after(self, lanes: Iterable[Sequence], under_way: SelectedRound) -> NextTrees:
+    def after(self, lanes: SequenceOf[Sequence], under_way: SelectedRound) -> NextTrees:
         """Returns what is prepared for the end of a round, and hands it to the device: it stays as
-        it is until the verdict."""
+        it is until the verdict. Sequences that are not in that round join as in `of_ready`."""
         trees, now_s = NextTrees.none(), self._clock()
+        others = [each for each in lanes if each.sequence_id not in under_way.trees]
+        if not self._readiness.gather(others, now_s):
+            for sequence in self._half_of(lanes, others, now_s):
+                self._join(sequence, trees, now_s)
         for sequence in lanes:
             verified = under_way.trees.get(sequence.sequence_id)
-            if verified is None:
-                self._join(sequence, trees, now_s)
-            elif sequence.num_remaining > 1:
+            if verified is not None and sequence.num_remaining > 1:
                 self._foresee(sequence, verified, trees)
         return trees
 

@@ -231,11 +231,12 @@ class SelectionSteps:
 
     def _go_on(self, rounds: SelectedRounds) -> Turn:
         """With a round under way: launches the next one ahead, if what was pushed for it is here,
-        or reads the one under way once it is done."""
+        or one of other sequences, and reads the one under way once it is done."""
         under_way, lanes = self._launched[0], self._lanes(rounds)
-        if self._runs_ahead and self._forecast.is_complete(lanes, under_way):
+        may_launch = self._runs_ahead and len(self._launched) == 1
+        if may_launch and self._forecast.is_complete(lanes, under_way):
             self._launch_ahead(rounds, self._forecast.after(lanes, under_way))
-        elif not rounds.is_done:
+        if len(self._launched) == 1 and not rounds.is_done:
             return Turn.WAITING
         self._commit(rounds)
         self._attachments.readiness.weigh(self._scheduler.running, self._clock())

@@ -22,6 +22,7 @@ from services.target.launcher import Launcher
 from services.target.requests.request import GenerationRequest
 from services.target.rounds import selected_rounds
 from services.target.rounds.early_launch import EarlyLaunch
+from services.target.rounds.next_trees import MIN_ALTERNATING
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
@@ -188,6 +189,27 @@ def test_output_is_that_of_plain_decoding(
     tally = total_outcomes(reports)
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
     assert num_device_rounds(reports) > 0.8 * sum(each.num_rounds for each in reports)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "sampled"])
+def test_many_sequences_are_verified_by_two_rounds_in_turn(
+    decoder: Decoder, sampling: SamplingParams
+) -> None:
+    """A draft that answers verdicts works for one half while the target verifies the other."""
+    count, reports = 2 * MIN_ALTERNATING, list[StepReport]()
+    asked = [
+        request([number % 24, number % 7, 3], sampling, StopParams(20)) for number in range(count)
+    ]
+    engine = build_engine(
+        decoder, max_running=count, on_step=reports.append, poisons_free_pages=True, selects=True
+    )
+    WiredDraft(engine, standalone(decoder), CHAIN, max_sequences=count).attach()
+    expected = run(build_engine(decoder, max_running=count), asked)
+    assert outputs(run(engine, asked)) == outputs(expected)
+    rounds = [report for report in reports if report.round_shape is not None]
+    assert sum(each.num_accepted for each in rounds) > count
+    assert max(each.num_rounds for each in rounds) == count // 2
+    assert sum(each.num_rounds == count // 2 for each in rounds) > len(rounds) // 2
 
 
 @pytest.mark.parametrize("seed", range(6))
