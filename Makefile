@@ -32,7 +32,7 @@ SERVE_FLAGS = $(if $(MODEL),--model $(call quoted,$(MODEL))) \
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
+  check-imports test test-wheel test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
   bench-drafters bench-async bench-http bench-split bench-start bench-gpu bench-experts bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune fuzz test-clients up down clean
 
@@ -51,7 +51,8 @@ setup: $(STAMP) ## create .venv with everything pinned; does nothing when up to 
 	fi
 	echo "set-up: installing into .venv; the first time takes a few minutes, most of it for torch"
 	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[gateway,engine,tracing,dev]' \
-	  | sed -u -n '/^Collecting\|^Downloading\|^Installing/s/^\(.\{100\}\).*/\1 …/; /^Collecting\|^Installing/p'
+	  | sed -u -e 's/^Installing collected.*/Installing all of them; torch alone takes a minute/' \
+	    -e '/^\(Collecting\|Installing\|  Downloading.* MB)\)/!d' -e 's/^\(.\{100\}\).*/\1 …/'
 	touch $@
 
 protos: $(STAMP) ## write shared/pb/ from protos/
@@ -84,7 +85,10 @@ check-imports:
 	@echo "== import rules"; $(PY) -m pytest -q -p no:cacheprovider tests/test_import_rules.py
 
 test: $(STAMP) ## every test that needs no GPU
-	$(PY) -m pytest -n 2 $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-wheel: $(STAMP) ## pip install of the built wheels into empty environments, then `outrider serve`
+	$(PY) -m tests.wheel_install $(ARGS)
 
 test-browser: $(STAMP) ## the playground in headless Chromium; CHROMIUM=/usr/bin/chromium
 	@test -x "$(CHROMIUM)" || { echo "there is no Chromium at $(CHROMIUM): install it (Debian: apt-get install chromium)" \
@@ -96,7 +100,7 @@ screenshots: $(STAMP) ## write docs/images/ from a running demo in headless Chro
 
 test-kernels: $(STAMP) ## Triton's kernels on the CPU, in Triton's interpreter
 	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt triton
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m interpreter tests/shared/kernels tests/shared/runtime tests/shared/speculation $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal -m interpreter tests/shared/kernels tests/shared/runtime tests/shared/speculation $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)

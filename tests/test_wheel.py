@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,39 +13,21 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.helpers.built_wheels import build_wheels, pip
 from tests.helpers.serving import free_ports
-
-ROOT = Path(__file__).parents[1]
-_SOURCES = ("gateway", "services", "shared", "protos", "packaging")
-_FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both wheels, built from a copy, in which no earlier build has left anything."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
-    for name in _SOURCES:
-        ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in _FILES:
-        shutil.copy(ROOT / name, source / name)
-    _pip(
-        "wheel", "--no-build-isolation", "--wheel-dir", str(out), ".", "./packaging/demo", at=source
-    )
-    return {path.name.partition("-")[0]: path for path in out.glob("*.whl")}
+    return build_wheels(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(scope="module")
 def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both wheels installed; what they depend on comes from this environment."""
     folder = tmp_path_factory.mktemp("site")
-    _pip("install", "--target", str(folder), *map(str, wheels.values()), at=folder)
+    pip("install", "--target", str(folder), *map(str, wheels.values()), at=folder)
     return folder
-
-
-def _pip(command: str, *arguments: str, at: Path) -> None:
-    words = [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments]
-    subprocess.run(words, cwd=at, check=True)
 
 
 def _outrider(site: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -94,8 +75,9 @@ def test_an_installed_package_serves(site: Path, tmp_path: Path) -> None:
         assert httpx.post(url, json=body, timeout=60).json()["choices"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
+    assert [line for line in errors.splitlines() if "waiting for" not in line] == []
 
 
 def test_measurements_are_for_a_checkout(site: Path, tmp_path: Path) -> None:
@@ -107,7 +89,7 @@ def test_measurements_are_for_a_checkout(site: Path, tmp_path: Path) -> None:
 def test_without_the_demos_weights_a_model_has_to_be_named(
     wheels: dict[str, Path], tmp_path: Path
 ) -> None:
-    _pip("install", "--target", str(tmp_path), str(wheels["outrider"]), at=tmp_path)
+    pip("install", "--target", str(tmp_path), str(wheels["outrider"]), at=tmp_path)
     process = _outrider(tmp_path, tmp_path, "serve")
     assert "outrider-demo, which is not installed" in process.communicate()[1]
     assert process.returncode == 2
