@@ -77,3 +77,28 @@ def test_a_venv_of_an_old_python_is_made_anew(checkout: Path) -> None:
     assert said[1].startswith("set-up: installing into .venv")
     assert "Collecting torch" in said
     assert (checkout / ".venv" / ".installed").exists()
+
+
+@pytest.mark.parametrize("failing", ["", "setup", "check", "test", "test-kernels", "fuzz"])
+def test_ci_passes_when_all_its_parts_do(failing: str, tmp_path: Path) -> None:
+    """With a `make` that notes its target, and fails for one."""
+    noted = tmp_path / "noted"
+    _program(
+        tmp_path / "bin" / "make", f'echo "$1" >> {noted}; echo "ran $1"; [ "$1" != "{failing}" ]'
+    )
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    result = subprocess.run(
+        [ROOT / ".ci" / "run"],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode == 0) == (failing == "")
+    if failing == "":
+        ran = {"setup", "check", "test", "test-kernels", "fuzz"}
+        assert set(noted.read_text().split()) == ran
+        assert ran <= {line.removeprefix("ran ") for line in result.stdout.splitlines()}
+        assert "ci: everything passed" in result.stdout
+    else:
+        assert "everything passed" not in result.stdout
