@@ -29,14 +29,10 @@ OpenTab = Callable[..., PlaygroundPage]
 
 def take_trees(open_tab: OpenTab) -> None:
     """Takes the pictures of one answer and its trees."""
-    for scheme in ("light", "dark"):
-        tab = _asked(open_tab(height=850, scheme=scheme))
-        _point_at_a_node(tab)
-        _save(tab, f"playground-{scheme}.png")
-    phone = _asked(open_tab(width=360, height=740))
-    _save(phone, "playground-phone.png")
-    phone.page.click(".panes [data-pane=rounds]")
-    _save(phone, "playground-phone-rounds.png")
+    tab = _asked(open_tab(height=850))
+    _point_at_a_node(tab)
+    _save(tab, "playground-light.png")
+    _save(_asked(open_tab(width=360, height=740)), "playground-phone.png")
 
 
 def take_answers(open_tab: OpenTab) -> None:
