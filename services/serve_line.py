@@ -128,7 +128,7 @@ def _problem(flag: str) -> str:
             "--target` and `outrider draft --target`"
         )
     known = [each.flag for fields in all_fields().values() for each in fields]
-    close = difflib.get_close_matches(flag, known, n=1)
+    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]}?" if close else ""
     return refusal(flag) or f"{flag} is not a setting{hint}"
 

@@ -1,5 +1,5 @@
 """GRPO with rollouts from a served target, in slime's order of calls: the reward rises, no draft
-changes a rollout, and engine and trainer agree on the law that they were drawn from."""
+changes a rollout, and engine and trainer agree on the distribution that they were drawn from."""
 
 from __future__ import annotations
 

@@ -162,12 +162,12 @@ async def test_log_probabilities_are_those_of_the_law_at_the_temperature(old: Pa
             ids = [*ASK["input_ids"], *tokens]
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0]
-            law = logits.clone()
-            law[:, 5] += shaped.get("logit_bias", {}).get("5", 0.0)
-            law = (law / (params["temperature"] or 1.0)).log_softmax(-1)
+            log_probs = logits.clone()
+            log_probs[:, 5] += shaped.get("logit_bias", {}).get("5", 0.0)
+            log_probs = (log_probs / (params["temperature"] or 1.0)).log_softmax(-1)
             place = len(ASK["input_ids"]) - 1
             for step, (log_prob, token, _) in enumerate(info["output_token_logprobs"]):
-                assert log_prob == pytest.approx(float(law[place + step, token]), abs=1e-4)
+                assert log_prob == pytest.approx(float(log_probs[place + step, token]), abs=1e-4)
             # The prompt was not drawn: SGLang gives it the model's own.
             raw = logits.log_softmax(-1)
             for step, (log_prob, token, _) in enumerate(info["input_token_logprobs"][1:]):
