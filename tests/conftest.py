@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -19,6 +20,13 @@ def pytest_configure() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of garbage collections, which took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_sessionstart() -> None:

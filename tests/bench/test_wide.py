@@ -54,8 +54,8 @@ def test_the_wide_target_writes_what_the_small_one_does(bench: WideBench) -> Non
     assert check_equality(bench.pair, PLAN, bench.prompts) == 2
 
 
-def test_every_draft_leaves_the_answers_as_they_are(bench: WideBench) -> None:
-    rows = list(bench.rows())
+def test_every_draft_leaves_the_answers_as_they_are(tmp_path: Path) -> None:
+    rows = list(WideBench(replace(PLAN, batches=(1,)), tmp_path).rows())
     modes = {row.cells()[0] for row in rows}
     assert len(modes) == 11
     exact = [row for row in rows if "fp8" not in row.mode]
@@ -64,7 +64,6 @@ def test_every_draft_leaves_the_answers_as_they_are(bench: WideBench) -> None:
     drafted = [row.tokens_a_round for row in exact if row.shape and row.mode != CHOSEN]
     assert min(drafted) > 1.0, "wide drafts hit as the small ones do"
     figures = {figure.name: figure for row in rows for figure in row.figures()}
-    # Of batch 2 nothing is aimed at.
     assert len(figures) == 5
     chain = next(row for row in rows if row.mode == ON_DEVICE and row.shape == CHAIN)
     served = figures["EAGLE-3 round served, chain of 5, batch 1"]

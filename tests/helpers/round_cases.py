@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair
@@ -17,7 +18,7 @@ from tests.helpers.host_rounds import HostRound, HostRounds
 VOCAB_SIZE = 10
 DRAFT_VOCAB_SIZE = 8
 PAGE_SIZE = 4
-NUM_ROUNDS = 4
+NUM_ROUNDS = 2 if IS_INTERPRETING else 4
 HEADS = {
     "eagle": TinyHead(vocab_size=VOCAB_SIZE),
     "eagle3": TinyHead(

@@ -26,7 +26,7 @@ from shared.settings import load_settings
 from shared.tokenizer_files import tokenizer_sha256
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [30, 31])
-MAX_TOKENS = 100
+MAX_TOKENS = 60
 
 
 class Target:

@@ -223,30 +223,31 @@ def test_weights_lie_where_they_lay(target: Path, heads: tuple[Path, Path], kind
     assert (weights.version, weights.num_swaps) == ("1", 1)
 
 
-@pytest.mark.parametrize(
-    ("key", "change", "named"),
-    [
-        ("post_attention_layernorm.weight", lambda each: each * float("nan"), "mlp_norm.weight"),
-        ("post_attention_layernorm.weight", lambda each: each[:-1], "post_attention_layernorm"),
-        ("self_attn.o_proj.weight", None, "o_proj.weight"),
-    ],
+BAD_WEIGHTS: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor] | None, str], ...] = (
+    ("post_attention_layernorm.weight", lambda each: each * float("nan"), "mlp_norm.weight"),
+    ("post_attention_layernorm.weight", lambda each: each[:-1], "post_attention_layernorm"),
+    ("self_attn.o_proj.weight", None, "o_proj.weight"),
 )
+"""A tensor, the change to it (None leaves it out), and the name in the refusal."""
+
+
 async def test_bad_weights_are_refused_by_name(
-    target: Path, heads: tuple[Path, Path], kind: str, key: str, change: object, named: str
+    target: Path, heads: tuple[Path, Path], kind: str
 ) -> None:
-    tensors = load_file(heads[1] / "model.safetensors")
-    [whole] = [each for each in tensors if each.endswith(key)]
-    value = tensors.pop(whole)
-    if callable(change):
-        tensors[whole] = change(value).contiguous()
-    save_head(heads[1], tensors)
+    good = load_file(heads[1] / "model.safetensors")
     async with _serving(kind, heads[0], target, "remote") as (stub, admin):
         expected, _ = await _outputs(stub, disabled=True)
-        with pytest.raises(grpc.aio.AioRpcError, match=named) as refused:
-            await admin.UpdateDraftWeights(
-                admin_pb.UpdateDraftWeightsRequest(model_path=str(heads[1]))
-            )
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for key, change, named in BAD_WEIGHTS:
+            [whole] = [each for each in good if each.endswith(key)]
+            tensors = {name: tensor for name, tensor in good.items() if name != whole}
+            if change is not None:
+                tensors[whole] = change(good[whole]).contiguous()
+            save_head(heads[1], tensors)
+            with pytest.raises(grpc.aio.AioRpcError, match=named) as refused:
+                await admin.UpdateDraftWeights(
+                    admin_pb.UpdateDraftWeightsRequest(model_path=str(heads[1]))
+                )
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         found, num_verified = await _outputs(stub)
     assert found == expected
     assert num_verified > 0

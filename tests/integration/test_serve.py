@@ -34,13 +34,15 @@ def _completion(base_url: str, context: ssl.SSLContext | None = None) -> dict[st
     return answer
 
 
-HOSTED = ("--placement", "embedded", "--algorithm", "EAGLE3", "--dtype", "fp32")
-
-
-@pytest.mark.parametrize(
-    "flags", [(), ("--algorithm", "NONE"), (*HOSTED, "--max-running-requests", "8")]
+HOSTED = (
+    *("--placement", "embedded", "--algorithm", "EAGLE3", "--dtype", "fp32"),
+    *("--max-running-requests", "8"),
 )
+
+
+@pytest.mark.parametrize("flags", [("--algorithm", "NONE"), HOSTED])
 def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Without flags: `test_an_installed_package_serves`."""
     with serving(tmp_path, *flags) as (process, ready_line, base_url):
         assert ready_line.startswith(f"ready: {base_url}/v1"), process.communicate()[1]
         answer = _completion(base_url)

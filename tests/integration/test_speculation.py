@@ -59,8 +59,7 @@ def _shape(steps: str, topk: str, tokens: str) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [CHAIN, TREE])
+@pytest.mark.parametrize(("temperature", "shape"), [(0.0, CHAIN), (1.0, TREE)])
 async def test_standalone_draft_speeds_up_and_changes_nothing(
     folders: tuple[Path, Path], temperature: float, shape: tuple[str, str, str]
 ) -> None:
@@ -77,8 +76,9 @@ async def test_standalone_draft_speeds_up_and_changes_nothing(
         assert await target.outputs(temperature) == expected
 
 
-@pytest.mark.parametrize("is_adaptive", [False, True], ids=["fixed", "adaptive"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "is_adaptive"), [(1.0, False), (0.0, True)], ids=["fixed", "adaptive"]
+)
 async def test_a_request_that_narrows_its_trees_changes_nothing(
     folders: tuple[Path, Path], temperature: float, is_adaptive: bool
 ) -> None:

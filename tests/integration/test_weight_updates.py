@@ -109,8 +109,14 @@ def _disk(folder: Path) -> admin_pb.UpdateWeightsRequest:
     return admin_pb.UpdateWeightsRequest(disk=disk)
 
 
-@pytest.mark.parametrize("rounds", ["on", "off"])
-@pytest.mark.parametrize("pause", [None, admin_pb.PAUSE_MODE_RETRACT])
+@pytest.mark.parametrize(
+    ("rounds", "pause"),
+    [
+        ("on", None),
+        ("on", admin_pb.PAUSE_MODE_RETRACT),
+        ("off", admin_pb.PAUSE_MODE_RETRACT),
+    ],
+)
 async def test_a_head_follows_and_every_token_is_that_of_its_weights(
     rounds: str,
     pause: admin_pb.PauseMode | None,

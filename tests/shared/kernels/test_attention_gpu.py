@@ -137,13 +137,12 @@ def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype
 
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "window"),
     [
-        pytest.param(name, marks=pytest.mark.interpreter if name == "tree levels" else ())
-        for name in BATCHES
-        if name != "chunks"
+        pytest.param(*case, marks=pytest.mark.interpreter if case == ("tree levels", 300) else ())
+        for case in itertools.product(BATCHES, [None, 300])
+        if case[0] != "chunks"
     ],
 )
 def test_whole_blocks_have_the_bits_of_splits(
@@ -213,15 +212,14 @@ def test_any_heads(heads: Heads, fewest_whole: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("fewest_whole", [0, NEVER])
 @pytest.mark.parametrize(
-    ("head_dim", "page_size"),
+    ("head_dim", "page_size", "window"),
     [
-        pytest.param(*case, marks=pytest.mark.interpreter if case == (64, 5) else ())
-        for case in itertools.product([64, 96, 128, 256], [1, 5, 64])
+        pytest.param(*case, marks=pytest.mark.interpreter if case == (64, 5, 33) else ())
+        for case in itertools.product([64, 96, 128, 256], [1, 5, 64], [33, 64])
     ],
 )
-@pytest.mark.parametrize("window", [33, 64])
 def test_any_window(
-    window: int, head_dim: int, page_size: int, fewest_whole: int, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, page_size: int, window: int, fewest_whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows that begin within, before and behind what is seen: of tokens, trees and chunks."""
     monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", fewest_whole)

@@ -30,8 +30,10 @@ def both(kind: str) -> tuple[PagedRows, PagedRows]:
     return packed(placed, 4, CPU), packed(placed, 4, kernel_device())
 
 
-@pytest.mark.parametrize("groups", [1, 3, 4, 32])
-@pytest.mark.parametrize("kind", ["trees", "chunks", "both", "one"])
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [*(("both", groups) for groups in (1, 3, 4, 32)), ("trees", 4), ("chunks", 3), ("one", 1)],
+)
 def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
     on_cpu, on_gpu = both(kind)
     expected = plain_parts(on_cpu, *cuts_of(on_cpu, groups))

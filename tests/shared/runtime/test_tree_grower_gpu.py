@@ -70,8 +70,9 @@ def test_whole_trees_are_those_grown_level_by_level(
     ]
     twins.open(*batch)
     twins.send_all(*batch)
-    assert twins.rounds(shape, 2, draw, *batch) > 0
-    assert twins.grower.num_sequences == 2 * len(batch)
+    num_rounds = 1 if IS_INTERPRETING else 2
+    assert twins.rounds(shape, num_rounds, draw, *batch) > 0
+    assert twins.grower.num_sequences == num_rounds * len(batch)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,9 @@ def test_a_language_models_trees_are_those_grown_level_by_level(
         for number, (length, sampling) in enumerate([(1, GREEDY), (8, SAMPLED), (21, GREEDY)])
     ]
     twins.open(*batch)
-    assert twins.rounds(shape, 3, draw, *batch) > 0
-    assert twins.grower.num_sequences == 3 * len(batch)
+    num_rounds = 2 if IS_INTERPRETING else 3
+    assert twins.rounds(shape, num_rounds, draw, *batch) > 0
+    assert twins.grower.num_sequences == num_rounds * len(batch)
 
 
 @pytest.mark.parametrize(
