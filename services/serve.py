@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from functools import partial
+from pathlib import Path
 
 from services import probe
 from services.child import Child, ChildSpec
@@ -25,9 +26,9 @@ def serve(plan: Plan) -> int:
     """Runs a plan until SIGINT or SIGTERM; returns the exit code.
 
     Raises:
-        SettingsError: a port is taken, or there is no place for logs.
+        SettingsError: a model is not there, a port is taken, or there is no place for logs.
     """
-    problems = [*_busy_ports(plan), *_log_problems(plan)]
+    problems = [*_model_problems(plan), *_busy_ports(plan), *_log_problems(plan)]
     if problems:
         raise SettingsError(tuple(problems))
     for notice in plan.notices:
@@ -109,6 +110,21 @@ def ready_line(plan: Plan) -> str:
         f"ready: {url}/v1  page: {url}/  model: {_model_name(plan)}"
         f"  speculation: {drafts}  logs: {plan.launcher.log_dir}/"
     )
+
+
+def _model_problems(plan: Plan) -> list[str]:
+    named = [("--model-path", plan.target.model_path)]
+    drafts = (each.settings.speculative_draft_model_path for each in plan.drafts)
+    named += [("--speculative-draft-model-path", path) for path in drafts if path is not None]
+    return [problem for flag, path in named if (problem := _folder_problem(flag, path))]
+
+
+def _folder_problem(flag: str, path: Path) -> str | None:
+    if not path.is_dir():
+        return f"{flag} is {path}: there is no such folder, and a model of the Hub is OWNER/NAME"
+    if not (path / "config.json").is_file():
+        return f"{flag} is {path}, a folder without config.json; a model has one"
+    return None
 
 
 def _busy_ports(plan: Plan) -> list[str]:

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from shared.errors import OutriderError
@@ -114,6 +115,8 @@ def _service(command: str, arguments: Sequence[str]) -> int:
 
 def _measure(command: str, arguments: Sequence[str]) -> int:
     module = _OF_A_CHECKOUT[command]
+    # A checkout that is installed shows its packages to Python, and the tests are none.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if importlib.util.find_spec("tests") is None or importlib.util.find_spec(module) is None:
         print(
             f"outrider {command}: measurements are part of the source and not of the installed "

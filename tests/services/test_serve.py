@@ -282,11 +282,42 @@ def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_wrong_flag_is_one_line() -> None:
-    result = _outrider("serve", "--prot", "1")
-    assert result.stderr.splitlines() == [
-        "outrider serve: --prot is not a setting; did you mean --port?"
-    ]
+@pytest.mark.parametrize(
+    ("flag", "value", "problem"),
+    [
+        ("--prot", "1", "--prot is not a setting; did you mean --port?"),
+        ("--nonsense", "1", "--nonsense is not a setting"),
+        (
+            *("--model", "/no/where"),
+            "--model-path is /no/where: there is no such folder, and a model of the Hub is "
+            "OWNER/NAME",
+        ),
+        (
+            "--model",
+            str(ROOT / "docs"),
+            f"--model-path is {ROOT}/docs, a folder without config.json; a model has one",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flag: str, value: str, problem: str) -> None:
+    result = _outrider("serve", flag, value)
+    assert result.stderr.splitlines() == [f"outrider serve: {problem}"]
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_an_installed_checkout_finds_its_measurements(command: str, tmp_path: Path) -> None:
+    """An editable installation shows Python the packages, and the tests are none."""
+    for package in ("gateway", "services", "shared"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    result = subprocess.run(
+        [sys.executable, "-m", "services.cli", command, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage:")
 
 
 def test_check_says_what_a_line_would_start() -> None:
