@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     A tuple, because one is made for every choice and step, and a frozen dataclass costs twice.
 
     Attributes:
-        text: for the user; without calls and reasoning, where those are told apart.
+        text: for the user; without calls and reasoning, where those are parsed.
         parts: text, calls and reasoning in order; empty where all of it is text.
     """
 
@@ -174,7 +174,7 @@ class Choice:
         self.routes = event.routes
 
     def cut(self) -> Piece:
-        """Returns all that is new of a choice that was aborted, what was held back included."""
+        """Returns the new output of an aborted choice, held-back text included."""
         text = "".join([*self._texts, self._stops.flush(), self._detokenizer.flush()])
         return Piece(text, self._token_ids, self._scores, self._rounds)
 

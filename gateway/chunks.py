@@ -147,7 +147,7 @@ class ChatChunks:
         )
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
-        """An end token alone has no text; only who asked for tokens or scores hears of it."""
+        """An end token alone has no text; sent only to clients that asked for tokens or scores."""
         has_news = piece.text or piece.parts or piece.scores or piece.rounds
         return bool(has_news) or self._plan.return_token_ids
 

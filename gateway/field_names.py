@@ -17,7 +17,7 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
         names: OpenAI's name to the one that the client's interface has for it.
 
     Raises:
-        InvalidArgument: what was raised within, by the client's name of the field.
+        InvalidArgument: the error of the block, with the client's name of the field.
     """
     try:
         yield

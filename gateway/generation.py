@@ -46,13 +46,13 @@ class Generation:
         prompt_scoring: which prompt tokens get log probabilities; None for none.
         cache_salt: what the target keeps of it is for those of the same salt only.
         predicted: tokens that the output may hold in long runs.
-        logprob_token_ids: tokens whose log probabilities are told beside the likeliest.
+        logprob_token_ids: tokens whose log probabilities are returned beside the likeliest.
         trace_id: for logs and traces.
         traceparent: the gateway's span, or the client's; None when nobody traces.
         logprobs_after_temperature: they are those after bias, penalties and temperature.
         timeout_s: most time it may take on a target, queueing included.
         never_learnt: no draft may learn from it.
-        wants_routes: the experts that each token took are told at the end.
+        wants_routes: return the experts of each token at the end.
     """
 
     prompt_token_ids: Sequence[int]

@@ -63,7 +63,7 @@ class RequestId:
 
 
 class Access:
-    """Lets in who has a key, as much as the key may use.
+    """Admits requests with an API key, within the key's limits.
 
     Probes, scrapers and people without a key get in where they must, and see the playground's page.
     OpenAI's clients send the key as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`.

@@ -15,7 +15,7 @@ class TextOptions:
 
     Attributes:
         hidden_token_ids: tokens that end generation and are not shown, unless a stop is.
-        output: how calls and reasoning are told from text; None when all of it is text.
+        output: parsers of tool calls and reasoning; None when all of it is text.
         include_reasoning: whether reasoning is shown.
         hides_output: the request asks for no token at all, only for what a target says of its
             prompt. A target always draws one.

@@ -119,7 +119,7 @@ class Planner:
     def _thinking(
         self, body: ChatCompletionRequest, prompt: str, model: TargetModel
     ) -> ThinkingBudget | None:
-        """Returns the bound of what the model thinks; None where it is free, or does not think."""
+        """Returns the limit on reasoning; None where it is free, or does not think."""
         asked, read = body.thinking_token_budget, self.text.style.output(prompt, None)
         if asked is None or read is None:
             return None

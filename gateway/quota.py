@@ -93,7 +93,7 @@ class Quota:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Holds a place for what goes on after its request was answered."""
+        """Holds a concurrency slot for work that continues after the response."""
         self.num_open += 1
         try:
             yield
@@ -147,7 +147,7 @@ class Quotas:
         return tuple(self._by_name.values())
 
     def of(self, given: str) -> Quota | None:
-        """Returns the quota of who sent this key; None when nobody has it."""
+        """Returns the quota of the key's client; None when nobody has it."""
         if not self._keys:
             return self._by_name[ANONYMOUS]
         key = find_key(self._keys, given)

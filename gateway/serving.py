@@ -30,7 +30,7 @@ class Gateway:
 
     Attributes:
         start_time_s: seconds since the epoch.
-        quotas: who may ask, and how much.
+        quotas: the clients and their limits.
         cors_origins: sites whose pages may call the gateway from a browser; none unless listed.
         response_store: of `/v1/responses`; None keeps nothing.
         target_maintenance: `host:port` of the targets' maintenance ports; may be empty.

@@ -40,7 +40,7 @@ class WantedOutput:
     Attributes:
         top_logprobs: None wants no log probabilities.
         length: most tokens of a choice.
-        output: how calls and reasoning are told from text; None when all of it is text.
+        output: parsers of tool calls and reasoning; None when all of it is text.
         echo_scoring: which prompt tokens an echo needs log probabilities of.
         num_drawn: `best_of`; None where it is `n`.
         thinking: bounds the reasoning; None leaves it free.

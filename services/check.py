@@ -87,7 +87,7 @@ def _gateway_lines(plan: Plan) -> list[str]:
 
 
 def _given(settings: object) -> list[str]:
-    """Returns a line of what differs from the defaults, for the reader to compare."""
+    """Returns a line with the settings that differ from the defaults."""
     shown = shown_settings(settings)
     given = [
         f"{field.flag} {shown[field.flag.removeprefix('--')]}"

@@ -130,7 +130,7 @@ class EmbeddedDraft:
 
     def _deliver(self, output: Output) -> None:
         """Takes what the draft engine has to say; called on its thread. A target that stops, or is
-        that far behind, goes on without: it never breaks its draft."""
+        that far behind, continues without the draft, and the draft stays whole."""
         try:
             if isinstance(output, CandidatesReady):
                 self._target.offer(ATTACHMENT_ID, output.candidates, output.report)

@@ -13,7 +13,7 @@ from shared.errors import SettingsError
 
 def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
     """Raises:
-    SettingsError: the target's rule, or rounds that it asks for, cannot do with what was loaded.
+    SettingsError: the loaded drafter does not fit the target's verification rule or its rounds.
     """
     if not isinstance(drafter, MultiLayerDrafter):
         return

@@ -151,7 +151,8 @@ class Followers:
         self._end([name for sentinel, name in names.items() if sentinel in ended])
 
     def _end(self, dead: Sequence[str]) -> NoReturn:
-        """Ends this process. Closing the group in order would wait for who is gone, or abort."""
+        """Ends this process. An orderly close of the group would wait for dead processes, or
+        abort."""
         logger.critical(
             "%s died; without its part of the model this %s ends",
             *(", ".join(dead), self._service),
@@ -161,7 +162,7 @@ class Followers:
 
 
 def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> list[str]:
-    """Waits for processes that were told to end, and kills those that do not within `grace_s`.
+    """Waits for processes to end, and kills those that take longer than `grace_s`.
 
     Returns:
         The names of those that have ended badly by themselves.

@@ -45,7 +45,7 @@ async def _serve(plan: Plan) -> int:
 
 
 def _parts(plan: Plan) -> tuple[Part, ...]:
-    """Returns the parts in start order: who depends on whom goes last."""
+    """Returns the parts in start order: a part comes after those that it depends on."""
     tls = plan.gateway.target_tls
     target = dial_address(plan.target.host, plan.target.port)
     spec = _spec(plan, "target", "services.target", plan.target_arguments)

@@ -110,7 +110,7 @@ _ONE_OF_ALL = ("--dp-size", "--pp-size", "--nnodes")
 
 
 def is_only_one(flag: str, texts: Sequence[str]) -> bool:
-    """Whether a flag asks for one of what there is one of here, which changes nothing."""
+    """Whether a flag asks for one of a thing that exists once here, which changes nothing."""
     if flag == "--node-rank":
         return list(texts) == ["0"]
     return _REFUSED_ALIASES.get(flag, flag) in _ONE_OF_ALL and list(texts) == ["1"]

@@ -43,7 +43,7 @@ class StackTimeouts:
         first_backoff_s: before an expendable part is started again; doubles with every death.
         longest_backoff_s: upper bound of that doubling.
         healthy_s: a part that lived this long starts again at `first_backoff_s`.
-        first_word_s: until a start that goes on says what it waits for; then twice as long.
+        first_word_s: time until a slow start says what it waits for; then twice as long.
     """
 
     start_s: float = 600.0

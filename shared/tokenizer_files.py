@@ -15,10 +15,10 @@ _DECISIVE_KEYS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decod
 
 
 def tokenizer_sha256(folder: Path) -> str:
-    """Returns the SHA-256, lower-case hexadecimal, of what decides a tokenizer's ids.
+    """Returns the SHA-256, lower-case hexadecimal, of the files that decide a tokenizer's ids.
 
     Padding, truncation and formatting of `tokenizer.json` do not count, because tools rewrite
-    them; folders without that file are told apart by their vocabulary files.
+    them; for folders without that file, of their vocabulary files.
 
     Raises:
         CheckpointError: the folder holds no tokenizer, or one that cannot be read.

@@ -131,7 +131,7 @@ class SamplingParams:
 
     @property
     def bad_phrases(self) -> tuple[tuple[int, ...], ...]:
-        """The bad words of several tokens: what they ban depends on the tokens before."""
+        """Bad words of several tokens: the banned token depends on the tokens before."""
         return tuple(word for word in self.bad_words if len(word) > 1)
 
     @property

@@ -1,4 +1,4 @@
-"""`context_management`: what is left out of the turns before the model reads them."""
+"""`context_management`: edits of the turns before the model reads them."""
 
 from __future__ import annotations
 

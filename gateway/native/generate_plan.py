@@ -66,7 +66,7 @@ class WantedScores:
     Attributes:
         num_top: alternatives per token; None without log probabilities.
         start: first prompt token with a log probability; None when none has.
-        named: further tokens that are told of; None where it is not asked for.
+        named: further tokens to report; None where it is not asked for.
     """
 
     num_top: int | None

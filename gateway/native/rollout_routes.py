@@ -173,7 +173,7 @@ class RolloutRoutes:
     async def end_weight_update(
         self, request: Request, body: UpdateBracket | None = None
     ) -> Response:
-        """Puts in force what was gathered."""
+        """Applies the gathered tensors."""
         version = "" if body is None else body.weight_version or ""
 
         async def work(admins: list[TargetAdmin]) -> Reply:
@@ -407,7 +407,7 @@ def _check_selector(body: UpdateBracket | None) -> None:
 
 
 def _tags(body: MemoryTags | None) -> tuple[list[str], list[str]]:
-    """Returns the tags for targets, and what is kept whatever they are."""
+    """Returns the tags for targets, and the tags whose memory is always kept."""
     given = [] if body is None else body.tags or []
     kept = [f"{_KEPT_TAG}: graphs stay captured"] if _KEPT_TAG in given else []
     return [tag for tag in given if tag != _KEPT_TAG], kept

@@ -1,4 +1,4 @@
-"""The parts of an output, as they are told apart."""
+"""The parts of an output: text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Parts:
         self._space = ""
 
     def take(self) -> list[Part]:
-        """Returns what was found since the last time."""
+        """Returns the parts found since the last call."""
         found, self._found = self._found, []
         return found
 

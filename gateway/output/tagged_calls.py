@@ -150,7 +150,7 @@ class _Call:
         self._writer: ArgumentWriter | None = None
 
     def read(self) -> Waiting[bool]:
-        """Returns whether the call came to its end; what was read in vain is content then."""
+        """Returns whether the call came to its end; the text read so far is content then."""
         is_whole = yield from self._call()
         if not is_whole:
             self._parts.content(self._seen)

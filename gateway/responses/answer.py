@@ -158,7 +158,7 @@ class ResponseChunks:
         return self._events(events) + self.ended(response)
 
     def ended(self, response: dict[str, Any]) -> bytes:
-        """Returns the last event, which tells how it ended."""
+        """Returns the last event, with the final status."""
         status = response["status"]
         kind = "failed" if status == "cancelled" else status  # which has no event of its own
         return self._event(f"response.{kind}", response=response)

@@ -47,7 +47,7 @@ class OutputMessage(Answered):
 
 
 class ReasoningText(Answered):
-    """Text of what the model thought."""
+    """Text of the reasoning."""
 
     type: Literal["reasoning_text"]
     text: str

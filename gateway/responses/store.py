@@ -58,7 +58,7 @@ class StoreLimits:
     Attributes:
         max_bytes: of the JSON of all entries.
         max_age_s: of an entry since it changed last.
-        max_history_bytes: of what one request builds on.
+        max_history_bytes: of the stored items that one request continues.
     """
 
     max_bytes: int = 256 * 2**20
@@ -113,7 +113,7 @@ class ResponseStore:
         self._num_bytes = self._sizes()
 
     async def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keeps a response, in place of what was kept by its id."""
+        """Stores a response; replaces the one with its id."""
         await self._run(partial(self._put_response, owner, stored))
 
     def put_soon(self, owner: str, stored: StoredResponse) -> None:

@@ -1,4 +1,4 @@
-"""Trees of a sequence as its target is told of them. No torch."""
+"""Trees of a sequence as candidate messages. No torch."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def compiles_kernels(settings: DraftSettings) -> bool:
 def worker_identity(
     settings: DraftSettings, limits: DrafterLimits, *, worker_id: str
 ) -> WorkerIdentity:
-    """Returns what targets are told of this worker.
+    """Returns the worker's identity for the handshake.
 
     Raises:
         CheckpointError: the folder holds no tokenizer.

@@ -154,7 +154,7 @@ def event_from_response(
 
 
 def request_from_output(output: Output) -> pb.SpeculateRequest:
-    """Returns the message of what the engine hands to a target's link."""
+    """Returns the message for an output of the engine on a target's link."""
     if isinstance(output, CandidatesReady):
         request = pb.SpeculateRequest()
         add_candidates(request.candidates, output.candidates, output.report)

@@ -207,7 +207,7 @@ class DraftProcess:
         await asyncio.gather(*self._runs, return_exceptions=True)
 
     async def _drain(self, grace_s: float) -> int:
-        """Detaches; a target needs no grace, because it goes on without the draft."""
+        """Detaches; a target needs no grace, because it continues without the draft."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._detach(), grace_s)
         return 0 if self._engine is None else self._engine.num_sequences

@@ -3,7 +3,7 @@
 A `step` is one proposal batch over every sequence that is due, whatever target it came from, and
 then one chunk of catching up. Where that is too much for one, targets take turns. So a long prompt
 delays the others by one chunk, never by the whole prompt. A sequence more than a chunk behind is
-answered with an empty tree at once: its target would only wait in vain.
+answered with an empty tree at once: a target would wait for nothing.
 
 What time is left goes into the verdicts to come, one forward a step, so that a verdict that
 arrives is heeded after the forward in progress. Shapes that are wished for are prepared beside.

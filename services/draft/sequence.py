@@ -42,7 +42,7 @@ class DraftSequence:
         shape: of a probe; overrides the engine's shape.
         is_probe: asked for one tree by `ProposeTree`: answered however long it takes, and never
             at the cost of another sequence.
-        cache_salt: what is kept of the sequence is for those of the same salt only.
+        cache_salt: the sequence's cache entries are for sequences with the same salt only.
         draft_s: time the drafter has spent on forwards that included this sequence, in seconds.
     """
 

@@ -37,7 +37,7 @@ class SequenceTable:
     Attributes:
         due: sequences whose candidate is owed, in the order they became due.
         unprepared: sequences with an in-flight tree and no trees for its verdicts yet.
-        recorder: is told what happens.
+        recorder: records openings, proposals and endings.
     """
 
     def __init__(

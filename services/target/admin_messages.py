@@ -44,7 +44,7 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
 
 
 def wanted_gauges(statuses: Iterable[AttachmentStatus]) -> Mapping[str, float]:
-    """Returns what is wanted of each draft, by names that end in that of its attachment."""
+    """Returns the gauges of each draft, by names that end in that of its attachment."""
     return {
         f"{name}_of_{status.attachment.identity.attachment_id}": value
         for status in statuses
@@ -67,7 +67,7 @@ def _gain_values(gain: Gain) -> Mapping[str, float]:
 
 
 def attachment_message(status: AttachmentStatus) -> pb.Attachment:
-    """Returns what is told of one draft."""
+    """Returns the message about one draft."""
     attachment = status.attachment
     identity, counters = attachment.identity, attachment.counters
     message = pb.Attachment(

@@ -1,4 +1,4 @@
-"""From decisions to committed tokens, the events they cause and the verdicts drafts are told."""
+"""From decisions to committed tokens, their events and the verdicts for drafts."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Committer:
     def _trace(
         self, entry: ScheduledSequence, accepted: tuple[int, ...], start_s: float, now_s: float
     ) -> RoundTrace | None:
-        """Tells what the round of a commit did, before its draft is told."""
+        """Reports the round of a commit, before its verdict is sent to the draft."""
         sequence = entry.sequence
         if not sequence.request.wants_trace:
             return None

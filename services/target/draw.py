@@ -231,7 +231,7 @@ def _within(
 
 @dataclass(frozen=True, slots=True)
 class _QueuedLogprobs:
-    """Log probabilities of what the rows of some sequences drew.
+    """Log probabilities of the tokens drawn by the rows of some sequences.
 
     Attributes:
         rows: of the step.

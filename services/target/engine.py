@@ -50,13 +50,13 @@ class Engine:
 
     Args:
         runner: runs forwards of the target model and owns the KV pool.
-        leases: who holds which page of that pool.
+        leases: owners of that pool's pages.
         clock: seconds, monotonic.
         on_step: called after each step on the engine thread.
         overlaps: whether steps are launched before the last one is read, where they can be.
         fallback: drafts where no draft does; None where nobody should.
         waits_always: see `FallbackOrder`.
-        speculation: decides what is wanted of drafts; by default whatever they send.
+        speculation: decides on tree requests; by default whatever they send.
         lanes: which trees may be chosen for lanes, where no shape is pinned.
         selection: of rounds on the device with trees that remote drafts push; None has none.
 
@@ -208,7 +208,7 @@ class Engine:
         return self._loop.speculation.detail
 
     def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:
-        """Returns the live drafts, oldest first, with what is wanted of them."""
+        """Returns the live drafts, oldest first, with their tree requests."""
         return self._inbox.call(self._loop.statuses)
 
     def gauges(self) -> Future[EngineGauges]:

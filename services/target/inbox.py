@@ -55,7 +55,7 @@ class Inbox:
         that a last `run_all` leaves nobody without an answer.
 
         Args:
-            refusal: what to tell those who come later; that of the first `close` counts.
+            refusal: the error for later submissions; that of the first `close` counts.
         """
         with self._closing:
             self._refusal = self._refusal or refusal

@@ -74,7 +74,7 @@ class EmbeddedPort(Protocol):
 
 
 def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
-    """Returns what every draft of this target is told."""
+    """Returns the terms for every draft of this target."""
     return AttachmentTerms(
         mode=settings.verification,
         max_nodes=settings.max_tree_nodes,

@@ -43,7 +43,7 @@ class StepAccount:
         """A turn ends, with or without a step.
 
         Args:
-            start_s: when what was committed began. While everyone is told of a round, the device
+            start_s: start of the committed step. While everyone is told of a round, the device
                 may compute the next one already: that counts from the end of the turn before.
             is_timed: whether the time since then says how long the step took.
             idle_s: how long there is nothing to do behind the turn but to wait for drafts, which

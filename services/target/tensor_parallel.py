@@ -28,7 +28,7 @@ def start_followers(
     """Starts them and returns once all have joined; they load their weights meanwhile.
 
     Args:
-        feature_layers, has_lanes: what `build_runner` is told in this process.
+        feature_layers, has_lanes: arguments of `build_runner` in this process.
 
     Raises:
         CheckpointError: the model folder has no usable config.

@@ -96,7 +96,7 @@ class Released:
     """The result of a release.
 
     Attributes:
-        kept: what was not released, and why.
+        kept: memory that was not released, with the reason.
     """
 
     num_bytes: int
@@ -146,12 +146,12 @@ class WeightControl:
     Args:
         quiesce: reads and commits every launched step and round.
         drop: lets go of a sequence that has ended.
-        unplace: takes a running sequence from drafts and lanes, which forget what they know of it.
+        unplace: removes a running sequence from drafts and lanes, with their state of it.
         memory: what can be released.
 
     Attributes:
-        followers: who borrows tensors of the decoder, and copies them after an update, or has
-            drafts elsewhere told.
+        followers: copy tensors of the decoder again after an update, or notify drafts in other
+            processes.
     """
 
     def __init__(

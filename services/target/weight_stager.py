@@ -259,7 +259,7 @@ class StageCall:
 
 @dataclass(frozen=True, slots=True)
 class ApplyCall:
-    """Every process puts in force what it has gathered, if all are ready."""
+    """Every process applies its gathered tensors, if all are ready."""
 
 
 @dataclass(frozen=True, slots=True)

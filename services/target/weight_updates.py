@@ -50,7 +50,7 @@ class WeightUpdates:
             self._is_open, self._version = True, None
 
     async def end(self, version: str | None) -> Updated | None:
-        """Puts in force what was gathered; None where that is nothing.
+        """Applies the gathered tensors; None where that is nothing.
 
         Raises:
             CheckpointError, FailedPrecondition: see `WeightControl.apply`. The update is dropped.

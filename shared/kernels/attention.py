@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: Triton kernels on CUDA, plain torch elsewhere.
 
-What depends on the batch alone (who sees what, which slots hold whose keys) is computed once a
-forward as a plan and shared by all layers. CUDA takes a `SplitPlan`, see `split_plan`. The plain
+Everything that depends on the batch alone (visibility, slots of keys) is computed once a forward as
+a plan and shared by all layers. CUDA takes a `SplitPlan`, see `split_plan`. The plain
 path is also the kernels' oracle. On a CPU each sequence is a tile of its own, so that nothing is
 spent on padding and no sequence can touch another's bits. On other devices all sequences are one
 padded tile, because reading their lengths would wait for the device.

@@ -5,7 +5,7 @@ so that a row crosses the link once and nothing is asked for. Memory that waits 
 all ones, a NaN that no number is sent as: numbers announce themselves, each on its own, in whatever
 order they arrive, and neither a flag nor a fence is needed.
 
-A row has two slots and takes them by turns; who reads a slot fills it with ones again. No rank
+A row has two slots and takes them by turns; the reader of a slot fills it with ones again. No rank
 writes to a slot before that. It does so for the row's sum n + 2 at the earliest, after it has seen
 every other rank's numbers of sum n + 1, and a rank sends those in a kernel that starts when the one
 of its sum n has ended, which read and refilled the slot.

@@ -97,8 +97,8 @@ class NarrowHeads:
     value_scale: float
 
     def widened(self, projected: Tensor, shape: AttentionShape) -> Tensor:
-        """Returns `[T, (num_heads + 2 * shape.num_kv_heads) * head_dim]` of what the layer
-        projects: key heads are repeated, and values are padded with zeros."""
+        """Returns `[T, (num_heads + 2 * shape.num_kv_heads) * head_dim]` of the layer's
+        projections: key heads are repeated, and values are padded with zeros."""
         count, dim = self.num_kv_heads, shape.head_dim
         first_key = shape.num_heads * dim
         first_value = first_key + count * dim

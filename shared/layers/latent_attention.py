@@ -35,8 +35,8 @@ class LatentAttention:
 
     Attributes:
         shape: one key head, as wide as the latent vector and the rotated key together.
-        compress: input to what becomes queries, then the latent vector, then the rotated key.
-        query_norm: of what becomes queries; None where they are there already.
+        compress: input to the compressed queries, then the latent vector, then the rotated key.
+        query_norm: of the compressed queries; None where they are there already.
         queries: from there to `num_heads` of a part without rotation and a rotated one; None as
             for the norm.
         latent_norm: of the latent vector.

@@ -38,7 +38,7 @@ class ExpertFamily:
     """Where a family's experts depart from others'.
 
     Attributes:
-        scores: what becomes of the router's logits.
+        scores: function of the router's logits.
         normalises: whether the weights of the chosen are divided by their sum; None asks the
             config.
         has_correction: the choice, and not the weights, has a bias an expert.

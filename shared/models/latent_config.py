@@ -13,7 +13,7 @@ class LatentConfig:
     """Sizes of attention with latent vectors, see `LatentAttention`.
 
     Attributes:
-        query_rank: width of what becomes queries; None makes them of the input.
+        query_rank: width of the compressed queries; None makes them of the input.
         latent_dim: of the vector that becomes keys and values.
         straight_dim: of a head's query and key without rotation.
         rotary_dim: of their rotated part.

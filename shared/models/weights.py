@@ -47,7 +47,7 @@ class WeightPart:
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """Shape of what is read."""
+        """Shape of the tensor as read."""
         shape = self.shape if self.index is None else self.shape[:0:-1]
         return shape if self.cut is None else self.cut.shape(shape)
 
@@ -60,7 +60,7 @@ class WeightPart:
         return self._arranged(own if self.cut is None else own[self.cut.slices])
 
     def _arranged(self, tensor: Tensor) -> Tensor:
-        """Returns the rows of what was read in their order, as often as they are wanted."""
+        """Returns rows of the tensor in the given order, repeated where asked for."""
         if self.row_order is not None:
             blocks = tensor.reshape(-1, len(self.row_order), *tensor.shape[1:])
             tensor = blocks[:, list(self.row_order)].flatten(0, 1)

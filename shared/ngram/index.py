@@ -95,7 +95,7 @@ class NgramIndex:
         self._refresh(cursor, token_ids)
 
     def grow(self, cursor: Cursor, token_ids: Sequence[int], shape: TreeShape) -> TokenTree:
-        """Returns a tree of what followed the cursor's last tokens, perhaps empty.
+        """Returns a tree of continuations of the cursor's last tokens, perhaps empty.
 
         Args:
             token_ids: the cursor's text.

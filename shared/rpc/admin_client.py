@@ -161,7 +161,7 @@ class TargetAdmin:
         return _update(found)
 
     async def end(self, version: str, *, drop: bool = False) -> dict[str, Any]:
-        """Puts in force what was gathered, or drops it; returns what that did."""
+        """Applies the gathered tensors, or drops them; returns what that did."""
         request = pb.EndWeightUpdateRequest(weight_version=version, drop=drop)
         return _update(await self._call("EndWeightUpdate", request, LONG_CALL_S))
 
@@ -193,7 +193,7 @@ class TargetAdmin:
         return dict(found.checksums), tuple(found.changed)
 
     async def release(self, tags: Sequence[str]) -> tuple[int, Sequence[str]]:
-        """Frees memory; returns the bytes, and what was kept and why."""
+        """Frees memory; returns the bytes, and the memory that was kept with the reason."""
         found = await self._call("ReleaseMemory", pb.ReleaseMemoryRequest(tags=tags), LONG_CALL_S)
         return found.freed_bytes, tuple(found.kept)
 

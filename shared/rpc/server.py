@@ -29,7 +29,7 @@ async def create_server(
     """Returns a server, not started, of some services, health and reflection.
 
     Args:
-        services: descriptors of what `register` adds, for reflection.
+        services: descriptors of the services that `register` adds, for reflection.
         register: adds the servicers, e.g. `add_TargetServiceServicer_to_server`.
         lifecycle: drives the server's health.
         max_receive_bytes: largest message that is read at all.

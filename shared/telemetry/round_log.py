@@ -38,7 +38,7 @@ class RoundLog:
         self._write({"name": name, "at_s": time.monotonic(), **facts})
 
     def close(self) -> None:
-        """Writes what is left; nothing is noted from then on."""
+        """Writes the rest; nothing is noted from then on."""
         with self._lock:
             self._file.close()
 

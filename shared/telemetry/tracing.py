@@ -49,7 +49,7 @@ class Tracer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PassedOn:
-    """No span of ours; the caller's trace goes on to whom we call."""
+    """No span of ours; outgoing calls continue the caller's trace."""
 
     traceparent: str | None
 

@@ -113,7 +113,7 @@ class VllmMetrics(Collector):
     """Figures of every model's requests. Filled by one thread, read by any.
 
     Args:
-        engine: asked when scraped; None counts running and waiting requests from what is told.
+        engine: asked when scraped; None counts running and waiting requests from reported events.
     """
 
     def __init__(self, engine: Callable[[], EngineFigures | None] | None = None) -> None:

@@ -41,6 +41,6 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns what is left at the end: U+FFFD for an unfinished character."""
+        """Returns the rest at the end: U+FFFD for an unfinished character."""
         text, self._unfinished = self._unfinished.decode("utf-8", "replace"), b""
         return text

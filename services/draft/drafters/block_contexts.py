@@ -89,7 +89,7 @@ class BlockContexts:
         return True
 
     def trim(self, sequence: DraftSequence, num_rows: int) -> None:
-        """Frees what was reserved beyond that many rows behind the context."""
+        """Frees the pages reserved beyond that many rows behind the context."""
         end = sequence.num_tokens - 1 + num_rows
         self._contexts[sequence.key].pages.trim(self._pool, end)
 

@@ -114,7 +114,7 @@ class BranchDrafter:
         return sequence.key in self._fallen
 
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
-        """Takes a verdict, see `Drafter.commit`, and lets go of what was prepared for others.
+        """Takes a verdict, see `Drafter.commit`, and drops the branches prepared for others.
 
         Args:
             token_ids: what it commits.

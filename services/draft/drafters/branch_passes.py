@@ -124,7 +124,7 @@ class BranchPasses:
         return self._grown(self._pass) if self._pass.trees.has_trees else []
 
     def growing_behind(self, rows: GrownRows) -> list[GrowingBranch]:
-        """Returns the branches under way for verdicts on what was grown."""
+        """Returns the branches under way for verdicts on grown trees."""
         branches = () if self._pass is None or self._pass.grown else self._pass.branches
         return [each for each in branches if each.wanted.rows is rows]
 

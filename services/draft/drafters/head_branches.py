@@ -107,7 +107,7 @@ class HeadBranches:
         return sequence.key in self._fallen
 
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
-        """Takes a verdict and lets go of what was prepared for others.
+        """Takes a verdict and drops the branches prepared for others.
 
         Args:
             token_ids: what it commits.

@@ -44,7 +44,7 @@ class _Block:
 
     Attributes:
         width: continuations wanted of each node: children of a tree and outcomes beside them.
-        is_delivered: the trees are out; what is left is to compute their leaves.
+        is_delivered: the trees are out; only their leaves are left to compute.
     """
 
     sequence: DraftSequence

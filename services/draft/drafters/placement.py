@@ -52,16 +52,23 @@ def log_quantisation(settings: DraftSettings, model: object) -> None:
 
 
 def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) -> int:
-    """Returns the tokens a forward can look back on.
+    """Returns the tokens a forward can look back on: those of `--context-length`, or all that the
+    checkpoint has positions for. A larger `--context-length` is cut to that, with a warning.
 
     Args:
-        longest: what the checkpoint was trained on.
+        longest: positions of the checkpoint.
         margin_tokens: what a tree takes of it; a window size leaves it out of account.
 
     Raises:
         CheckpointError: no room is left for a context beside a tree.
     """
-    context = min(settings.context_length or longest, longest, settings.max_total_tokens or longest)
+    wanted = settings.context_length or longest
+    if wanted > longest:
+        log.warning(
+            "--context-length is %d; the draft's checkpoint has positions for %d, which are taken",
+            *(wanted, longest),
+        )
+    context = min(wanted, longest, settings.max_total_tokens or longest)
     if settings.speculative_draft_window_size is not None:
         context = min(context, settings.speculative_draft_window_size + margin_tokens)
     if context < 2 * margin_tokens:

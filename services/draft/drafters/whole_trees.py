@@ -27,7 +27,7 @@ def grows_whole(sequence: DraftSequence) -> bool:
 
 
 def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
-    """Returns a shape without what would be grown in vain: levels beyond the last kept node of a
+    """Returns a shape without useless parts: levels beyond the last kept node of a
     chain, and children beyond the vocabulary."""
     num_steps, topk = min(shape.num_steps, shape.max_node_count), min(shape.topk, vocab_size)
     if (num_steps, topk) == (shape.num_steps, shape.topk):

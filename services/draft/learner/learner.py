@@ -1,5 +1,5 @@
-"""Lessons: train on what came, measure on what was held out, swap what is better, take back what
-turns out worse. On a thread of its own."""
+"""Lessons: train on traffic, measure on held-out traffic, swap in better weights, roll back worse
+ones. On a thread of its own."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Learner:
                 stop.wait(_POLL_S)
 
     def watch(self) -> LessonReport | None:
-        """Takes the served weights back if those before them do better on what came since."""
+        """Rolls back to the previous weights if those do better on the traffic since the swap."""
         before = self._before
         if before is None:
             return None

@@ -72,7 +72,7 @@ class LearnerProcess:
         SettingsError: there is no such device.
 
     Attributes:
-        traffic: what came.
+        traffic: recorded examples.
         learner: gives the lessons.
     """
 

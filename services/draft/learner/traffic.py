@@ -151,7 +151,7 @@ class Traffic:
                 self._keep(example)
 
     def recent(self) -> list[Example]:
-        """Returns what came lately and may be trained on, oldest first."""
+        """Returns recent examples for training, oldest first."""
         return self._read(self._recent)
 
     def replayed(self) -> list[Example]:
@@ -159,7 +159,7 @@ class Traffic:
         return self._read(self._replay)
 
     def held_out(self, *, since_s: float = 0.0) -> list[Example]:
-        """Returns what was never trained on, as far as it came at `since_s` or later."""
+        """Returns held-out examples that arrived at `since_s` or later."""
         return [each for each in self._read(self._held_out) if each.arrived_s >= since_s]
 
     def forget(self) -> None:

@@ -51,7 +51,7 @@ class Mlp(nn.Module):
 
 
 class Projections(nn.Module):
-    """Queries, keys, values and output of an attention; who attends to whom is the caller's.
+    """Queries, keys, values and output of an attention; the caller gives the attention mask.
 
     Args:
         width: of the rows that are read.

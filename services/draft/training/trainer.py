@@ -182,7 +182,7 @@ class _Means:
         self._count += 1
 
     def row(self, step: int, tokens: int, seconds: float, factor: float) -> LogRow:
-        """Returns the means and begins anew."""
+        """Returns the means and resets."""
         assert self._sum is not None
         loss, accepted, *others = (self._sum / self._count).tolist()
         half = len(others) // 2

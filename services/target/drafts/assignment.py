@@ -48,12 +48,12 @@ class Assignment:
         prefers_local: the current round does not wait, because the target has a better tree, or the
             draft has said that its own will be late.
         allowed: the part of its tree that the request allows; None is all of it.
-        kept: the part of that which is worth verifying, as part of the whole; None likewise.
-        course: what is known and wanted of the sequence at this draft.
+        kept: nodes of the whole tree that are worth verifying; None for all.
+        course: acceptance estimate and tree request of the sequence at this draft.
         is_stepping: a step is computing the current round, so its tree is chosen.
         stale_in_round: something for another state arrived since the last verdict.
         late: came for the current round while a step was computing it.
-        rest: what is left, in the current round, of the tree that was late for the one before.
+        rest: the subtree, for the current round, of the tree that was late for the previous one.
         num_heard: unconditional candidates that were current.
         num_features_sent: position after the last feature row that was sent; None before any.
     """
@@ -152,7 +152,8 @@ class Assignment:
                 self._pushed[key] = place
 
     def seal(self) -> tuple[Candidate, ...]:
-        """Returns what was pushed for verdicts on the current round's tree. The device has it from
+        """Returns the candidates pushed for verdicts on the current round's tree. The device has it
+        from
         now on, so nothing replaces it; what comes for other verdicts is kept as ever."""
         assert self.candidate is not None
         named = self.candidate.candidate_id

@@ -1,4 +1,4 @@
-"""One attached draft: who it is, what it counted, what it will be told. No torch."""
+"""One attached draft: its identity, its counters and its outgoing message. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafts that are attached now, what they were given and what they have pushed. No torch.
+"""The attached drafts, their assignments and their candidates. No torch.
 
 A draft is an accelerator: everything here may be late, stale, duplicated or gone, and the target
 steps all the same.
@@ -29,12 +29,12 @@ class Attachments:
     """All that the engine does with drafts. Owned by the engine thread.
 
     Attributes:
-        controller: decides what is wanted of drafts and what is verified of it.
+        controller: decides on tree requests, and on the parts of trees to verify.
         drafts: who is attached.
         assignments: which sequence is at which draft, with which tree.
         intake: takes what drafts push.
         readiness: says which sequences step now.
-        verdicts: tells drafts what was committed.
+        verdicts: sends drafts the committed tokens.
         feature_needs: which drafts lack rows of features.
         outcomes: how verdicts were foreseen.
     """
@@ -72,7 +72,7 @@ class Attachments:
         return attachment
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:
-        """Returns the drafts, oldest first, with what is wanted of them."""
+        """Returns the drafts, oldest first, with their tree requests."""
         return tuple(map(self._status, self.drafts.live))
 
     def end_step(
@@ -83,7 +83,7 @@ class Attachments:
         *,
         is_timed: bool = True,
     ) -> None:
-        """Everyone has been told what was committed since `start_s`.
+        """All verdicts since `start_s` have been sent.
 
         Args:
             reports: of the steps that were; none where the loop only waits or fills.

@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class DraftExchange:
-    """Takes what drafts want and push, and sends what they are told. Owned by the engine thread.
+    """Takes requests and candidates of drafts, and sends their messages. Owned by the engine
+    thread.
 
     Attributes:
         offers: what drafts pushed and nobody took yet. Other threads append to it.
-        learners: who learns from sequences that have ended.
+        learners: attachments that train on ended sequences.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class DraftExchange:
             self._features.close(attachment.feature_spec)
 
     def weights_updated(self) -> None:
-        """The target has other weights: what drafts borrow of it, and what they made of its
-        features, is out of date."""
+        """The target has other weights: the tensors that drafts copied, and states computed from
+        its features, are stale."""
         self.learners.drop_unsent()
         for attachment in (*self.attachments.drafts.live, *self.learners.attached):
             attachment.outbox_weights = replace(self._version)

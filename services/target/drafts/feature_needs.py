@@ -28,7 +28,7 @@ class FeatureNeed:
 
 
 class FeatureNeeds:
-    """Follows what was sent for each sequence at its draft. Owned by the engine thread."""
+    """Tracks the features sent for each sequence to its draft. Owned by the engine thread."""
 
     def __init__(self, assignments: Assignments) -> None:
         self._assignments = assignments

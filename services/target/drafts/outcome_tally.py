@@ -29,7 +29,7 @@ class OutcomeTally:
 
     Attributes:
         hits: verdicts whose next tree was here when they fell, by (position, rank).
-        misses: verdicts that were prepared for in vain, by position.
+        misses: verdicts for which the prepared trees did not fit, by position.
         num_late_hits: verdicts whose next tree had been pushed but came after them.
         num_unprepared: verdicts that nothing had been pushed for.
     """

@@ -22,7 +22,8 @@ GATHERING_RESPONSES = 1.5
 
 
 class Readiness:
-    """Says who waits for what, from one step to the next. Owned by the engine thread."""
+    """Tracks the sequences that wait for trees, from one step to the next. Owned by the engine
+    thread."""
 
     def __init__(
         self, drafts: DraftRegistry, assignments: Assignments, controller: SpeculationController
@@ -60,7 +61,7 @@ class Readiness:
         return True
 
     def prepare(self, running: SequenceOf[Sequence], now_s: float) -> None:
-        """A step is about to be planned: revises what is wanted, and cuts the trees that came."""
+        """Before a step is planned: revises tree requests, and cuts trees that have arrived."""
         decoding = _decoding(running)
         held = self._held(decoding)
         self._hold_until_s = self._gathering_until_s(decoding, held, now_s)

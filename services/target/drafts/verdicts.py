@@ -70,7 +70,7 @@ class Verdicts:
         was_verified: bool,
         now_s: float,
     ) -> None:
-        """Hands out the verdict on a committed round, and selects what was pushed ahead for it.
+        """Queues the verdict on a committed round, and selects the candidate pushed ahead for it.
 
         `sequence.round` is the next round already.
 
@@ -94,7 +94,7 @@ class Verdicts:
         self._begin_wait(assignment, wish, now_s, pays=pays)
 
     def _may_pause(self, assignment: Assignment) -> bool:
-        """Whether it is decided here; a controller that chooses what is wanted pauses, too."""
+        """Whether it is decided here; a controller that chooses tree requests pauses, too."""
         is_chosen = self._controller.is_adaptive and assignment.course.fixed_wish is None
         return self._fallback_order.may_pause and not is_chosen
 
@@ -166,7 +166,7 @@ class Verdicts:
         *,
         was_verified: bool,
     ) -> TreeWish:
-        """Shows a round to the controller; returns what is wanted for the next."""
+        """Shows a round to the controller; returns the tree request for the next."""
         if was_verified and assignment.candidate is not None:
             tree, kept = assignment.candidate.tree, assignment.kept
             self._controller.observe_round(

@@ -42,7 +42,8 @@ def without_unknown_formats(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(holder: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a copy of what holds schemas, alone or in lists, and the copies of those."""
+    """Returns a copy of a keyword's value that holds schemas, alone or in lists, and the copied
+    schemas."""
     copy = {key: _copy(value) for key, value in holder.items()}
     return copy, [schema for value in copy.values() for schema in _schemas(value)]
 

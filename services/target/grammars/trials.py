@@ -121,7 +121,7 @@ class GrammarTrials:
         return self._process
 
     def _take(self, process: subprocess.Popen[bytes]) -> None:
-        """Gives answers to those who wait for them."""
+        """Resolves the futures of finished trials."""
         assert process.stdout is not None
         read = os.read(process.stdout.fileno(), 1 << 16)
         if not read:

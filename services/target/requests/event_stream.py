@@ -34,7 +34,7 @@ class EventStream:
 
     def check_room(self) -> None:
         """Raises:
-        QueueFull: the reader must take what it has first.
+        QueueFull: the reader has to drain its queue first.
         """
         if self.is_full:
             raise QueueFull(

@@ -50,16 +50,16 @@ class GenerationRequest:
         priority: whose turn it is; the least value first.
         prompt_scoring: which prompt tokens get log probabilities; None for none.
         draft_algorithm: only drafts of this algorithm get the sequence; None lets any have it.
-        num_draft_steps: depth of trees, instead of what the target finds to pay.
+        num_draft_steps: depth of trees, instead of the target's choice.
         num_draft_tokens: rows of a tree that are verified at most, the root included, likewise.
         num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
         wants_trace: every delta tells what its round did.
         traceparent: what drafts name as their parent; None when nobody traces.
         never_learnt: no learner is shown it.
-        cache_salt: what is kept of the sequence is for those of the same salt only.
+        cache_salt: the sequence's cache entries are for requests with the same salt only.
         predicted_token_ids: text that the output may hold in long runs.
-        logprob_token_ids: tokens whose log probabilities are told at each position.
-        wants_routes: the experts that each token took are told at the end.
+        logprob_token_ids: tokens whose log probabilities are returned at each position.
+        wants_routes: return the experts of each token at the end.
     """
 
     request_id: str

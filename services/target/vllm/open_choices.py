@@ -82,7 +82,7 @@ class OpenChoices:
                 yield choice, taken if isinstance(taken, Delta) else None
 
     def abort(self) -> None:
-        """Ends all outputs that still run; what they have is kept."""
+        """Ends all outputs that still run; their output is kept."""
         self._is_aborted = True
         for choice in self._running:
             self._engine.cancel(self._stream, choice.index)

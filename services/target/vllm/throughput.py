@@ -10,7 +10,7 @@ _SHORTEST_S = 1.0
 class Throughput:
     """Tokens a second between the last two questions that lay a second or more apart.
 
-    Questions in between get the same answer, so that one who asks often does not make it jump.
+    Calls within the window get the same answer, so that frequent calls do not make it jump.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -40,7 +40,7 @@ class TokenizerArchive:
 
 
 def tokenizer_archive(folders: Sequence[Path]) -> TokenizerArchive:
-    """Packs what there is; a file of an earlier folder hides that of a later one.
+    """Packs the files that exist; a file of an earlier folder hides that of a later one.
 
     Raises:
         CheckpointError: there is nothing to pack, or a file is too large to be one of these.

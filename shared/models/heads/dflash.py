@@ -96,7 +96,8 @@ class DflashHead:
             pool.write(layer, slots, rotated, values[:, layer])
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> Tensor:
-        """Returns the states `[T, H]` of the rows of blocks; who sees what is the batch's to say.
+        """Returns the states `[T, H]` of the rows of blocks; the batch says which rows see each
+        other.
         Their keys and values are written to `pool`, and are of no use later."""
         cos, signed_sin = self.rotary.tables(batch.positions)
         shape = self.layers[0].attention.shape

@@ -48,7 +48,7 @@ class DraftHead:
 
     Attributes:
         feature_spec: what the target sends.
-        fusion: what is left to do to a feature row; None when rows come `H` wide.
+        fusion: the remaining computation on a feature row; None when rows come `H` wide.
         embedding: `[V, H]`.
         layers: one, or the next-token layers of a model that has several.
         attention_backend: what computes attention.
