@@ -45,7 +45,11 @@ def page() -> str:
     fields["learner"] = declared_fields(LearnerSettings)
     for service, own in fields.items():
         parts.append(_section(f"`outrider {service}`", [f for f in own if f not in common]))
-    parts.append(_section("Accepted from SGLang by `outrider serve`", of_sglang))
+    idle = [field for field in of_sglang if field.help.startswith("no effect")]
+    heading = "Accepted from SGLang by `outrider serve`"
+    parts.append(_section(heading, [field for field in of_sglang if field not in idle]))
+    names = ",\n".join(f"`{field.flag}`" for field in idle)
+    parts.append(f"Without effect, with a note at start that says why:\n{names}.\n")
     return "\n".join(parts)
 
 
