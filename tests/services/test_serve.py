@@ -300,7 +300,10 @@ def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_flag_is_one_line(flag: str, value: str, problem: str) -> None:
-    result = _outrider("serve", flag, value)
+    ports = free_ports(2)
+    names = ("--port", "--target-port", "--draft-port")
+    elsewhere = [word for name in names for word in (name, str(next(ports)))]
+    result = _outrider("serve", flag, value, *elsewhere)
     assert result.stderr.splitlines() == [f"outrider serve: {problem}"]
 
 
