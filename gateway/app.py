@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from gateway import bodies, failures
 from gateway.chunks import ChatChunks, CompletionChunks
 from gateway.event_stream import EventStream, whole_answer
+from gateway.for_all_workers import ForAllWorkers
 from gateway.inbox import ClientGone
 from gateway.json_body import JsonRoute, MalformedBody
 from gateway.messages.routes import add_message_routes
@@ -62,6 +63,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_playground_routes(app)
     add_reference_routes(app)
     # The last one added runs first.
+    if gateway.place is not None:
+        app.add_middleware(ForAllWorkers, place=gateway.place)
     app.add_middleware(BodyLimit, limits=gateway.limits)
     app.add_middleware(Access, quotas=gateway.quotas)
     if gateway.cors_origins:

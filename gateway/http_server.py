@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,27 +27,19 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI application.
-
-    Attributes:
-        port: the port it listens on.
-    """
+    """Serves an ASGI application on a socket, or at a path of the file system."""
 
     def __init__(
         self,
         app: ASGIApp,
-        host: str,
-        port: int,
+        listener: socket.socket | Path,
         tls: ServerTls | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        """Raises:
-        SettingsError: the address is taken or not this host's.
-        """
-        self._listener = _listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = listener
         config = uvicorn.Config(
             app,
+            uds=str(listener) if isinstance(listener, Path) else None,
             http=protocol_with(limits or ConnectionLimits()),
             ws="none",
             lifespan="off",
@@ -59,7 +52,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        sockets = None if isinstance(self._listener, Path) else [self._listener]
+        self._task = asyncio.create_task(self._server.serve(sockets=sockets))
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set; raises what ended the server before that."""
@@ -77,14 +71,34 @@ class HttpServer:
         self._server.should_exit = True
         await self._task
 
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        assert isinstance(self._listener, socket.socket), "a path has no port"
+        return int(self._listener.getsockname()[1])
 
-def _listen(host: str, port: int) -> socket.socket:
+
+def listen(
+    host: str, port: int, *, is_shared: bool = False, backlog: int | None = _BACKLOG
+) -> socket.socket:
+    """Returns a socket that listens.
+
+    Args:
+        is_shared: other sockets may listen there, and the kernel spreads connections over them.
+        backlog: None only takes the address.
+
+    Raises:
+        SettingsError: the address is taken or not this host's.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        if backlog is not None:
+            listener.listen(backlog)
     except OSError as error:
         listener.close()
         raise SettingsError((f"cannot listen on {host}:{port}: {error.strerror}",)) from error

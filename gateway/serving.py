@@ -17,6 +17,7 @@ from gateway.quota import Quotas
 from gateway.request_record import RequestRecord
 from gateway.responses.store import ResponseStore
 from gateway.text.model_text import ModelText
+from gateway.worker_place import WorkerPlace
 from shared.errors import FailedPrecondition
 from shared.rpc.admin_client import TargetAdmin
 from shared.rpc.lifecycle import Lifecycle, State
@@ -32,6 +33,7 @@ class Gateway:
         start_time_s: seconds since the epoch.
         quotas: the clients and their limits.
         cors_origins: sites whose pages may call the gateway from a browser; none unless listed.
+        place: among the workers of one port; None for the only process.
         response_store: of `/v1/responses`; None keeps nothing.
         target_maintenance: `host:port` of the targets' maintenance ports; may be empty.
         remote_operators: whether weights may be changed from other hosts.
@@ -47,6 +49,7 @@ class Gateway:
     start_time_s: float
     quotas: Quotas = field(default_factory=Quotas)
     cors_origins: tuple[str, ...] = ()
+    place: WorkerPlace | None = None
     response_store: ResponseStore | None = None
     target_maintenance: tuple[str, ...] = ()
     target_tls: ClientTls | None = None

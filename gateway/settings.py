@@ -47,6 +47,10 @@ class GatewaySettings(DialingSettings):
         None, "certificate authority of HTTP clients (PEM), which must then present a certificate"
     )
 
+    workers: int = setting(
+        1, "processes behind the port; limits of keys hold in each", minimum=1, maximum=64
+    )
+
     target: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), "HOST:PORT of a target, or unix:PATH; repeat the flag for several"
     )
@@ -177,6 +181,8 @@ class GatewaySettings(DialingSettings):
         )
         if self.remote_operators and not (self.api_key or self.api_key_file):
             problems += ("--remote-operators is set without API keys: anybody is one then",)
+        if self.workers > 1 and self.response_store == "memory":
+            problems += ("--response-store memory is one process's; --workers above 1 need a file",)
         if self.round_log is not None:
             problems += ("--round-log is set; a gateway takes no steps: set it at targets, drafts",)
         if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -25,6 +26,8 @@ from gateway.responses.store import ResponseStore, StoredResponse
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument, NotFound
 from shared.telemetry.request_id import current_request_id
+
+_POLL_S = 0.25
 
 
 def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -130,7 +133,7 @@ def _add_kept(app: FastAPI, store: ResponseStore, background: BackgroundResponse
             return _json((await store.response(owner, response_id)).body)
         if running is not None and running.asked.plan.is_stream:
             return _events(running.follow(starting_after))
-        kept = await store.response(owner, response_id)
+        kept = await _ended(store, owner, response_id)
         if kept.events is None:
             message = "stream is true; the response was not made with stream and background"
             raise InvalidArgument.of("STREAM_NOT_KEPT", "stream", message)
@@ -164,6 +167,20 @@ def _add_kept(app: FastAPI, store: ResponseStore, background: BackgroundResponse
     ) -> dict[str, Any]:
         kept = await store.response(owner_of_request(), response_id)
         return item_list(kept.input, after, limit, order)
+
+
+async def _ended(store: ResponseStore, owner: str, response_id: str) -> StoredResponse:
+    """Returns a response; one with events when it has ended. Where it runs in another worker, its
+    events are there then, and not before.
+
+    Raises:
+        NotFound: there is none.
+    """
+    while True:
+        kept = await store.response(owner, response_id)
+        if kept.events is None or not kept.is_running:
+            return kept
+        await asyncio.sleep(_POLL_S)
 
 
 def _json(body: dict[str, Any]) -> Response:

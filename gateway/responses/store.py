@@ -26,6 +26,7 @@ T = TypeVar("T")
 MEMORY = ":memory:"
 RESPONSE, CONVERSATION = "resp_", "conv_"  # what ids begin with
 _RUNNING = ("queued", "in_progress")
+_LOCK_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 _TABLES = """
@@ -33,6 +34,7 @@ CREATE TABLE IF NOT EXISTS entries (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, changed REAL NOT NULL, size INTEGER NOT NULL,
     previous TEXT, body TEXT NOT NULL, events BLOB);
 CREATE INDEX IF NOT EXISTS entries_by_age ON entries (owner, changed);
+CREATE INDEX IF NOT EXISTS entries_by_size ON entries (owner, size);
 CREATE TABLE IF NOT EXISTS items (
     entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE, position INTEGER NOT NULL,
     id TEXT NOT NULL, is_output INTEGER NOT NULL, body TEXT NOT NULL,
@@ -84,12 +86,17 @@ class StoredResponse:
     def response_id(self) -> str:
         return str(self.body["id"])
 
+    @property
+    def is_running(self) -> bool:
+        return self.body["status"] in _RUNNING
+
 
 class ResponseStore:
     """Keeps entries on a thread of its own, which does one thing after the other.
 
     Args:
-        path: a file, which no other process may have open; or `MEMORY`.
+        path: a file, which no other gateway may have open; or `MEMORY`.
+        is_shared: other workers have the file open, and what runs in them goes on.
         now: Unix time in seconds.
 
     Raises:
@@ -101,16 +108,22 @@ class ResponseStore:
         path: str = MEMORY,
         limits: StoreLimits | None = None,
         now: Callable[[], float] = time.time,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.limits = limits or StoreLimits()
         self._now = now
         self._thread = ThreadPoolExecutor(1, "response-store")
         try:
-            self._database = sqlite3.connect(path, timeout=0.0, check_same_thread=False)
-            self._open()
+            self._database = sqlite3.connect(
+                path,
+                timeout=_LOCK_TIMEOUT_S if is_shared else 0.0,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._open(is_shared=is_shared)
         except sqlite3.Error as error:
             raise SettingsError((f"--response-store {path}: {error}",)) from error
-        self._num_bytes = self._sizes()
 
     async def put(self, owner: str, stored: StoredResponse) -> None:
         """Stores a response; replaces the one with its id."""
@@ -201,7 +214,7 @@ class ResponseStore:
 
     async def num_bytes(self) -> int:
         """Returns the size of everything that is kept."""
-        return await self._run(lambda: sum(self._num_bytes.values()))
+        return await self._run(lambda: sum(self._sizes().values()))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.submit(self._guarded, work))
@@ -209,9 +222,10 @@ class ResponseStore:
     def _guarded(self, work: Callable[[], T]) -> T:
         try:
             with self._database:
+                # Nobody else writes between what is read here and what is written.
+                self._database.execute("BEGIN IMMEDIATE")
                 return work()
         except sqlite3.Error as error:
-            self._num_bytes = self._sizes()  # the transaction is undone
             message = f"the response store failed: {error}"
             raise Unavailable(message, reason="RESPONSE_STORE_FAILED", retry_after_s=1.0) from error
 
@@ -220,14 +234,15 @@ class ResponseStore:
             self._database.execute("SELECT owner, sum(size) FROM entries GROUP BY owner").fetchall()
         )
 
-    def _open(self) -> None:
+    def _open(self, *, is_shared: bool) -> None:
         database = self._database
-        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        if not is_shared:
+            database.execute("PRAGMA locking_mode = EXCLUSIVE")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA foreign_keys = ON")
-        with database:
-            database.executescript(_TABLES)
+        database.executescript(_TABLES)
+        if not is_shared:
             database.execute(
                 "UPDATE entries SET body = "
                 "json_set(body, '$.status', 'failed', '$.error', json(?)) "
@@ -264,7 +279,6 @@ class ResponseStore:
             "UPDATE entries SET size = size + ?, changed = ? WHERE id = ?",
             (num_bytes, self._now(), entry_id),
         )
-        self._num_bytes[owner] += num_bytes
         self._make_room()
 
     def _add_items(
@@ -295,26 +309,17 @@ class ResponseStore:
             "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)",
             (entry_id, owner, self._now(), size, previous, head.decode(), events),
         )
-        self._num_bytes[owner] = self._num_bytes.get(owner, 0) + size
         self._grow(owner, entry_id, self._add_items(entry_id, items))
 
     def _make_room(self) -> None:
         self._drop("changed < ?", self._now() - self.limits.max_age_s)
-        while sum(self._num_bytes.values()) > self.limits.max_bytes:
-            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+        while sum((sizes := self._sizes()).values()) > self.limits.max_bytes:
+            largest = max(sizes, key=sizes.__getitem__)
             oldest = "SELECT id FROM entries WHERE owner = ? ORDER BY changed LIMIT 1"
             self._drop(f"id = ({oldest})", largest)
 
-    def _drop(self, condition: str, value: str | float) -> int:
-        """Removes entries; returns how many there were."""
-        found = self._database.execute(
-            f"DELETE FROM entries WHERE {condition} RETURNING owner, size", (value,)
-        ).fetchall()
-        for owner, size in found:
-            self._num_bytes[owner] -= size
-            if not self._num_bytes[owner]:
-                del self._num_bytes[owner]
-        return len(found)
+    def _drop(self, condition: str, value: str | float) -> None:
+        self._database.execute(f"DELETE FROM entries WHERE {condition}", (value,))
 
     def _response(self, owner: str, response_id: str) -> StoredResponse:
         body, events = self._row(owner, response_id, RESPONSE)

@@ -23,7 +23,7 @@ import grpc.aio
 import httpx
 
 from gateway.app import create_app
-from gateway.http_server import HttpServer
+from gateway.http_server import HttpServer, listen
 from gateway.limits import RequestLimits
 from gateway.maintenance_service import maintenance_server
 from gateway.metrics import GatewayMetrics
@@ -141,7 +141,7 @@ async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> Non
         pool.start()
         await eventually(lambda: pool.is_serving)
         await gateway.lifecycle.activate()
-        http = HttpServer(create_app(gateway), "127.0.0.1", 0)
+        http = HttpServer(create_app(gateway), listen("127.0.0.1", 0))
         http.start()
         hooks = AdminHooks(drain=gateway.open_answers.wait_idle)
         info = ProcessInfo("gateway", "0", 1.0, {})

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gateway.api_keys import KeyLimits, keys_from_texts
 from gateway.app import Gateway, create_app
-from gateway.http_server import HttpServer
+from gateway.http_server import HttpServer, listen
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_answers import OpenAnswers
@@ -175,7 +175,7 @@ async def serve() -> AsyncIterator[Callable[[Gateway], str]]:
     servers: list[HttpServer] = []
 
     def start(gateway: Gateway) -> str:
-        server = HttpServer(create_app(gateway), "127.0.0.1", 0)
+        server = HttpServer(create_app(gateway), listen("127.0.0.1", 0))
         server.start()
         servers.append(server)
         return f"http://127.0.0.1:{server.port}"

@@ -17,7 +17,7 @@ import pytest_asyncio
 from gateway.api_keys import KeyLimits, Scope, keys_from_file, keys_from_texts
 from gateway.app import Gateway, create_app
 from gateway.http_protocol import ConnectionLimits
-from gateway.http_server import HttpServer
+from gateway.http_server import HttpServer, listen
 from gateway.limits import RequestLimits
 from gateway.maintenance_service import maintenance_server
 from gateway.quota import Quotas
@@ -39,7 +39,7 @@ async def serve_with() -> AsyncIterator[Serve]:
     servers: list[HttpServer] = []
 
     def start(gateway: Gateway, limits: ConnectionLimits) -> int:
-        server = HttpServer(create_app(gateway), "127.0.0.1", 0, limits=limits)
+        server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), limits=limits)
         server.start()
         servers.append(server)
         return server.port

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import Gateway, create_app
 from gateway.generation import TargetState
-from gateway.http_server import HttpServer
+from gateway.http_server import HttpServer, listen
 from gateway.pool import PoolSettings, TargetPool
 from gateway.target_link import LinkTiming
 from services.cert_folder import CertFolder
@@ -23,7 +23,7 @@ from tests.helpers.fake_target import FakeTarget
 
 @asynccontextmanager
 async def _serving(gateway: Gateway, tls: ServerTls) -> AsyncIterator[str]:
-    server = HttpServer(create_app(gateway), "127.0.0.1", 0, tls)
+    server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), tls)
     server.start()
     try:
         yield f"https://127.0.0.1:{server.port}"
