@@ -77,8 +77,10 @@ class LearnerSettings(DialingSettings):
     max_loss: float = setting(
         0.05, "tokens a round that swapped weights may lose before they are taken back", minimum=0.0
     )
-    rate: float = setting(2e-4, "learning rate", minimum=0.0)
-    batch_size: int = setting(8, "sequences of an update", minimum=1)
+    rate: float | None = setting(
+        None, "highest learning rate; 0.5 over the hidden size when unset", minimum=0.0
+    )
+    batch_size: int = setting(16, "sequences of an update", minimum=1)
     window: int = setting(512, "most tokens of a sequence that are learnt from", minimum=16)
     unroll: int = setting(4, "tokens drafted from the head's own states in training", minimum=1)
     dtype: Dtype = setting(
