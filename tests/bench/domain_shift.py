@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--updates", type=int, default=25, help="of a lesson")
     parser.add_argument("--offline-steps", type=int, default=600)
+    parser.add_argument("--offline", type=Path, help="a head that was trained so, to compare with")
     parser.add_argument("--port", type=int, default=8931)
     arguments = parser.parse_args()
     arguments.out = arguments.out.resolve()
@@ -181,8 +182,9 @@ def main() -> None:
     start = DEMO_HEADS / arguments.algorithm.lower()
     windows = asyncio.run(_served(arguments, prompts[: arguments.requests]))
     version = windows[-1].version
-    offline = arguments.out / "offline"
-    _train(arguments, start, offline)
+    offline = arguments.offline or arguments.out / "offline"
+    if arguments.offline is None:
+        _train(arguments, start, offline)
     learnt = arguments.out / "logs" / "learner" / f"version-{version}" if version else start
     heads = {"start": start, "learnt": learnt, "offline": offline}
     lengths = _measured(arguments.out, heads, prompts[arguments.requests :])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from services.draft.learner.__main__ import read_settings
 from services.draft.learner.process import LearnerProcess
-from services.draft.learner.student import Student
+from services.draft.learner.student import Measurement, Student
 from services.draft.settings import DraftSettings
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
@@ -102,7 +102,7 @@ async def test_what_is_learnt_reaches_the_running_draft(
 ) -> None:  # fmt: skip
     # Whatever is measured last looks better than what was measured before.
     measured = itertools.count(1)
-    monkeypatch.setattr(Student, "acceptance", lambda *_, **__: float(next(measured)))
+    monkeypatch.setattr(Student, "measured", lambda *_, **__: Measurement(((1, next(measured)),)))
     async with serving_target(target_folder) as target:
         settings = load_settings(
             DraftSettings,

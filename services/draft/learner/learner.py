@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import torch
 
-from services.draft.learner.student import State, Student
+from services.draft.learner.student import Measurement, State, Student
 from services.draft.learner.traffic import Example, Traffic
 from shared.errors import OutriderError
 
@@ -55,8 +55,8 @@ class Lessons:
     num_updates: int = 20
     min_new_tokens: int = 2000
     num_steps: int = 5
-    min_held_out: int = 8
-    max_held_out: int = 48
+    min_held_out: int = 16
+    max_held_out: int = 128
     min_gain: float = 0.02
     max_loss: float = 0.05
     replay_share: float = 0.25
@@ -167,7 +167,7 @@ class Learner:
             return None
         self._num_watched = len(since)
         served, old = self._measure(self._served.state, since), self._measure(before.state, since)
-        if served >= old - self._lessons.max_loss or not self._send(before):
+        if not old.beats(served, self._lessons.max_loss) or not self._send(before):
             return None
         self._served, self._before = before, None
         self._student.restore(before.state)
@@ -190,14 +190,14 @@ class Learner:
         if len(held_out) < lessons.min_held_out:
             return self._note("kept", loss, None, None)
         before = self._measure(self._served.state, held_out)
-        after = self._student.acceptance(held_out, num_steps=lessons.num_steps)
-        if after < before + lessons.min_gain:
-            if after < before - lessons.max_loss:
-                self._student.restore(self._served.state)
-            return self._note("kept", loss, before, after)
-        return self._swap(loss, before, after)
+        after = self._student.measured(held_out, num_steps=lessons.num_steps)
+        if after.beats(before, lessons.min_gain):
+            return self._swap(loss, before, after)
+        if before.beats(after, lessons.max_loss):
+            self._student.restore(self._served.state)
+        return self._note("kept", loss, before, after)
 
-    def _swap(self, loss: float, before: float, after: float) -> LessonReport:
+    def _swap(self, loss: float, before: Measurement, after: Measurement) -> LessonReport:
         version = self._newest = self._newest + 1
         folder = self._lessons.out / f"version-{version}"
         self._student.save(folder)
@@ -244,9 +244,9 @@ class Learner:
     def _drawn(self, examples: list[Example], count: int) -> list[Example]:
         return self._random.choices(examples, k=count) if examples and count else []
 
-    def _measure(self, state: State, examples: list[Example]) -> float:
+    def _measure(self, state: State, examples: list[Example]) -> Measurement:
         with self._student.as_it_was(state):
-            return self._student.acceptance(examples, num_steps=self._lessons.num_steps)
+            return self._student.measured(examples, num_steps=self._lessons.num_steps)
 
     def _send(self, served: _Served) -> bool:
         try:
@@ -257,18 +257,19 @@ class Learner:
         return True
 
     def _note(
-        self, event: str, loss: float, before: float | None, after: float | None
+        self, event: str, loss: float, before: Measurement | None, after: Measurement | None
     ) -> LessonReport:
         figures = self.figures
+        own, other = (None if e is None else round(e.mean_length, 4) for e in (before, after))
         report = LessonReport(
-            figures.num_lessons, self.version, event, self._traffic.num_tokens, loss, before, after
+            figures.num_lessons, self.version, event, self._traffic.num_tokens, loss, own, other
         )
         figures.version, figures.loss = self.version, loss
-        figures.accepted_before, figures.accepted_after = before or 0.0, after or 0.0
+        figures.accepted_before, figures.accepted_after = own or 0.0, other or 0.0
         self._lessons.out.mkdir(parents=True, exist_ok=True)
         with (self._lessons.out / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time_s": round(time.time(), 1), **asdict(report)}) + "\n")
-        shown = "" if before is None else f", {before:.3f} tokens a round before, {after:.3f} after"
+        shown = "" if own is None else f", {own:.3f} tokens a round before, {other:.3f} after"
         log.info("lesson %d: %s, loss %.3f%s", figures.num_lessons, event, loss, shown)
         return report
 

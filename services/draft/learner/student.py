@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from shared.errors import CheckpointError
 State = dict[str, Tensor]
 _IGNORED = -100
 _CONFIG = "config.json"
+_SURE = 1.64
 _RATE = 0.5
 """Learning rate times hidden size: 1e-3 for the demo's 512, which AdamW learnt fastest with among
 2e-4, 1e-3 and 2e-3, and 1.2e-4 for 4,096."""
@@ -64,6 +66,32 @@ class Teaching:
     batch_size: int = 8
     window: int = 512
     max_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a head gains on some examples.
+
+    Attributes:
+        walked: rounds and tokens of each, the bonus included.
+    """
+
+    walked: tuple[tuple[int, int], ...]
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens a round."""
+        rounds, tokens = map(sum, zip(*self.walked, strict=True)) if self.walked else (0, 0)
+        return tokens / max(rounds, 1)
+
+    def beats(self, other: Measurement, gain: float) -> bool:
+        """Whether it gains so much more on the same examples, and not by their luck: the rounds
+        that it saves lie as far above none as one in twenty would by chance."""
+        saved = [theirs[0] - own[0] for own, theirs in zip(self.walked, other.walked, strict=True)]
+        mean = sum(saved) / max(len(saved), 1)
+        spread = math.sqrt(sum((each - mean) ** 2 for each in saved))
+        is_sure = sum(saved) >= _SURE * spread
+        return self.mean_length >= other.mean_length + gain and is_sure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,11 +177,12 @@ class Student:
         return float(loss.detach())
 
     @torch.no_grad()
-    def acceptance(self, examples: Sequence[Example], *, num_steps: int) -> float:
-        """Returns the tokens a round, the bonus included, of greedy chains along what the target
-        said: what a draft in service would have gained at temperature 0."""
-        num_rounds = num_tokens = 0
+    def measured(self, examples: Sequence[Example], *, num_steps: int) -> Measurement:
+        """Walks greedy chains along what the target said: what a draft in service would have
+        gained at temperature 0."""
+        walked: list[tuple[int, int]] = []
         for example in examples:
+            num_rounds = num_tokens = 0
             start = max(len(example.token_ids) - self._teaching.window, 0)
             tokens = torch.tensor(example.token_ids[start:], device=self._device).unsqueeze(0)
             with self._autocast():
@@ -170,7 +199,8 @@ class Student:
                 gained = accepted_depth(chains[at - 2], truth[at:]) + 1
                 num_rounds, num_tokens = num_rounds + 1, num_tokens + min(gained, len(truth) - at)
                 at += gained
-        return num_tokens / max(num_rounds, 1)
+            walked.append((num_rounds, num_tokens))
+        return Measurement(tuple(walked))
 
     def save(self, folder: Path) -> None:
         """Writes the weights as the folder that they came from is written; what stays as it was

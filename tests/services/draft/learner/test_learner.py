@@ -12,7 +12,7 @@ import torch
 
 from services.draft.events import WeightsUpdated
 from services.draft.learner.learner import LOG_FILE, Learner, Lessons
-from services.draft.learner.student import Student, Teaching
+from services.draft.learner.student import Measurement, Student, Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import build_head, save_head
@@ -100,7 +100,12 @@ def _learner_on(
     for example in examples:
         traffic.add(example)
     lessons = Lessons(
-        out=folder.parent / "out", num_updates=30, min_new_tokens=1, num_steps=3, num_kept=2
+        out=folder.parent / "out",
+        num_updates=30,
+        min_new_tokens=1,
+        num_steps=3,
+        min_held_out=8,
+        num_kept=2,
     )
     clock = iter(range(1, 10**6)).__next__
     return Learner(student, traffic, lessons, drafts, clock), traffic, student
@@ -121,15 +126,15 @@ def test_a_head_learns_what_its_target_says(
     folder = _head(tmp_path / "head", algorithm, draft_vocab_size=draft_vocab_size)
     student, examples = _student(folder), _examples()
     frozen = student.projection.clone() if student.projection is not None else None
-    before = student.acceptance(examples, num_steps=3)
+    before = student.measured(examples, num_steps=3).mean_length
     generator = torch.Generator().manual_seed(0)
     losses = [student.learn(examples[::5], generator) for _ in range(80)]
     assert losses[-1] < losses[0]
-    after = student.acceptance(examples, num_steps=3)
+    after = student.measured(examples, num_steps=3).mean_length
     assert after > before + 0.3
     student.save(tmp_path / "saved")
     again = _student(tmp_path / "saved")
-    assert again.acceptance(examples, num_steps=3) == pytest.approx(after, abs=0.1)
+    assert again.measured(examples, num_steps=3).mean_length == pytest.approx(after, abs=0.1)
     if frozen is not None:
         assert again.projection is not None
         assert torch.equal(again.projection, frozen), "the target applies it"
@@ -215,10 +220,33 @@ def test_a_lesson_on_what_other_weights_computed_is_dropped(
     assert report.event == "swapped"
 
 
+def test_luck_is_no_gain() -> None:
+    """A few texts that go well weigh less than as much spread over many."""
+    plain = Measurement(((10, 20),) * 8)
+    lucky = Measurement(((5, 20), *((10, 20),) * 7))
+    better = Measurement(((9, 20),) * 8)
+    assert lucky.mean_length > plain.mean_length + 0.1
+    assert not lucky.beats(plain, 0.1)
+    assert better.beats(plain, 0.1)
+    assert not better.beats(plain, 0.5)
+    assert not plain.beats(better, 0.0)
+
+
+def test_the_first_updates_are_small(tmp_path: Path) -> None:
+    """Without a warm-up the first step of AdamW moves each weight by the whole rate."""
+    folder, moved = _head(tmp_path / "head", Algorithm.EAGLE), []
+    for warm_up in (1, 20):
+        student = Student(folder, ENDS, Teaching(rate=1e-2, window=20, warm_up=warm_up))
+        before = student.state()["fc.weight"]
+        student.learn(_examples()[:8], torch.Generator().manual_seed(0))
+        moved.append(float((student.state()["fc.weight"] - before).abs().max()))
+    assert moved[1] == pytest.approx(moved[0] / 20, rel=0.01)
+
+
 def test_old_versions_go(tmp_path: Path) -> None:
     learner, _, _ = _learner(tmp_path, Drafts(), _examples())
     for _ in range(4):
-        learner._swap(0.0, 1.0, 2.0)
+        learner._swap(0.0, Measurement(((2, 2),)), Measurement(((1, 2),)))
     assert sorted(each.name for each in (tmp_path / "out").glob("version-*")) == [
         "version-3",
         "version-4",
