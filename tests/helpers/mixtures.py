@@ -10,7 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetFolder
+from shared.models.loader import load_decoder
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.device_rounds import Pair
+from tests.helpers.engines import VOCAB_SIZE
 
 EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
@@ -35,16 +40,16 @@ MIXTURES: dict[str, dict[str, Any]] = {
 NUM_LAYERS = 3
 
 
-def mixture_shape(family: str) -> TinyShape:
+def mixture_shape(family: str, vocab_size: int = 64) -> TinyShape:
     """One layer more than the target has: the next-token layer's block."""
     return TinyShape(
-        vocab_size=64, num_layers=NUM_LAYERS + 1, num_kv_heads=4, overrides=MIXTURES[family]
+        vocab_size=vocab_size, num_layers=NUM_LAYERS + 1, num_kv_heads=4, overrides=MIXTURES[family]
     )
 
 
-def write_mixture(folder: Path, family: str) -> dict[str, Tensor]:
+def write_mixture(folder: Path, family: str, vocab_size: int = 64) -> dict[str, Tensor]:
     """Turns the last layer of a checkpoint into a next-token layer; returns its own tensors."""
-    write_checkpoint(folder, family, mixture_shape(family))
+    write_checkpoint(folder, family, mixture_shape(family, vocab_size))
     path = folder / "config.json"
     changes = {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1, "layer_types": None}
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -58,3 +63,13 @@ def write_mixture(folder: Path, family: str) -> dict[str, Tensor]:
     file = folder / "model.safetensors"
     save_file(load_file(file) | prefixed, file)
     return own
+
+
+def load_mixture(folder: Path, family: str, device: torch.device) -> Pair:
+    """Writes a mixture with the vocabulary of small engines; loads it and its next-token layer."""
+    write_mixture(folder, family, VOCAB_SIZE)
+    target = TargetFolder(folder, dtype=torch.float32, device=device)
+    return Pair(
+        load_decoder(folder, dtype=torch.float32, device=device),
+        load_mtp(folder, target, dtype=torch.float32, device=device),
+    )

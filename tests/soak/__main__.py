@@ -15,6 +15,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.device import device_named, launch_on
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.lent_rounds import write_pair
+from tests.helpers.mixtures import MIXTURES, load_mixture
 from tests.soak.soak import Soak
 from tests.soak.soak_time import SoakTime
 
@@ -44,13 +45,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--no-overlap", action="store_true", help="read each step before the next")
     parser.add_argument("--head", action="store_true", help="rounds on the device with a head")
+    parser.add_argument("--mixture", choices=tuple(MIXTURES), help="--head, of experts by its MTP")
     parser.add_argument("--selects", action="store_true", help="pushed trees on the device")
     parser.add_argument(
         "--adaptive", action="store_true", help="the target chooses what is drafted"
     )
     args = parser.parse_args()
-    if args.head and args.selects:
-        parser.error("--head and --selects: rounds have trees of one kind; leave one out")
+    if (args.head or args.mixture) and args.selects:
+        parser.error("--head, --mixture, --selects: rounds have trees of one kind; leave one out")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     device = device_named(args.device)
     launch_on(device)  # steps are taken on this thread
@@ -61,6 +63,9 @@ def main() -> None:
 
 
 def _soak(args: argparse.Namespace, folder: Path, device: torch.device, seed: int) -> Soak:
+    if args.mixture:
+        pair = load_mixture(folder / "target", args.mixture, device)
+        return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)
     if args.head:
         pair = write_pair(folder / "target", folder / "head", device)
         return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)

@@ -9,6 +9,7 @@ import torch
 
 from shared.models.decoder import Decoder
 from tests.helpers.lent_rounds import write_pair
+from tests.helpers.mixtures import MIXTURES, load_mixture
 from tests.soak import soak as module
 from tests.soak.__main__ import decoders
 from tests.soak.soak import Soak, SoakFailed, SoakFigures
@@ -55,6 +56,15 @@ def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path) -> None:
     figures = soak.figures
     assert min(figures.num_device_rounds, figures.num_accepted, figures.num_cancelled) > 0
     assert min(figures.num_preempted, figures.num_reconnects) > 0
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_nothing_is_lost_of_a_mixture_by_its_own_layer(family: str, tmp_path: Path) -> None:
+    pair = load_mixture(tmp_path, family, torch.device("cpu"))
+    soak = Soak(pair.decoder, {}, 8, overlaps=True, head=pair.head)
+    _run(soak, 15)
+    figures = soak.figures
+    assert min(figures.num_device_rounds, figures.num_accepted) > 0
 
 
 def test_wrong_token_is_noticed(

@@ -190,7 +190,7 @@ class Learner:
         if len(held_out) < lessons.min_held_out:
             return self._note("kept", loss, None, None)
         before = self._measure(self._served.state, held_out)
-        after = self._student.measured(held_out, num_steps=lessons.num_steps)
+        after = self._measure(self._student.state(), held_out)
         if after.beats(before, lessons.min_gain):
             return self._swap(loss, before, after)
         if before.beats(after, lessons.max_loss):

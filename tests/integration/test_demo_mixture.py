@@ -1,0 +1,78 @@
+"""The demo's mixture of experts, named without a path and drafted for by its own layer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
+from services.target.engine_factory import build_engine
+from services.target.process import TargetProcess
+from shared.hub import BUILT_IN
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
+from shared.rpc.channel import open_channel
+from shared.tokenizer_files import tokenizer_sha256
+
+FOLDER = BUILT_IN["demo-moe"]
+QUESTIONS = ("What is the capital of France?", "Which currency is used in Japan?", "What is 3 + 4?")
+
+
+async def _answers(
+    flags: Sequence[str], temperature: float
+) -> tuple[list[list[int]], list[pb.SpeculationStats]]:
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    arguments = [
+        *("--model-path", "demo-moe", "--port", "0", "--device", "cpu", "--dtype", "float32"),
+        *(
+            "--max-total-tokens",
+            "2048",
+            "--context-length",
+            "256",
+            "--candidate-wait-always",
+            *flags,
+        ),
+    ]
+    settings, chosen = read_settings(arguments, {})
+    engine = build_engine(settings, lambda report: None)
+    process = TargetProcess(engine, settings, tokenizer_sha256(FOLDER))
+    if chosen is not None:
+        built = build_embedded_draft(engine, settings, chosen)
+        process.embed(built.port, built.settings)
+    await process.start()
+
+    async def one(stub: pb_grpc.TargetServiceStub, question: str) -> list[pb.GenerateResponse]:
+        request = pb.GenerateRequest(
+            prompt_token_ids=tokenizer.encode(form.format(question)).ids,
+            sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=5),
+            stop_params=sampling_pb2.StopParams(max_output_token_count=40),
+        )
+        return [response async for response in stub.Generate(request)]
+
+    try:
+        async with open_channel(f"127.0.0.1:{process.port}") as channel:
+            stub = pb_grpc.TargetServiceStub(channel)
+            found = await asyncio.gather(*(one(stub, each) for each in QUESTIONS))
+    finally:
+        await process.stop(grace_s=0.0)
+    tokens = [[token for each in one for token in each.delta.token_ids] for one in found]
+    return tokens, [one[-1].finished.speculation for one in found]
+
+
+@pytest.mark.parametrize("rounds", ["on", "off"])
+async def test_its_own_layer_drafts_and_changes_no_token(rounds: str) -> None:
+    mtp = ("--draft", "embedded", "--speculative-algorithm", "MTP", "--device-rounds", rounds)
+    for temperature in (0.0, 0.8):
+        plain, _ = await _answers((), temperature)
+        drafted, stats = await _answers(mtp, temperature)
+        assert drafted == plain
+        assert sum(each.accepted_token_count for each in stats) > 0
+        if temperature == 0.0:
+            tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+            assert "Paris" in tokenizer.decode(drafted[0])
