@@ -16,6 +16,7 @@ from services.target.sequence import Sequence
 from shared.tokens import EMPTY_TREE, TokenTree
 
 STEP_SMOOTHING = 0.05
+ROUND_SMOOTHING = 0.1
 ROUNDS_A_PROBE = 16
 FEWEST_ROUNDS = 8
 """Rounds with trees before a draft is judged by their tokens; fewer may be bad luck."""
@@ -51,6 +52,9 @@ class FallbackOrder:
         self._drafted_tokens = Average()
         self._local_tokens = Average()
         self._num_preferred = 0
+        # By the power of two of the sequences.
+        self._plain_s: dict[int, Average] = {}
+        self._round_s: float | None = None
         self._own = OwnTrees()
 
     @property
@@ -73,12 +77,20 @@ class FallbackOrder:
         allowed = narrowed(tree, sequence.request.num_draft_tokens)
         return tree if allowed is None else allowed.tree
 
-    def waits(self, sequence: Sequence, wait_s: float | None, answer_rate: float = 1.0) -> bool:
+    def waits(
+        self,
+        sequence: Sequence,
+        wait_s: float | None,
+        answer_rate: float = 1.0,
+        *,
+        num_sequences: int = 1,
+    ) -> bool:
         """Whether to wait for the draft's tree rather than step with an n-gram tree or none.
 
         Args:
             wait_s: usual wait for the draft; None while unknown.
             answer_rate: share of these waits that bring a tree.
+            num_sequences: that the draft has.
         """
         has_tree = bool(self.tree(sequence).token_ids)
         if self._drafted_tokens.num_samples < FEWEST_ROUNDS or wait_s is None:
@@ -89,19 +101,41 @@ class FallbackOrder:
             return False  # n-gram trees have not been tried yet
         local_tokens = self._local_tokens.value if has_tree else 1.0
         drafted_tokens = 1.0 + answer_rate * (self._drafted_tokens.value - 1.0)
-        drafted_rate = drafted_tokens / (wait_s + self._step_s)
-        if drafted_rate >= local_tokens / self._step_s:
+        plain = None if has_tree else self._plain_s.get(num_sequences.bit_length())
+        if plain is not None and self._round_s is not None:
+            pays = drafted_tokens / self._round_s >= 1.0 / plain.value
+        else:
+            drafted_rate = drafted_tokens / (wait_s + self._step_s)
+            pays = drafted_rate >= local_tokens / self._step_s
+        if pays:
             return True
         self._num_preferred += 1
         rounds_a_probe = max(ROUNDS_A_PROBE, round(wait_s / (PROBE_COST * self._step_s)))
         return self._num_preferred % rounds_a_probe == 0
 
-    def stepped(self, duration_s: float) -> None:
-        """A step was done."""
+    def stepped(self, duration_s: float, num_plain: int = 0) -> None:
+        """A step was done.
+
+        Args:
+            num_plain: its sequences, where it verified no tree and read no prompt.
+        """
+        if num_plain:
+            self._plain_s.setdefault(num_plain.bit_length(), Average()).add(duration_s)
         known_s = self._step_s
         self._step_s = (
             duration_s if known_s is None else known_s + STEP_SMOOTHING * (duration_s - known_s)
         )
+
+    def took(self, round_s: float) -> None:
+        """A round with a draft's tree took so long, from one verdict to the next."""
+        known_s = self._round_s
+        self._round_s = (
+            round_s if known_s is None else known_s + ROUND_SMOOTHING * (round_s - known_s)
+        )
+
+    def doubt(self) -> None:
+        """A trial begins: rounds may take another time than before the backoff."""
+        self._round_s = None
 
     def counted(self, num_committed: int, *, is_local: bool) -> None:
         """A round with a tree was committed: an n-gram tree (`is_local`) or a draft's."""

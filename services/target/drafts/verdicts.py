@@ -82,6 +82,8 @@ class Verdicts:
             return
         attachment, was_prepared = assignment.attachment, assignment.has_pushed
         drafted = assignment.as_drafted(accepted_node_indices) if was_verified else ()
+        if was_verified and assignment.asked_s is not None:
+            self._fallback_order.took(now_s - assignment.asked_s)
         pays = self._pause(assignment, now_s) if self._may_pause(assignment) else None
         wish = self._learn(assignment, drafted, len(committed_token_ids), was_verified=was_verified)
         verdict, foreseen = assignment.decide(
@@ -109,6 +111,7 @@ class Verdicts:
         was_trying, is_on, pays = backoff.is_trying, backoff.goes_on(now_s), None
         if backoff.is_trying and not was_trying:
             timeout.doubt()
+            self._fallback_order.doubt()
         if not is_on and not assignment.has_pushed:
             pays = self._pays(assignment)
             is_on = backoff.begins(
@@ -130,7 +133,10 @@ class Verdicts:
             return True
         timeout = assignment.attachment.timeout
         return self._fallback_order.waits(
-            assignment.sequence, timeout.usual_wait_s, timeout.answer_rate
+            assignment.sequence,
+            timeout.usual_wait_s,
+            timeout.answer_rate,
+            num_sequences=len(assignment.attachment.sequence_ids),
         )
 
     def _begin_wait(

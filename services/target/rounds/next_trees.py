@@ -78,14 +78,18 @@ class TreeForecast:
     def _half_of(
         self, lanes: SequenceOf[Sequence], free: Iterable[Sequence], now_s: float
     ) -> SequenceOf[Sequence]:
-        """Returns those of `free` that wait for nothing, half of all lanes at most where drafts
-        draft for verdicts that have fallen."""
+        """Returns those of `free` that wait for nothing; of those with trees that drafts grew for
+        a verdict that had fallen, half of all lanes at most."""
         ready = [each for each in free if self._readiness.is_ready(each, now_s)]
         if len(lanes) < MIN_ALTERNATING:
             return ready
-        found = map(self._assignment, ready)
-        answers_verdicts = all(each is not None and not each.is_announced for each in found)
-        return ready[: -(-len(lanes) // 2)] if answers_verdicts else ready
+        left = {id(each) for each in list(filter(self._is_answered, ready))[-(-len(lanes) // 2) :]}
+        return [each for each in ready if id(each) not in left]
+
+    def _is_answered(self, sequence: Sequence) -> bool:
+        """Whether a tree is here that its draft grew for the verdict before."""
+        assignment = self._assignment(sequence)
+        return bool(assignment and assignment.candidate and not assignment.is_announced)
 
     def is_complete(self, lanes: Iterable[Sequence], under_way: SelectedRound) -> bool:
         """Whether nothing is to come any more that decides on the round after this one, but its
@@ -118,8 +122,8 @@ class TreeForecast:
     def _foresee(self, sequence: Sequence, verified: TokenTree, trees: NextTrees) -> None:
         """Prepares for the ends of a sequence's part of the round under way."""
         assignment = self._assignment(sequence)
-        if assignment is None:
-            # Without a draft the round brings it one token, whichever.
+        if assignment is None or (assignment.is_idle and not verified.token_ids):
+            # Without a tree the round brings it one token, whichever.
             trees.add(sequence, EMPTY_TREE, num_tokens=len(sequence.token_ids) + 1)
         elif assignment.is_announced:
             found = conditional_trees(sequence, verified, assignment.seal())
@@ -133,7 +137,7 @@ class TreeForecast:
         if verified is None or sequence.num_remaining == 1:
             return True
         assignment = self._assignment(sequence)
-        if assignment is None:
+        if assignment is None or assignment.is_idle:
             return not verified.token_ids
         if not assignment.is_announced:
             # Its draft answers verdicts only, which is waited for unless the draft is silent, or

@@ -161,6 +161,22 @@ def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
     assert fallback_order.waits(sequence, response_s) is expected
 
 
+@pytest.mark.parametrize(("round_s", "expected"), [(3.9, True), (4.1, False)])
+def test_rounds_are_held_to_plain_steps_of_as_many_sequences(
+    round_s: float, expected: bool
+) -> None:
+    """Not to the steps of the moment, which verify trees, nor to the wait alone."""
+    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
+    fallback_order.stepped(1.0, num_plain=40)
+    fallback_order.stepped(0.1, num_plain=3)
+    for _ in range(50):
+        fallback_order.stepped(9.0)
+    fallback_order.took(round_s)
+    assert fallback_order.waits(sequence, 0.1, num_sequences=50) is expected
+    fallback_order.doubt()
+    assert fallback_order.waits(sequence, 0.1, num_sequences=50), "a trial begins"
+
+
 def test_a_draft_is_not_judged_by_a_few_rounds() -> None:
     fallback_order, sequence = FallbackOrder(waits_always=False), _sequence([1, 2, 3])
     fallback_order.stepped(1.0)
