@@ -89,7 +89,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
 
     async def ReadTable(
         self, request: pb.ReadTableRequest, context: Context
-    ) -> AsyncIterator[pb.TableRows]:
+    ) -> AsyncIterator[pb.ReadTableResponse]:
         if request.table not in (pb.TABLE_EMBEDDING, pb.TABLE_LM_HEAD):
             message = f"table is {request.table}; it must be TABLE_EMBEDDING or TABLE_LM_HEAD"
             raise InvalidArgument.of("TABLE_UNKNOWN", "table", message)
@@ -109,7 +109,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             copy = await asyncio.wrap_future(self._engine.with_weights(rows))
             block = await asyncio.to_thread(copy.read)
             for part in torch.split(block, max(MAX_CHUNK_BYTES // row_bytes, 1)):
-                yield pb.TableRows(rows=tensor_message(part))
+                yield pb.ReadTableResponse(rows=tensor_message(part))
 
     def drain(self, grace_s: float) -> None:
         """Asks every draft to detach within the grace."""

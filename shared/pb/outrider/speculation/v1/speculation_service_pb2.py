@@ -17,59 +17,59 @@ from shared.pb.outrider.types.v1 import tensor_pb2 as outrider_dot_types_dot_v1_
 from shared.pb.outrider.types.v1 import token_tree_pb2 as outrider_dot_types_dot_v1_dot_token__tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1outrider/speculation/v1/speculation_service.proto\x12\x17outrider.speculation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a outrider/types/v1/sampling.proto\x1a\x1eoutrider/types/v1/tensor.proto\x1a\"outrider/types/v1/token_tree.proto\"\x87\x01\n\x10ReadTableRequest\x12-\n\x05table\x18\x01 \x01(\x0e\x32\x1e.outrider.speculation.v1.Table\x12.\n\tdata_type\x18\x02 \x01(\x0e\x32\x1b.outrider.types.v1.DataType\x12\x14\n\x0cupdate_count\x18\x03 \x01(\x03\"4\n\tTableRows\x12\'\n\x04rows\x18\x01 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"\x8d\x02\n\x10SpeculateRequest\x12\x31\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x1f.outrider.speculation.v1.AttachH\x00\x12=\n\ncandidates\x18\x02 \x01(\x0b\x32\'.outrider.speculation.v1.CandidateBatchH\x00\x12\x33\n\x07release\x18\x03 \x01(\x0b\x32 .outrider.speculation.v1.ReleaseH\x00\x12G\n\x12\x66\x65\x61ture_ring_taken\x18\x04 \x01(\x0b\x32).outrider.speculation.v1.FeatureRingTakenH\x00\x42\t\n\x07message\"\xc5\x03\n\x11SpeculateResponse\x12\x35\n\x08\x61ttached\x18\x01 \x01(\x0b\x32!.outrider.speculation.v1.AttachedH\x00\x12>\n\x06opened\x18\x02 \x01(\x0b\x32,.outrider.speculation.v1.SequenceOpenedBatchH\x00\x12\x39\n\x08verdicts\x18\x03 \x01(\x0b\x32%.outrider.speculation.v1.VerdictBatchH\x00\x12>\n\rfeature_chunk\x18\x04 \x01(\x0b\x32%.outrider.speculation.v1.FeatureChunkH\x00\x12>\n\x06\x63losed\x18\x05 \x01(\x0b\x32,.outrider.speculation.v1.SequenceClosedBatchH\x00\x12/\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x1e.outrider.speculation.v1.DrainH\x00\x12\x42\n\x0fweights_updated\x18\x07 \x01(\x0b\x32\'.outrider.speculation.v1.WeightsUpdatedH\x00\x42\t\n\x07message\">\n\x0eWeightsUpdated\x12\x14\n\x0cupdate_count\x18\x01 \x01(\x03\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"\xe9\x02\n\x06\x41ttach\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x1a\n\x12max_sequence_count\x18\x04 \x01(\x05\x12\x16\n\x0emax_node_count\x18\x05 \x01(\x05\x12:\n\x0c\x66\x65\x61ture_spec\x18\x06 \x01(\x0b\x32$.outrider.speculation.v1.FeatureSpec\x12\x11\n\talgorithm\x18\x07 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x08 \x01(\x05\x12+\n\x05shape\x18\t \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12?\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32).outrider.speculation.v1.FeatureRingOffer\x12\x0e\n\x06learns\x18\x0b \x01(\x08\"7\n\x10\x46\x65\x61tureRingOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x12\n\nreads_cuda\x18\x02 \x01(\x08\"\\\n\x0b\x46\x65\x61tureRing\x12\x15\n\x0bshared_file\x18\x01 \x01(\tH\x00\x12\x19\n\x0f\x63uda_ipc_handle\x18\x02 \x01(\x0cH\x00\x12\x11\n\trow_count\x18\x03 \x01(\x05\x42\x08\n\x06memory\",\n\x08RingRows\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x11\n\trow_count\x18\x02 \x01(\x05\"\x1f\n\x10\x46\x65\x61tureRingTaken\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x03\"\x83\x01\n\x0b\x46\x65\x61tureSpec\x12\x15\n\rlayer_indices\x18\x01 \x03(\x05\x12.\n\tdata_type\x18\x02 \x01(\x0e\x32\x1b.outrider.types.v1.DataType\x12-\n\nprojection\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"\x88\x03\n\x08\x41ttached\x12\x15\n\rattachment_id\x18\x01 \x01(\t\x12\x16\n\x0emax_node_count\x18\x02 \x01(\x05\x12\x1a\n\x12max_sequence_count\x18\x03 \x01(\x05\x12:\n\x17\x63\x61ndidate_wait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rfeature_width\x18\x05 \x01(\x05\x12\x44\n\x11verification_mode\x18\x06 \x01(\x0e\x32).outrider.speculation.v1.VerificationMode\x12\x1f\n\x17max_context_token_count\x18\x07 \x01(\x05\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\'\n\x1fmax_conditional_candidate_count\x18\t \x01(\x05\x12:\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32$.outrider.speculation.v1.FeatureRing\"Q\n\x13SequenceOpenedBatch\x12:\n\tsequences\x18\x01 \x03(\x0b\x32\'.outrider.speculation.v1.SequenceOpened\"\xe2\x02\n\x0eSequenceOpened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12:\n\x0fsampling_params\x18\x03 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12\r\n\x05round\x18\x04 \x01(\x03\x12\x1a\n\x12prompt_token_count\x18\x05 \x01(\x05\x12\x32\n\x0cwanted_shape\x18\x06 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x18\n\x10trace_request_id\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12!\n\x14wanted_outcome_count\x18\n \x01(\x05H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\tB\x17\n\x15_wanted_outcome_count\"\xf4\x03\n\x0e\x43\x61ndidateBatch\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0cpinned_shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0f\n\x07warming\x18\x04 \x01(\x08\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x03\x12\x0e\n\x06rounds\x18\x06 \x03(\x03\x12\x1e\n\x16\x63ommitted_token_counts\x18\x07 \x03(\x05\x12\x14\n\x0cnode_offsets\x18\x08 \x03(\x05\x12\x11\n\ttoken_ids\x18\t \x03(\x05\x12\x16\n\x0eparent_indices\x18\n \x03(\x11\x12\x11\n\tlog_probs\x18\x0b \x03(\x02\x12\x15\n\rcandidate_ids\x18\x0c \x03(\x03\x12!\n\x19\x63ondition_bonus_token_ids\x18\r \x03(\x11\x12\x1e\n\x16\x63ondition_node_indices\x18\x0e \x03(\x11\x12\x1f\n\x17\x63ondition_candidate_ids\x18\x0f \x03(\x03\x12,\n\x06shapes\x18\x10 \x03(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x15\n\rshape_numbers\x18\x11 \x03(\x05J\x04\x08\x01\x10\x02R\ncandidates\"\x89\x06\n\x0cVerdictBatch\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x03\x12\x0e\n\x06rounds\x18\x03 \x03(\x03\x12?\n\x08outcomes\x18\x04 \x03(\x0e\x32-.outrider.speculation.v1.VerdictBatch.Outcome\x12\x1e\n\x16\x63ommitted_token_counts\x18\x05 \x03(\x05\x12\x19\n\x11\x63ommitted_offsets\x18\x06 \x03(\x05\x12\x1b\n\x13\x63ommitted_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10\x61\x63\x63\x65pted_offsets\x18\x08 \x03(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_node_indices\x18\t \x03(\x05\x12\x15\n\rcandidate_ids\x18\n \x03(\x03\x12\x1a\n\x12next_candidate_ids\x18\x0b \x03(\x03\x12\x33\n\rwanted_shapes\x18\x0c \x03(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x1c\n\x14wanted_shape_numbers\x18\r \x03(\x05\x12\x0e\n\x06paused\x18\x0e \x03(\x08\x12\x1d\n\x15wanted_outcome_counts\x18\x0f \x03(\x11\x12\x1a\n\x12\x66\x65\x61ture_row_counts\x18\x10 \x03(\x05\x12\x1b\n\x13\x66\x65\x61ture_ring_starts\x18\x11 \x03(\x12\x12+\n\x08\x66\x65\x61tures\x18\x12 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x19\n\x11runner_up_offsets\x18\x13 \x03(\x05\x12\x1b\n\x13runner_up_token_ids\x18\x14 \x03(\x05\x12\x1b\n\x13runner_up_log_probs\x18\x15 \x03(\x02\"\x80\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_VERIFIED\x10\x01\x12\x12\n\x0eOUTCOME_MISSED\x10\x02\x12\x11\n\rOUTCOME_STALE\x10\x03\x12\x1f\n\x1bOUTCOME_VERIFIED_NEXT_READY\x10\x04J\x04\x08\x01\x10\x02R\x08verdicts\"\xa9\x01\n\x0c\x46\x65\x61tureChunk\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0fposition_offset\x18\x02 \x01(\x05\x12\'\n\x04rows\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x34\n\tring_rows\x18\x05 \x01(\x0b\x32!.outrider.speculation.v1.RingRows\"+\n\x13SequenceClosedBatch\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\"\x1f\n\x07Release\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\":\n\x05\x44rain\x12\x31\n\x0egrace_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration*F\n\x05Table\x12\x15\n\x11TABLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fTABLE_EMBEDDING\x10\x01\x12\x11\n\rTABLE_LM_HEAD\x10\x02*v\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x01\x12 \n\x1cVERIFICATION_MODE_POINT_MASS\x10\x02\x32\xda\x01\n\x12SpeculationService\x12\x66\n\tSpeculate\x12).outrider.speculation.v1.SpeculateRequest\x1a*.outrider.speculation.v1.SpeculateResponse(\x01\x30\x01\x12\\\n\tReadTable\x12).outrider.speculation.v1.ReadTableRequest\x1a\".outrider.speculation.v1.TableRows0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1outrider/speculation/v1/speculation_service.proto\x12\x17outrider.speculation.v1\x1a\x1egoogle/protobuf/duration.proto\x1a outrider/types/v1/sampling.proto\x1a\x1eoutrider/types/v1/tensor.proto\x1a\"outrider/types/v1/token_tree.proto\"\x87\x01\n\x10ReadTableRequest\x12-\n\x05table\x18\x01 \x01(\x0e\x32\x1e.outrider.speculation.v1.Table\x12.\n\tdata_type\x18\x02 \x01(\x0e\x32\x1b.outrider.types.v1.DataType\x12\x14\n\x0cupdate_count\x18\x03 \x01(\x03\"<\n\x11ReadTableResponse\x12\'\n\x04rows\x18\x01 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"\x8d\x02\n\x10SpeculateRequest\x12\x31\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x1f.outrider.speculation.v1.AttachH\x00\x12=\n\ncandidates\x18\x02 \x01(\x0b\x32\'.outrider.speculation.v1.CandidateBatchH\x00\x12\x33\n\x07release\x18\x03 \x01(\x0b\x32 .outrider.speculation.v1.ReleaseH\x00\x12G\n\x12\x66\x65\x61ture_ring_taken\x18\x04 \x01(\x0b\x32).outrider.speculation.v1.FeatureRingTakenH\x00\x42\t\n\x07message\"\xc5\x03\n\x11SpeculateResponse\x12\x35\n\x08\x61ttached\x18\x01 \x01(\x0b\x32!.outrider.speculation.v1.AttachedH\x00\x12>\n\x06opened\x18\x02 \x01(\x0b\x32,.outrider.speculation.v1.SequenceOpenedBatchH\x00\x12\x39\n\x08verdicts\x18\x03 \x01(\x0b\x32%.outrider.speculation.v1.VerdictBatchH\x00\x12>\n\rfeature_chunk\x18\x04 \x01(\x0b\x32%.outrider.speculation.v1.FeatureChunkH\x00\x12>\n\x06\x63losed\x18\x05 \x01(\x0b\x32,.outrider.speculation.v1.SequenceClosedBatchH\x00\x12/\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x1e.outrider.speculation.v1.DrainH\x00\x12\x42\n\x0fweights_updated\x18\x07 \x01(\x0b\x32\'.outrider.speculation.v1.WeightsUpdatedH\x00\x42\t\n\x07message\">\n\x0eWeightsUpdated\x12\x14\n\x0cupdate_count\x18\x01 \x01(\x03\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"\xe9\x02\n\x06\x41ttach\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x1a\n\x12max_sequence_count\x18\x04 \x01(\x05\x12\x16\n\x0emax_node_count\x18\x05 \x01(\x05\x12:\n\x0c\x66\x65\x61ture_spec\x18\x06 \x01(\x0b\x32$.outrider.speculation.v1.FeatureSpec\x12\x11\n\talgorithm\x18\x07 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x08 \x01(\x05\x12+\n\x05shape\x18\t \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12?\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32).outrider.speculation.v1.FeatureRingOffer\x12\x0e\n\x06learns\x18\x0b \x01(\x08\"7\n\x10\x46\x65\x61tureRingOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x12\n\nreads_cuda\x18\x02 \x01(\x08\"\\\n\x0b\x46\x65\x61tureRing\x12\x15\n\x0bshared_file\x18\x01 \x01(\tH\x00\x12\x19\n\x0f\x63uda_ipc_handle\x18\x02 \x01(\x0cH\x00\x12\x11\n\trow_count\x18\x03 \x01(\x05\x42\x08\n\x06memory\",\n\x08RingRows\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x11\n\trow_count\x18\x02 \x01(\x05\"\x1f\n\x10\x46\x65\x61tureRingTaken\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x03\"\x83\x01\n\x0b\x46\x65\x61tureSpec\x12\x15\n\rlayer_indices\x18\x01 \x03(\x05\x12.\n\tdata_type\x18\x02 \x01(\x0e\x32\x1b.outrider.types.v1.DataType\x12-\n\nprojection\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\"\x88\x03\n\x08\x41ttached\x12\x15\n\rattachment_id\x18\x01 \x01(\t\x12\x16\n\x0emax_node_count\x18\x02 \x01(\x05\x12\x1a\n\x12max_sequence_count\x18\x03 \x01(\x05\x12:\n\x17\x63\x61ndidate_wait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rfeature_width\x18\x05 \x01(\x05\x12\x44\n\x11verification_mode\x18\x06 \x01(\x0e\x32).outrider.speculation.v1.VerificationMode\x12\x1f\n\x17max_context_token_count\x18\x07 \x01(\x05\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\'\n\x1fmax_conditional_candidate_count\x18\t \x01(\x05\x12:\n\x0c\x66\x65\x61ture_ring\x18\n \x01(\x0b\x32$.outrider.speculation.v1.FeatureRing\"Q\n\x13SequenceOpenedBatch\x12:\n\tsequences\x18\x01 \x03(\x0b\x32\'.outrider.speculation.v1.SequenceOpened\"\xe2\x02\n\x0eSequenceOpened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12:\n\x0fsampling_params\x18\x03 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12\r\n\x05round\x18\x04 \x01(\x03\x12\x1a\n\x12prompt_token_count\x18\x05 \x01(\x05\x12\x32\n\x0cwanted_shape\x18\x06 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x18\n\x10trace_request_id\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12!\n\x14wanted_outcome_count\x18\n \x01(\x05H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\tB\x17\n\x15_wanted_outcome_count\"\xf4\x03\n\x0e\x43\x61ndidateBatch\x12\x31\n\x0e\x64raft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0cpinned_shape\x18\x03 \x01(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x0f\n\x07warming\x18\x04 \x01(\x08\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x03\x12\x0e\n\x06rounds\x18\x06 \x03(\x03\x12\x1e\n\x16\x63ommitted_token_counts\x18\x07 \x03(\x05\x12\x14\n\x0cnode_offsets\x18\x08 \x03(\x05\x12\x11\n\ttoken_ids\x18\t \x03(\x05\x12\x16\n\x0eparent_indices\x18\n \x03(\x11\x12\x11\n\tlog_probs\x18\x0b \x03(\x02\x12\x15\n\rcandidate_ids\x18\x0c \x03(\x03\x12!\n\x19\x63ondition_bonus_token_ids\x18\r \x03(\x11\x12\x1e\n\x16\x63ondition_node_indices\x18\x0e \x03(\x11\x12\x1f\n\x17\x63ondition_candidate_ids\x18\x0f \x03(\x03\x12,\n\x06shapes\x18\x10 \x03(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x15\n\rshape_numbers\x18\x11 \x03(\x05J\x04\x08\x01\x10\x02R\ncandidates\"\x89\x06\n\x0cVerdictBatch\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x03\x12\x0e\n\x06rounds\x18\x03 \x03(\x03\x12?\n\x08outcomes\x18\x04 \x03(\x0e\x32-.outrider.speculation.v1.VerdictBatch.Outcome\x12\x1e\n\x16\x63ommitted_token_counts\x18\x05 \x03(\x05\x12\x19\n\x11\x63ommitted_offsets\x18\x06 \x03(\x05\x12\x1b\n\x13\x63ommitted_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10\x61\x63\x63\x65pted_offsets\x18\x08 \x03(\x05\x12\x1d\n\x15\x61\x63\x63\x65pted_node_indices\x18\t \x03(\x05\x12\x15\n\rcandidate_ids\x18\n \x03(\x03\x12\x1a\n\x12next_candidate_ids\x18\x0b \x03(\x03\x12\x33\n\rwanted_shapes\x18\x0c \x03(\x0b\x32\x1c.outrider.types.v1.TreeShape\x12\x1c\n\x14wanted_shape_numbers\x18\r \x03(\x05\x12\x0e\n\x06paused\x18\x0e \x03(\x08\x12\x1d\n\x15wanted_outcome_counts\x18\x0f \x03(\x11\x12\x1a\n\x12\x66\x65\x61ture_row_counts\x18\x10 \x03(\x05\x12\x1b\n\x13\x66\x65\x61ture_ring_starts\x18\x11 \x03(\x12\x12+\n\x08\x66\x65\x61tures\x18\x12 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x19\n\x11runner_up_offsets\x18\x13 \x03(\x05\x12\x1b\n\x13runner_up_token_ids\x18\x14 \x03(\x05\x12\x1b\n\x13runner_up_log_probs\x18\x15 \x03(\x02\"\x80\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_VERIFIED\x10\x01\x12\x12\n\x0eOUTCOME_MISSED\x10\x02\x12\x11\n\rOUTCOME_STALE\x10\x03\x12\x1f\n\x1bOUTCOME_VERIFIED_NEXT_READY\x10\x04J\x04\x08\x01\x10\x02R\x08verdicts\"\xa9\x01\n\x0c\x46\x65\x61tureChunk\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0fposition_offset\x18\x02 \x01(\x05\x12\'\n\x04rows\x18\x03 \x01(\x0b\x32\x19.outrider.types.v1.Tensor\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x34\n\tring_rows\x18\x05 \x01(\x0b\x32!.outrider.speculation.v1.RingRows\"+\n\x13SequenceClosedBatch\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\"\x1f\n\x07Release\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\":\n\x05\x44rain\x12\x31\n\x0egrace_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration*F\n\x05Table\x12\x15\n\x11TABLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fTABLE_EMBEDDING\x10\x01\x12\x11\n\rTABLE_LM_HEAD\x10\x02*v\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x01\x12 \n\x1cVERIFICATION_MODE_POINT_MASS\x10\x02\x32\xe2\x01\n\x12SpeculationService\x12\x66\n\tSpeculate\x12).outrider.speculation.v1.SpeculateRequest\x1a*.outrider.speculation.v1.SpeculateResponse(\x01\x30\x01\x12\x64\n\tReadTable\x12).outrider.speculation.v1.ReadTableRequest\x1a*.outrider.speculation.v1.ReadTableResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.speculation.v1.speculation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TABLE']._serialized_start=4352
-  _globals['_TABLE']._serialized_end=4422
-  _globals['_VERIFICATIONMODE']._serialized_start=4424
-  _globals['_VERIFICATIONMODE']._serialized_end=4542
+  _globals['_TABLE']._serialized_start=4360
+  _globals['_TABLE']._serialized_end=4430
+  _globals['_VERIFICATIONMODE']._serialized_start=4432
+  _globals['_VERIFICATIONMODE']._serialized_end=4550
   _globals['_READTABLEREQUEST']._serialized_start=213
   _globals['_READTABLEREQUEST']._serialized_end=348
-  _globals['_TABLEROWS']._serialized_start=350
-  _globals['_TABLEROWS']._serialized_end=402
-  _globals['_SPECULATEREQUEST']._serialized_start=405
-  _globals['_SPECULATEREQUEST']._serialized_end=674
-  _globals['_SPECULATERESPONSE']._serialized_start=677
-  _globals['_SPECULATERESPONSE']._serialized_end=1130
-  _globals['_WEIGHTSUPDATED']._serialized_start=1132
-  _globals['_WEIGHTSUPDATED']._serialized_end=1194
-  _globals['_ATTACH']._serialized_start=1197
-  _globals['_ATTACH']._serialized_end=1558
-  _globals['_FEATURERINGOFFER']._serialized_start=1560
-  _globals['_FEATURERINGOFFER']._serialized_end=1615
-  _globals['_FEATURERING']._serialized_start=1617
-  _globals['_FEATURERING']._serialized_end=1709
-  _globals['_RINGROWS']._serialized_start=1711
-  _globals['_RINGROWS']._serialized_end=1755
-  _globals['_FEATURERINGTAKEN']._serialized_start=1757
-  _globals['_FEATURERINGTAKEN']._serialized_end=1788
-  _globals['_FEATURESPEC']._serialized_start=1791
-  _globals['_FEATURESPEC']._serialized_end=1922
-  _globals['_ATTACHED']._serialized_start=1925
-  _globals['_ATTACHED']._serialized_end=2317
-  _globals['_SEQUENCEOPENEDBATCH']._serialized_start=2319
-  _globals['_SEQUENCEOPENEDBATCH']._serialized_end=2400
-  _globals['_SEQUENCEOPENED']._serialized_start=2403
-  _globals['_SEQUENCEOPENED']._serialized_end=2757
-  _globals['_CANDIDATEBATCH']._serialized_start=2760
-  _globals['_CANDIDATEBATCH']._serialized_end=3260
-  _globals['_VERDICTBATCH']._serialized_start=3263
-  _globals['_VERDICTBATCH']._serialized_end=4040
-  _globals['_VERDICTBATCH_OUTCOME']._serialized_start=3896
-  _globals['_VERDICTBATCH_OUTCOME']._serialized_end=4024
-  _globals['_FEATURECHUNK']._serialized_start=4043
-  _globals['_FEATURECHUNK']._serialized_end=4212
-  _globals['_SEQUENCECLOSEDBATCH']._serialized_start=4214
-  _globals['_SEQUENCECLOSEDBATCH']._serialized_end=4257
-  _globals['_RELEASE']._serialized_start=4259
-  _globals['_RELEASE']._serialized_end=4290
-  _globals['_DRAIN']._serialized_start=4292
-  _globals['_DRAIN']._serialized_end=4350
-  _globals['_SPECULATIONSERVICE']._serialized_start=4545
-  _globals['_SPECULATIONSERVICE']._serialized_end=4763
+  _globals['_READTABLERESPONSE']._serialized_start=350
+  _globals['_READTABLERESPONSE']._serialized_end=410
+  _globals['_SPECULATEREQUEST']._serialized_start=413
+  _globals['_SPECULATEREQUEST']._serialized_end=682
+  _globals['_SPECULATERESPONSE']._serialized_start=685
+  _globals['_SPECULATERESPONSE']._serialized_end=1138
+  _globals['_WEIGHTSUPDATED']._serialized_start=1140
+  _globals['_WEIGHTSUPDATED']._serialized_end=1202
+  _globals['_ATTACH']._serialized_start=1205
+  _globals['_ATTACH']._serialized_end=1566
+  _globals['_FEATURERINGOFFER']._serialized_start=1568
+  _globals['_FEATURERINGOFFER']._serialized_end=1623
+  _globals['_FEATURERING']._serialized_start=1625
+  _globals['_FEATURERING']._serialized_end=1717
+  _globals['_RINGROWS']._serialized_start=1719
+  _globals['_RINGROWS']._serialized_end=1763
+  _globals['_FEATURERINGTAKEN']._serialized_start=1765
+  _globals['_FEATURERINGTAKEN']._serialized_end=1796
+  _globals['_FEATURESPEC']._serialized_start=1799
+  _globals['_FEATURESPEC']._serialized_end=1930
+  _globals['_ATTACHED']._serialized_start=1933
+  _globals['_ATTACHED']._serialized_end=2325
+  _globals['_SEQUENCEOPENEDBATCH']._serialized_start=2327
+  _globals['_SEQUENCEOPENEDBATCH']._serialized_end=2408
+  _globals['_SEQUENCEOPENED']._serialized_start=2411
+  _globals['_SEQUENCEOPENED']._serialized_end=2765
+  _globals['_CANDIDATEBATCH']._serialized_start=2768
+  _globals['_CANDIDATEBATCH']._serialized_end=3268
+  _globals['_VERDICTBATCH']._serialized_start=3271
+  _globals['_VERDICTBATCH']._serialized_end=4048
+  _globals['_VERDICTBATCH_OUTCOME']._serialized_start=3904
+  _globals['_VERDICTBATCH_OUTCOME']._serialized_end=4032
+  _globals['_FEATURECHUNK']._serialized_start=4051
+  _globals['_FEATURECHUNK']._serialized_end=4220
+  _globals['_SEQUENCECLOSEDBATCH']._serialized_start=4222
+  _globals['_SEQUENCECLOSEDBATCH']._serialized_end=4265
+  _globals['_RELEASE']._serialized_start=4267
+  _globals['_RELEASE']._serialized_end=4298
+  _globals['_DRAIN']._serialized_start=4300
+  _globals['_DRAIN']._serialized_end=4358
+  _globals['_SPECULATIONSERVICE']._serialized_start=4553
+  _globals['_SPECULATIONSERVICE']._serialized_end=4779
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,7 @@ class ReadTableRequest(_message.Message):
     update_count: int
     def __init__(self, table: _Optional[_Union[Table, str]] = ..., data_type: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., update_count: _Optional[int] = ...) -> None: ...
 
-class TableRows(_message.Message):
+class ReadTableResponse(_message.Message):
     __slots__ = ("rows",)
     rows: _tensor_pb2.Tensor
     def __init__(self, rows: _Optional[_Union[_tensor_pb2.Tensor]] = ...) -> None: ...

@@ -16,7 +16,7 @@ class SpeculationServiceStub:
         self.ReadTable = channel.unary_stream(
                 '/outrider.speculation.v1.SpeculationService/ReadTable',
                 request_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.ReadTableRequest.SerializeToString,
-                response_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.TableRows.FromString,
+                response_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.ReadTableResponse.FromString,
                 _registered_method=True)
 
 
@@ -43,7 +43,7 @@ def add_SpeculationServiceServicer_to_server(servicer, server):
             'ReadTable': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadTable,
                     request_deserializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.ReadTableRequest.FromString,
-                    response_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.TableRows.SerializeToString,
+                    response_serializer=outrider_dot_speculation_dot_v1_dot_speculation__service__pb2.ReadTableResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

@@ -10,7 +10,7 @@ class SpeculationServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Speculate: _aio.StreamStreamMultiCallable[_speculation_service_pb2.SpeculateRequest, _speculation_service_pb2.SpeculateResponse]
-    ReadTable: _aio.UnaryStreamMultiCallable[_speculation_service_pb2.ReadTableRequest, _speculation_service_pb2.TableRows]
+    ReadTable: _aio.UnaryStreamMultiCallable[_speculation_service_pb2.ReadTableRequest, _speculation_service_pb2.ReadTableResponse]
 
 class SpeculationServiceServicer(metaclass=_abc_1.ABCMeta):
 
@@ -25,7 +25,7 @@ class SpeculationServiceServicer(metaclass=_abc_1.ABCMeta):
     def ReadTable(
         self,
         request: _speculation_service_pb2.ReadTableRequest,
-        context: _aio.ServicerContext[_speculation_service_pb2.ReadTableRequest, _abc.AsyncIterator[_speculation_service_pb2.TableRows]],
-    ) -> _abc.AsyncIterator[_speculation_service_pb2.TableRows]: ...
+        context: _aio.ServicerContext[_speculation_service_pb2.ReadTableRequest, _abc.AsyncIterator[_speculation_service_pb2.ReadTableResponse]],
+    ) -> _abc.AsyncIterator[_speculation_service_pb2.ReadTableResponse]: ...
 
 def add_SpeculationServiceServicer_to_server(servicer: SpeculationServiceServicer, server: _aio.Server) -> None: ...
