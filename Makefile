@@ -31,7 +31,7 @@ SERVE_FLAGS = $(if $(MODEL),--model $(call quoted,$(MODEL))) \
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help setup protos fmt check check-format check-lint check-types check-protos \
+.PHONY: help setup triton protos fmt check check-format check-lint check-types check-protos \
   check-imports test test-wheel test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
   bench-drafters bench-async bench-http bench-split bench-start bench-gpu bench-experts bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune fuzz test-clients up down clean
@@ -98,8 +98,10 @@ test-browser: $(STAMP) ## the playground in headless Chromium; CHROMIUM=/usr/bin
 screenshots: $(STAMP) ## write docs/images/ from a running demo in headless Chromium
 	CHROMIUM=$(CHROMIUM) $(PY) -m tests.browser.screenshots
 
-test-kernels: $(STAMP) ## Triton's kernels on the CPU, in Triton's interpreter
+triton: $(STAMP) # comes with torch's CUDA builds alone
 	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt triton
+
+test-kernels: triton ## Triton's kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal -m interpreter tests/shared/kernels tests/shared/runtime tests/shared/speculation $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
