@@ -113,18 +113,20 @@ class FallbackOrder:
         rounds_a_probe = max(ROUNDS_A_PROBE, round(wait_s / (PROBE_COST * self._step_s)))
         return self._num_preferred % rounds_a_probe == 0
 
-    def stepped(self, duration_s: float, num_plain: int = 0) -> None:
-        """A step was done.
-
-        Args:
-            num_plain: its sequences, where it verified no tree and read no prompt.
-        """
-        if num_plain:
-            self._plain_s.setdefault(num_plain.bit_length(), Average()).add(duration_s)
+    def stepped(self, duration_s: float) -> None:
+        """A step was done."""
         known_s = self._step_s
         self._step_s = (
             duration_s if known_s is None else known_s + STEP_SMOOTHING * (duration_s - known_s)
         )
+
+    def took_plain(self, round_s: float, num_sequences: int) -> None:
+        """A round that waited for no tree took so long, from one verdict to the next.
+
+        Args:
+            num_sequences: that the draft has.
+        """
+        self._plain_s.setdefault(num_sequences.bit_length(), Average()).add(round_s)
 
     def took(self, round_s: float) -> None:
         """A round with a draft's tree took so long, from one verdict to the next."""

@@ -53,8 +53,7 @@ class StepCommits:
         now_s = self._clock()
         start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
         num_committed = 0
-        is_plain = not (step.num_prompt_rows or any(len(entry.tree) for entry, _ in decided))
-        self._fallback_order.stepped(now_s - start_s, len(decided) if is_plain else 0)
+        self._fallback_order.stepped(now_s - start_s)
         for entry, decision in decided:
             num_committed += self._committer.commit(entry, decision, start_s, now_s)
             if entry.sequence.finish_reason is not None:

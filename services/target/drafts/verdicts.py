@@ -82,8 +82,7 @@ class Verdicts:
             return
         attachment, was_prepared = assignment.attachment, assignment.has_pushed
         drafted = assignment.as_drafted(accepted_node_indices) if was_verified else ()
-        if was_verified and assignment.asked_s is not None:
-            self._fallback_order.took(now_s - assignment.asked_s)
+        self._time(assignment, now_s, was_verified=was_verified)
         pays = self._pause(assignment, now_s) if self._may_pause(assignment) else None
         wish = self._learn(assignment, drafted, len(committed_token_ids), was_verified=was_verified)
         verdict, foreseen = assignment.decide(
@@ -94,6 +93,17 @@ class Verdicts:
             position = len(accepted_node_indices)
             self._outcomes.count(attachment.outcomes, position, foreseen, was_prepared=was_prepared)
         self._begin_wait(assignment, wish, now_s, pays=pays)
+
+    def _time(self, assignment: Assignment, now_s: float, *, was_verified: bool) -> None:
+        """Learns what rounds take, with the host's work for drafts: of those that waited in vain,
+        nothing."""
+        if assignment.asked_s is None:
+            return
+        if was_verified:
+            self._fallback_order.took(now_s - assignment.asked_s)
+        elif assignment.prefers_local or assignment.course.asked.is_paused:
+            num_sequences = len(assignment.attachment.sequence_ids)
+            self._fallback_order.took_plain(now_s - assignment.asked_s, num_sequences)
 
     def _may_pause(self, assignment: Assignment) -> bool:
         """Whether it is decided here; a controller that chooses tree requests pauses, too."""

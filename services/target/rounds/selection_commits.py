@@ -53,6 +53,7 @@ class SelectionCommits:
             next_round: launched already, with trees that were prepared for the end of this one.
         """
         start_s, self._committed_s = max(round_.start_s, self._committed_s), now_s
+        self._fallback_order.stepped(now_s - start_s)
         num_rounds = num_committed = num_drafted = num_accepted = num_gone = 0
         for sequence, result in results:
             if sequence is None:
@@ -69,7 +70,6 @@ class SelectionCommits:
                 num_accepted += len(decision.accepted_nodes)
                 if sequence.finish_reason is None and next_round is not None:
                     self._follow(sequence, next_round)
-        self._fallback_order.stepped(now_s - start_s, 0 if num_drafted else num_rounds)
         self._report(
             StepReport(
                 duration_s=now_s - start_s,

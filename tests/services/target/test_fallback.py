@@ -165,10 +165,10 @@ def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
 def test_rounds_are_held_to_plain_steps_of_as_many_sequences(
     round_s: float, expected: bool
 ) -> None:
-    """Not to the steps of the moment, which verify trees, nor to the wait alone."""
+    """Not to the steps of the moment, which verify trees, nor by the wait alone."""
     fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
-    fallback_order.stepped(1.0, num_plain=40)
-    fallback_order.stepped(0.1, num_plain=3)
+    fallback_order.took_plain(1.0, 40)
+    fallback_order.took_plain(0.1, 3)
     for _ in range(50):
         fallback_order.stepped(9.0)
     fallback_order.took(round_s)
