@@ -20,10 +20,11 @@ from gateway.for_all_workers import ForAllWorkers
 from gateway.inbox import ClientGone
 from gateway.json_body import JsonRoute, MalformedBody
 from gateway.messages.routes import add_message_routes
+from gateway.metrics import kv_usage_exposition
 from gateway.middleware import Access, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
 from gateway.native.rollout_routes import add_rollout_routes
-from gateway.native.server_routes import add_server_routes
+from gateway.native.server_routes import add_server_routes, target_statuses
 from gateway.native.token_routes import add_token_routes
 from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
@@ -146,7 +147,8 @@ def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/metrics", tags=["operations"])
     async def metrics() -> Response:
-        content = gateway.metrics.exposition()
+        statuses = [each for each in await target_statuses(gateway) if each is not None]
+        content = gateway.metrics.exposition() + kv_usage_exposition(gateway.pool, statuses)
         return Response(content, media_type="text/plain; version=1.0.0; charset=utf-8")
 
 

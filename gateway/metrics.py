@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,7 @@ from gateway.generation import SpeculationStats, TargetState
 from gateway.plan import Plan
 from gateway.pool import TargetPool
 from gateway.quota import Quotas
+from shared.rpc.admin_client import TargetStatus
 from shared.telemetry.vllm_metrics import VllmMetrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -135,6 +136,18 @@ class GatewayMetrics:
         return Histogram(
             f"outrider_gateway_{name}_seconds", meaning, buckets=buckets, registry=self.registry
         )
+
+
+def kv_usage_exposition(pool: TargetPool, statuses: Sequence[TargetStatus]) -> bytes:
+    """Returns vLLM's share of KV tokens held, over the targets that tell; empty if none does."""
+    num_tokens = sum(status.num_max_tokens for status in statuses)
+    if not num_tokens:
+        return b""
+    name, labels = "vllm:kv_cache_usage_perc", ("model_name", "engine")
+    gauge = Gauge(name, "Share of KV tokens held, 1 is all", labels, registry=None)
+    num_used = sum(status.num_used_tokens for status in statuses)
+    gauge.labels(next(iter(pool.models()), ""), "0").set(num_used / num_tokens)
+    return generate_latest(gauge)
 
 
 class _PoolCollector(Collector):

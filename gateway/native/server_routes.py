@@ -42,7 +42,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/get_server_info", tags=["server"])
     async def server_info() -> dict[str, Any]:
         speculation = gateway.metrics.speculation
-        statuses = [each for each in await _statuses(gateway) if each is not None]
+        statuses = [each for each in await target_statuses(gateway) if each is not None]
         first = statuses[0] if statuses else None
         return {
             # A target computes its layers on one GPU or cut, never in stages.
@@ -69,7 +69,9 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/loads", tags=["server"])
     async def loads() -> dict[str, Any]:
-        statuses = dict(zip(gateway.target_maintenance, await _statuses(gateway), strict=True))
+        statuses = dict(
+            zip(gateway.target_maintenance, await target_statuses(gateway), strict=True)
+        )
         is_paired = len(statuses) == len(gateway.pool.links)
         paired = list(statuses.values()) if is_paired else [None] * len(gateway.pool.links)
         each = [
@@ -144,7 +146,7 @@ def _load(status: TargetStatus | None) -> dict[str, Any]:
     }
 
 
-async def _statuses(gateway: Gateway) -> list[TargetStatus | None]:
+async def target_statuses(gateway: Gateway) -> list[TargetStatus | None]:
     """Returns what each maintenance port says; None of one that does not answer."""
     addresses, tls = gateway.target_maintenance, gateway.target_tls
     calls = (TargetAdmin(address, tls).status() for address in addresses)

@@ -13,6 +13,9 @@ import pytest_asyncio
 
 from gateway.app import Gateway
 from gateway.maintenance_service import maintenance_server
+from gateway.metrics import kv_usage_exposition
+from gateway.pool import PoolSettings, TargetPool
+from shared.rpc.admin_client import TargetStatus
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind
@@ -187,3 +190,13 @@ async def test_every_route_is_described(client: httpx.AsyncClient) -> None:
     ids = [operation["operationId"] for operation in operations]
     assert len(set(ids)) == len(ids)
     assert {"/generate", "/tokenize", "/v1/messages", "/v1/responses"} <= set(document["paths"])
+
+
+def test_the_share_of_kv_tokens_held_has_vllms_name() -> None:
+    status = TargetStatus("", 0, None, (), 1, 0, 1, 400, 100, False)
+    pool = TargetPool(PoolSettings(("127.0.0.1:1",), "x"))
+    assert kv_usage_exposition(pool, []) == b""
+    lines = kv_usage_exposition(
+        pool, [status, dataclasses.replace(status, num_used_tokens=300)]
+    ).decode()
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name=""} 0.5' in lines
