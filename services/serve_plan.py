@@ -38,6 +38,8 @@ _SHAPE = MappingProxyType(
     }
 )
 _COMPILE_FLAGS = ("--enable-torch-compile", "--torch-compile-max-bs")
+_APART = ("--device", "--speculative-outcome-budget")
+"""Flags of a draft with a device of its own."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
 S = TypeVar("S")
 
@@ -201,7 +203,7 @@ def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, l
     algorithms = launcher.algorithms
     if algorithms is None:
         algorithms = (_default_algorithm(target, line),)
-    placement = _placement(launcher, target, algorithms, making.num_gpus)
+    placement = _placement(making, launcher, target, line, algorithms)
     _drop_compile(making, target, line)
     if not algorithms:
         _note_unused(making, line)
@@ -258,14 +260,24 @@ def _default_algorithm(target: TargetSettings, line: Line) -> str:
 
 
 def _placement(
-    launcher: LauncherSettings, target: TargetSettings, algorithms: Sequence[str], num_gpus: int
+    making: _Making,
+    launcher: LauncherSettings,
+    target: TargetSettings,
+    line: Line,
+    algorithms: Sequence[str],
 ) -> Placement:
     """Two processes that alternate on one GPU pay for every switch, so there the target hosts the
-    draft; with a GPU to spare the draft has it to itself."""
+    draft. With a GPU to spare a draft model has it to itself; a head is faster in the target's
+    process even then, unless flags say what a draft elsewhere does."""
     if launcher.placement is not Placement.AUTO:
         return launcher.placement
-    shares_gpus = 1 <= num_gpus <= target.tp_size and target.device != "cpu"
-    return Placement.EMBEDDED if shares_gpus and len(algorithms) == 1 else Placement.REMOTE
+    is_on_gpu = making.num_gpus >= 1 and target.device != "cpu"
+    if not is_on_gpu or len(algorithms) != 1:
+        return Placement.REMOTE
+    is_apart = any(_is_given(making, line.services[DRAFT], DRAFT, flag) for flag in _APART)
+    is_head = Algorithm(algorithms[0]).lends_head and not is_apart
+    shares_gpus = making.num_gpus <= target.tp_size
+    return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
 
 
 def _planned(

@@ -36,8 +36,8 @@ class LauncherSettings(SglangSettings):
     )
     placement: Placement = setting(
         Placement.AUTO,
-        "remote: the draft is a process; embedded: it lives in the target's; auto: embedded where "
-        "the model's GPUs are all there are, else remote",
+        "remote: the draft is a process; embedded: it lives in the target's; auto: embedded for "
+        "a head on a GPU, and where the model's GPUs are all there are, else remote",
         aliases=("draft",),
     )
     speculative_online_training: bool = setting(

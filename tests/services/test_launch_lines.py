@@ -119,11 +119,17 @@ def test_on_one_gpu_the_target_hosts_the_draft_of_a_line(number: int) -> None:
 
 
 def test_with_a_gpu_to_spare_the_draft_has_it_to_itself() -> None:
-    plan = plan_of(LINES[3], num_gpus=2)
-    assert plan.placement is Placement.REMOTE
+    plan = plan_of(LINES[3], "--placement", "remote", num_gpus=2)
     assert plan.drafts[0].settings.device == "cuda:1"
-    split = plan_of(LINES[3], "--tp", "2", num_gpus=3)
+    split = plan_of(LINES[3], "--placement", "remote", "--tp", "2", num_gpus=3)
     assert split.drafts[0].settings.device == "cuda:2"
+
+
+def test_a_head_stays_with_the_target_unless_flags_say_otherwise() -> None:
+    assert plan_of(LINES[3], num_gpus=2).placement is Placement.EMBEDDED
+    assert plan_of(LINES[3], num_gpus=0).placement is Placement.REMOTE
+    for flags in (("--draft-device", "cuda:1"), ("--speculative-outcome-budget", "8")):
+        assert plan_of(LINES[3], *flags, num_gpus=2).placement is Placement.REMOTE
 
 
 def test_the_lists_of_a_line_reach_the_target() -> None:
