@@ -16,6 +16,7 @@ from shared.errors import CheckpointError
 from shared.model_options import LoadFormat
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.mxfp4 import PackedKeys, packed_keys, unpacked, unpacked_shape
+from shared.models.packed_words import WordKeys, unpacked_words, word_keys
 from shared.models.scaled_weights import (
     EIGHT_BIT_DTYPES,
     SCALE_SUFFIXES,
@@ -64,7 +65,7 @@ class WeightFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredScales:
-    """Where the scales of a weight in 8 bits are."""
+    """Where the scales of a weight in few bits are."""
 
     key: str
     path: Path
@@ -77,9 +78,10 @@ class Checkpoint:
     Attributes:
         folder: the model folder.
         files: file of each key but those of scales.
-        scales: those of each weight that is stored in 8 bits.
+        scales: those of each weight that is stored in few bits.
         block: what shares a scale; None for a channel or the whole weight.
-        packed: where the tensors of each weight in 4 bits are.
+        packed: where the tensors of each weight in MXFP4 are.
+        words: where each weight of integers packed into words is.
     """
 
     folder: Path
@@ -87,6 +89,7 @@ class Checkpoint:
     scales: Mapping[str, StoredScales]
     block: ScaleBlock | None
     packed: Mapping[str, PackedKeys]
+    words: Mapping[str, WordKeys]
 
     @classmethod
     def open(cls, folder: Path, load_format: LoadFormat = LoadFormat.AUTO) -> Checkpoint:
@@ -110,22 +113,27 @@ class Checkpoint:
 
     @classmethod
     def _of(cls, folder: Path, files: Mapping[str, Path]) -> Checkpoint:
-        config, keys, packed = folder / CONFIG_FILE, scale_keys(files), packed_keys(files)
-        parts = {*keys.values()}
-        for each in packed.values():
-            parts |= {each.blocks, each.scales}
+        config, packed, words = folder / CONFIG_FILE, packed_keys(files), word_keys(files)
         wholes = {name: files[each.blocks] for name, each in packed.items()}
+        wholes |= {name: files[each.words] for name, each in words.items()}
+        keys = scale_keys({*files, *wholes})
+        parts = {*keys.values()}
+        for blocks in packed.values():
+            parts |= {blocks.blocks, blocks.scales}
+        for each in words.values():
+            parts |= {each.words, each.shape}
         return cls(
             folder,
             {key: path for key, path in files.items() if key not in parts} | wholes,
             {weight: StoredScales(key, files[key]) for weight, key in keys.items()},
             scale_block(ConfigFile.read(config)) if config.is_file() else None,
             packed,
+            words,
         )
 
     def open_file(self, path: Path) -> WeightFile:
-        """Opens one of `files`; weights in 8 bits are read as the float32 that they stand for,
-        and those in 4 bits as the bfloat16.
+        """Opens one of `files`; weights in few bits are read as the float32 that they stand for,
+        and those in MXFP4 as the bfloat16.
 
         Raises:
             CheckpointError: as `open_weights`; when read, also for scales that are missing or of
@@ -165,20 +173,27 @@ class _ScaledFile:
 
     def keys(self) -> frozenset[str]:
         keys = self._files[self._path].keys()
-        packed = self._checkpoint.packed.items()
-        return keys | {name for name, each in packed if each.blocks in keys}
+        packed, words = self._checkpoint.packed.items(), self._checkpoint.words.items()
+        found = {name for name, each in packed if each.blocks in keys}
+        return keys | found | {name for name, each in words if each.words in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
-        packed = self._checkpoint.packed.get(key)
+        packed, words = self._checkpoint.packed.get(key), self._checkpoint.words.get(key)
         if packed is not None:
             return unpacked_shape(self._files[self._path].shape(packed.blocks))
+        if words is not None:
+            return tuple(self._files[self._path].read(words.shape).tolist())
         return self._files[self._path].shape(key)
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
         packed = self._checkpoint.packed.get(key)
         if packed is not None:
             return self._unpacked(key, packed, cut)
-        weight = self._files[self._path].read(key, cut)
+        words = self._checkpoint.words.get(key)
+        if words is None:
+            weight = self._files[self._path].read(key, cut)
+        else:
+            weight = self._integers(key, words, cut)
         stored, is_packed = self._checkpoint.scales.get(key), weight.dtype in EIGHT_BIT_DTYPES
         if stored is None and not is_packed:
             return weight
@@ -192,8 +207,20 @@ class _ScaledFile:
             )
         return weight.float() * self._scales(key, stored, cut)
 
+    def _integers(self, key: str, packed: WordKeys, cut: Cut | None) -> Tensor:
+        """Returns int8 numbers of words; columns are cut behind unpacking."""
+        rows = cut if cut is not None and cut.dim == 0 else None
+        words, shape = self._files[self._path].read(packed.words, rows), self.shape(key)
+        numbers = unpacked_words(words, shape[1])
+        if numbers is None or self._files[self._path].shape(packed.words)[0] != shape[0]:
+            raise CheckpointError(
+                f"{self._path}: {packed.words} has shape {list(words.shape)}; {key} of shape "
+                f"{list(shape)} needs a word for 8 columns of 4 bits, or for 4 of 8"
+            )
+        return numbers if rows is not None or cut is None else numbers[cut.slices]
+
     def _unpacked(self, key: str, packed: PackedKeys, cut: Cut | None) -> Tensor:
-        """Returns a weight in 4 bits; a cut is of whole matrices."""
+        """Returns a weight in MXFP4; a cut is of whole matrices."""
         assert cut is None or cut.dim == 0, f"{key} is cut within its matrices"
         weights = self._files[self._path]
         if packed.scales not in weights.keys():  # noqa: SIM118  not a mapping

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in 8 bits, with their scales beside them.
+"""Weights that a checkpoint stores in few bits, with their scales beside them.
 
 A weight `[N, K]` of int8 or e4m3 stands for `weight * scale`. Its scales are under its own key and
 `_scale` (compressed-tensors) or `_scale_inv` (block FP8, which multiplies as well, for all its
@@ -23,8 +23,13 @@ SCALE_SUFFIXES = ("_scale", "_scale_inv")
 
 _COMPRESSED_TENSORS = "compressed-tensors"
 _BLOCK_FP8 = "fp8"
-# Those of compressed-tensors that keep a weight's own shape.
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+# Those of compressed-tensors: the bits that a number may have, see `packed_words` for the last.
+_FORMATS = {
+    "int-quantized": (8,),
+    "float-quantized": (8,),
+    "naive-quantized": (8,),
+    "pack-quantized": (4, 8),
+}
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -113,9 +118,9 @@ def _as_grid(scales: Tensor, weight: Sequence[int], block: ScaleBlock | None) ->
 def _compressed_block(quantised: ConfigFile) -> ScaleBlock | None:
     name = quantised.text("format", "")
     if name not in _FORMATS:
-        raise _unsupported(quantised, "format", name, _FORMATS)
-    groups = quantised.nested("config_groups")
-    blocks = {_group_block(groups.nested(group).nested("weights")) for group in groups}
+        raise _unsupported(quantised, "format", name, tuple(_FORMATS))
+    groups, bits = quantised.nested("config_groups"), _FORMATS[name]
+    blocks = {_group_block(groups.nested(group).nested("weights"), bits) for group in groups}
     if len(blocks) > 1:
         raise CheckpointError(
             f"{quantised.path}: config_groups differ in what shares a scale; one way is supported"
@@ -123,10 +128,10 @@ def _compressed_block(quantised: ConfigFile) -> ScaleBlock | None:
     return blocks.pop() if blocks else None
 
 
-def _group_block(weights: ConfigFile) -> ScaleBlock | None:
+def _group_block(weights: ConfigFile, supported_bits: Sequence[int]) -> ScaleBlock | None:
     bits, strategy = weights.integer("num_bits", 8), weights.text("strategy", "tensor")
-    if bits != 8:
-        raise _unsupported(weights, "num_bits", bits, (8,))
+    if bits not in supported_bits:
+        raise _unsupported(weights, "num_bits", bits, supported_bits)
     if not weights.flag("symmetric", True):
         raise _unsupported(weights, "symmetric", False, (True,))
     if strategy not in _STRATEGIES:

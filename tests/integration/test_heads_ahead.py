@@ -5,8 +5,9 @@ As in `test_drafting_ahead`, only the sockets are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ DFLASH = TinyDflash(
     config={"num_target_layers": 3},
 )
 Build = Callable[[Path, int], Drafter]
+Case = TypeVar("Case")
 Head = tuple[Decoder, Callable[[int], Drafter]]
 """A target, and what builds a drafter for it of some pages."""
 
@@ -103,7 +105,7 @@ HEADS: dict[str, tuple[int, Build]] = {
 }
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module")
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:
     num_layers, build = HEADS[request.param]
     folder = tmp_path_factory.mktemp("target")
@@ -112,24 +114,31 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return decoder, lambda num_pages: build(folder, num_pages)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "selects"),
-    [
-        ("greedy", TREE, False),
-        ("sampled", CHAIN, False),
-        ("penalised", TREE, False),
-        ("greedy", CHAIN, True),
-        ("sampled", TREE, True),
-    ],
-    ids=[
-        *("greedy tree", "sampled chain", "penalised tree"),
-        *("greedy chain on the device", "sampled tree on the device"),
-    ],
-)
+CASES = [
+    ("greedy", TREE, False),
+    ("sampled", CHAIN, False),
+    ("penalised", TREE, False),
+    ("greedy", CHAIN, True),
+    ("sampled", TREE, True),
+]
+LOSSES = [(0, False), (1, False), (2, False), (0, True), (1, True)]
+
+
+def _spread(cases: Sequence[Case], count: int) -> list[tuple[str, Case]]:
+    """Gives each head some of the cases, and each case to some of the heads: by turns."""
+    return [
+        (name, cases[(place + step) % len(cases)])
+        for place, name in enumerate(HEADS)
+        for step in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("head", "case"), _spread(CASES, 3), indirect=["head"], ids=str)
 def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
-    head: Head, name: str, shape: TreeShape, selects: bool
+    head: Head, case: tuple[str, TreeShape, bool]
 ) -> None:
     decoder, build = head
+    name, shape, selects = case
     sampling = SAMPLINGS[name]
     expected = outputs(run(build_engine(decoder), requests(sampling)))
     reports: list[StepReport] = []
@@ -142,13 +151,12 @@ def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     assert any(each.round_shape is not None for each in reports) == selects
 
 
-@pytest.mark.parametrize(
-    ("seed", "selects"), [(0, False), (1, False), (2, False), (0, True), (1, True)]
-)
+@pytest.mark.parametrize(("head", "case"), _spread(LOSSES, 2), indirect=["head"], ids=str)
 def test_delays_losses_repetitions_and_reconnects_change_nothing(
-    head: Head, seed: int, selects: bool
+    head: Head, case: tuple[int, bool]
 ) -> None:
     decoder, build = head
+    seed, selects = case
     sampling = list(SAMPLINGS.values())[seed]
     expected = outputs(run(build_engine(decoder), requests(sampling)))
     engine = build_engine(decoder, selects=selects)
@@ -158,7 +166,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     drafter.check()
 
 
-@pytest.mark.parametrize("num_pages", [9, 14])
+@pytest.mark.parametrize(("head", "num_pages"), _spread([9, 14], 1), indirect=["head"])
 def test_short_draft_memory_changes_nothing(head: Head, num_pages: int) -> None:
     decoder, build = head
     sampling = SAMPLINGS["sampled"]

@@ -58,26 +58,26 @@ def _num_rounds(reports: Sequence[StepReport]) -> int:
     return sum(report.num_rounds for report in reports)
 
 
-# Every pair of choices meets.
+# Every pair of shape, budget and adaptation meets, and each sampling meets every choice of each.
 @pytest.mark.parametrize(
-    ("shape", "budget", "is_adaptive"),
+    ("sampling", "shape", "budget", "is_adaptive"),
     [
-        (CHAIN, BUDGETS[0], True),
-        (CHAIN, BUDGETS[1], False),
-        (TREE, BUDGETS[0], False),
-        (TREE, BUDGETS[1], True),
+        ("greedy", CHAIN, BUDGETS[0], True),
+        ("greedy", TREE, BUDGETS[1], False),
+        ("sampled", CHAIN, BUDGETS[1], False),
+        ("sampled", TREE, BUDGETS[0], True),
+        ("penalised", TREE, BUDGETS[1], True),
+        ("penalised", CHAIN, BUDGETS[0], False),
     ],
-    ids=["chain", "chain ahead", "tree", "tree ahead"],
 )
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_trees_are_cut_and_no_token_changes(
     decoder: Decoder,
-    sampling: SamplingParams,
+    sampling: str,
     shape: TreeShape,
     budget: FanOut,
     is_adaptive: bool,
 ) -> None:
-    asked = requests(sampling)
+    asked = requests(SAMPLINGS[sampling])
     expected = outputs(run(build_engine(decoder), asked))
     num_rounds: list[int] = []
     for num_draft_tokens in (None, 3, 2, 1):

@@ -1,12 +1,7 @@
-"""Writes and reads checkpoints in the Hugging Face layout, in bfloat16.
-
-``python -m shared.demo.recipe.checkpoint split MODEL.safetensors --out DIR`` cuts a file into
-parts (for transports with a size limit); ``join PART... --out FILE`` puts them together.
-"""
+"""Writes and reads checkpoints in the Hugging Face layout, in bfloat16."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -17,7 +12,6 @@ from shared.demo.recipe.model import Llama, Shape
 from shared.demo.recipe.tokenizer import SPECIALS, TURN_END
 from shared.models.checkpoint import Checkpoint
 
-PART_BYTES = 15_000_000
 END_OF_TEXT_ID, TURN_END_ID = 0, SPECIALS.index(TURN_END)
 
 
@@ -62,7 +56,7 @@ def save(model: Llama, folder: Path) -> None:
 
 
 def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
-    """The model of a folder written by ``save``, or of one brought to 8 bits."""
+    """The model of a folder written by ``save``, or of one brought to few bits."""
     c = json.loads((folder / "config.json").read_text())
     shape = Shape(
         hidden=c["hidden_size"], layers=c["num_hidden_layers"], heads=c["num_attention_heads"],
@@ -76,29 +70,3 @@ def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
     model = model.to(device=device, dtype=dtype).eval()
     model.cos, model.sin = (table.to(device) for table in model.tables())
     return model
-
-
-def split(source: Path, folder: Path) -> None:
-    """Writes ``NAME.00``, ``NAME.01``, ... of at most ``PART_BYTES`` each."""
-    data = source.read_bytes()
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(0, len(data), PART_BYTES):
-        name = f"{source.parent.name}.{i // PART_BYTES:02d}"
-        (folder / name).write_bytes(data[i : i + PART_BYTES])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Split or join checkpoint files.")
-    parser.add_argument("action", choices=("split", "join"))
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    if args.action == "split":
-        for file in args.files:
-            split(file, args.out)
-    else:
-        args.out.write_bytes(b"".join(file.read_bytes() for file in sorted(args.files)))
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from shared.models.loader import load_decoder
 from tests.helpers.checkpoints import write_checkpoint
 
 DEMO = Path(__file__).parents[3] / "shared" / "demo"
-FOLDERS = ("target", "draft", "heads/eagle", "heads/eagle3", "heads/mtp", "heads/dflash")
+FOLDERS = ("target", "heads/eagle", "heads/eagle3")
 
 
 def test_numbers_move_by_half_a_step_at_most() -> None:

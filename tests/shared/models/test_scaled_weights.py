@@ -251,6 +251,7 @@ def test_index_that_names_the_wrong_file_of_scales_is_refused(folder: Path) -> N
         ({"quant_method": "awq"}, r"quant_method of quantization_config is 'awq'; supported: comp"),
         (compressed("marlin-24"), r"format of .* is 'marlin-24'; supported: int-quantized"),
         (compressed(num_bits=4), r"num_bits of .* is 4; supported: 8"),
+        (compressed("pack-quantized", num_bits=3), r"num_bits of .* is 3; supported: 4, 8"),
         (compressed(symmetric=False), r"symmetric of .* is False"),
         (compressed(strategy="token"), r"strategy of .* is 'token'; supported: tensor, channel"),
         ({"quant_method": "fp8", "weight_block_size": [0, 8]}, r"\[0, 8\] share a scale"),
