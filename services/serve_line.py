@@ -7,18 +7,19 @@ A flag of one service goes there. Of those that several services have, SGLang's 
 
 from __future__ import annotations
 
-import difflib
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
 from services.serve_settings import LauncherSettings
-from services.sglang_settings import is_only_one, refusal, without_prefix
+from services.sglang_settings import SglangSettings, is_only_one, refusal, without_prefix
 from services.target.settings import TargetSettings
-from shared.settings_argv import Syntax, scan
+from shared.settings import flag_words, not_a_setting
 from shared.settings_field import Field, declared_fields
+from shared.settings_parser import FlagParser
 
 TARGET, DRAFT, GATEWAY = "target", "draft", "gateway"
 _ALL = (TARGET, DRAFT, GATEWAY)
@@ -61,6 +62,11 @@ _OTHER_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
         (GATEWAY, "--tokenizer-path"): "--tokenizer",
     }
 )
+_EPILOG = (
+    "--target-X, --draft-X and --gateway-X set X of one service alone. Each flag of a service has "
+    "a variable: --max-total-tokens of the target is OUTRIDER_TARGET_MAX_TOTAL_TOKENS. A flag "
+    "beats the file, which beats the variable."
+)
 _OF_EACH = ("--maintenance-host", "--maintenance-port", "--metrics-port", "--round-log")
 
 
@@ -80,13 +86,22 @@ class Line:
 
 
 def take_apart(arguments: Sequence[str]) -> Line:
-    """Sorts the flags of a launch line by where they belong."""
+    """Sorts the flags of a launch line, and of its `--config` file, by where they belong.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds something other than flags.
+    """
+    given = _parser().read(without_prefix(arguments))
     line = Line()
-    scanned = scan(without_prefix(arguments), _syntax())
-    line.problems.extend(f"unexpected argument {text!r}" for text in scanned.strays)
-    for flag, texts in scanned.flags.items():
+    line.problems.extend(f"unexpected argument {text!r}" for text in given.strays)
+    for flag, texts in (given.flags | given.unknown).items():
         _sort(flag, texts, line)
     return line
+
+
+def help_text() -> str:
+    """Returns `outrider serve --help`: every flag, by the service that it belongs to."""
+    return _parser().help()
 
 
 def all_fields() -> Mapping[str, tuple[Field, ...]]:
@@ -95,19 +110,18 @@ def all_fields() -> Mapping[str, tuple[Field, ...]]:
 
 
 def _sort(flag: str, texts: Sequence[str], line: Line) -> None:
-    own = {each.flag: each for each in _OWN}.get(flag)
-    if own is not None:
-        line.own.extend(_words(flag, _split(texts) if own.is_repeated else texts))
+    if flag in {each.flag for each in _OWN}:
+        line.own.extend(flag_words({flag: texts}))
         return
     owners = _owners(flag)
     for service in owners:
         name = _OTHER_NAMES.get((service, flag), flag)
-        line.services[service].extend(_words(name, texts))
+        line.services[service].extend(flag_words({name: texts}))
     if owners or is_only_one(flag, texts):
         return
     service, _, rest = flag.removeprefix("--").partition("-")
     if service in _FIELDS and f"--{rest}" in {each.flag for each in _FIELDS[service]}:
-        line.services[service].extend(_words(f"--{rest}", texts))
+        line.services[service].extend(flag_words({f"--{rest}": texts}))
     else:
         line.problems.append(_problem(flag))
 
@@ -128,29 +142,39 @@ def _problem(flag: str) -> str:
             "--target` and `outrider draft --target`"
         )
     known = [each.flag for fields in all_fields().values() for each in fields]
-    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return refusal(flag) or f"{flag} is not a setting{hint}"
+    return refusal(flag) or not_a_setting(flag, known)
 
 
-def _split(texts: Sequence[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
-def _words(flag: str, texts: Sequence[str]) -> list[str]:
-    return [f"{flag}={text}" for text in texts] or [flag]
-
-
-def _syntax() -> Syntax:
-    """The syntax of all flags; where an alias of one is the name of another, the name counts."""
-    plain = [each for fields in all_fields().values() for each in fields]
-    switches = {each.flag for each in plain if each.is_switch}
-    lists = {each.flag for each in plain if each.is_repeated}
-    for service, fields in _FIELDS.items():
-        switches |= {f"--{service}{each.flag[1:]}" for each in fields if each.is_switch}
-        lists |= {f"--{service}{each.flag[1:]}" for each in fields if each.is_repeated}
-    names = {each.flag for each in plain}
-    aliases = {
-        alias: each.flag for each in reversed(plain) for alias in each.aliases if alias not in names
+@functools.cache
+def _parser() -> FlagParser:
+    """Reads all flags; its help lists each by the name that sets it here."""
+    parser = FlagParser("outrider serve", LauncherSettings.__doc__ or "", _EPILOG)
+    of_sglang = declared_fields(SglangSettings)
+    listed: dict[str, tuple[tuple[str, ...], Field]] = {
+        each.flag: ((), each) for each in _OWN if each not in of_sglang
     }
-    return Syntax(frozenset(switches), frozenset(lists), aliases)
+    owned = [
+        (owners, each)
+        for service, fields in _FIELDS.items()
+        for each in fields
+        if service in (owners := _owners(each.flag))
+    ]
+    for owners, each in sorted(owned, key=lambda pair: len(pair[0])):
+        listed.setdefault(each.flag, (owners, each))
+    listed |= {each.flag: (("SGLang, for its launch lines",), each) for each in of_sglang}
+    taken = set(listed)
+    for owners, each in listed.values():
+        aliases = tuple(alias for alias in each.aliases if alias not in taken)
+        parser.add(replace(each, aliases=aliases), title=_title(owners))
+        taken.update(aliases)
+    for service, fields in _FIELDS.items():
+        for each in fields:
+            own = replace(each, flag=f"--{service}{each.flag[1:]}", aliases=())
+            if own.flag not in taken:
+                is_listed = service not in _owners(each.flag)
+                parser.add(own, title=_title((service,)), is_listed=is_listed)
+    return parser
+
+
+def _title(owners: Sequence[str]) -> str:
+    return f"flags of {' and '.join(owners)}" if owners else ""

@@ -22,7 +22,6 @@ from shared.errors import OutriderError, SettingsError
 from shared.model_options import BACKEND_SYNONYMS
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
-from shared.settings_file import with_config_file
 from shared.tokenizer_files import tokenizer_sha256
 
 LOOPBACK = "127.0.0.1"
@@ -143,7 +142,7 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
         SettingsError: one line for each thing that is wrong.
     """
     making = _Making(env, num_gpus)
-    line = take_apart(with_config_file(arguments))
+    line = take_apart(arguments)
     making.problems += [*line.problems, *variable_problems(env)]
     launcher = making.load(LauncherSettings, "serve", line.own)
     if launcher is None:

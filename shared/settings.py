@@ -7,29 +7,32 @@
 
     settings = load_settings(DraftSettings, service="draft", arguments=sys.argv[1:], env=os.environ)
 
-The field `max_running_requests` is the flag `--max-running-requests`, which beats the variable
-`OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS`, which beats the default. Everything that is wrong is reported
-at once, by name, with what would have been right.
+The field `max_running_requests` is the flag `--max-running-requests`, which beats the file of
+`--config`, which beats the variable `OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS`, which beats the default.
+Everything that is wrong is reported at once, by name, with what would have been right.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared.errors import SettingsError
-from shared.settings_argv import Syntax, scan
 from shared.settings_field import REQUIRED, Field, declared_fields, setting
-from shared.settings_help import help_text
 from shared.telemetry.logs import LogFormat
+
+if TYPE_CHECKING:
+    from shared.settings_parser import FlagParser
 
 __all__ = [
     "REQUIRED",
     "ProcessSettings",
+    "flag_words",
     "load_settings",
+    "not_a_setting",
     "setting",
     "shown_settings",
     "split_arguments",
@@ -69,17 +72,21 @@ def load_settings(
     Raises:
         SettingsError: one line for each thing that is wrong.
     """
-    fields = declared_fields(cls)
-    if "--help" in arguments or "-h" in arguments:
-        _print_help_and_exit(cls, fields, service)
-    problems: list[str] = []
-    from_env = _read_env(fields, env, service, problems)
-    from_flags = _read_arguments(fields, arguments, problems)
-    values = _parsed(fields, from_env, problems) | _parsed(fields, from_flags, problems)
+    kind: type = cls
+    fields, parser = declared_fields(kind), _parser(kind, service)
+    sources = _variables(fields, service, env)
+    variables = {_variable(service, flag): env[name] for flag, name in sources.items()}
+    from_env = parser.read((), variables).flags
+    given = parser.read(arguments)
+    problems = [f"unexpected argument {text!r}" for text in given.strays]
+    problems += [not_a_setting(flag, (field.flag for field in fields)) for flag in given.unknown]
+    problems += _unknown_variables(fields, service, env)
+    values = _parsed(fields, from_env, sources, problems)
+    values |= _parsed(fields, given.flags, {flag: flag for flag in given.flags}, problems)
     problems += [
         f"{field.flag} is required: {field.help}"
         for field in fields
-        if field.is_required and field.name not in from_env | from_flags
+        if field.is_required and field.flag not in from_env | given.flags
     ]
     if problems:
         raise SettingsError(tuple(problems))
@@ -90,16 +97,20 @@ def split_arguments(cls: type, arguments: Sequence[str]) -> tuple[list[str], lis
     """Returns the flags that `cls` declares and the others, each as `--flag=value`.
 
     For a process that hosts a second component with settings of its own. Words that belong to no
-    flag, and `--help`, stay with the first.
+    flag stay with the first.
     """
-    fields = declared_fields(cls)
-    declared = {field.flag for field in fields} | {"--help"}
-    scanned = scan(arguments, Syntax.of(fields))
-    own, other = list(scanned.strays), list[str]()
-    for flag, texts in scanned.flags.items():
-        words = [f"{flag}={text}" for text in texts] or [flag]
-        (own if flag in declared else other).extend(words)
-    return own, other
+    given = _parser(cls, "target").read(arguments)
+    own = [*given.strays, *flag_words(given.flags)]
+    return own, flag_words(given.unknown)
+
+
+def flag_words(flags: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns flags with their texts as words of a command line."""
+    return [
+        word
+        for flag, texts in flags.items()
+        for word in [f"{flag}={text}" for text in texts] or [flag]
+    ]
 
 
 def shown_settings(settings: object) -> dict[str, str]:
@@ -111,79 +122,65 @@ def shown_settings(settings: object) -> dict[str, str]:
     }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Given:
-    """Texts for one setting.
-
-    Attributes:
-        source: the flag or variable they were given by.
-    """
-
-    source: str
-    texts: Sequence[str]
+def not_a_setting(name: str, known: Iterable[str]) -> str:
+    """Returns what to say of a flag or variable that is none, with the nearest one that is."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def _read_env(
-    fields: Sequence[Field], env: Mapping[str, str], service: str, problems: list[str]
-) -> dict[str, _Given]:
-    own_prefix = f"{ENV_PREFIX}{service.upper()}_"
-    names = {ENV_PREFIX + field.variable: field for field in fields if field.is_shared}
-    # After the shared ones, so that a service's own variable wins.
-    names |= {own_prefix + field.variable: field for field in fields}
-    given: dict[str, _Given] = {}
-    for variable, field in names.items():
-        if env.get(variable):
-            texts = env[variable].split(",") if field.is_repeated else [env[variable]]
-            given[field.name] = _Given(variable, texts)
-    problems += [
-        f"{variable} is not a setting{_hint(variable, names)}"
-        for variable in sorted(env)
-        if variable.startswith(own_prefix) and variable not in names
-    ]
-    return given
+@functools.cache
+def _parser(cls: type, service: str) -> FlagParser:
+    from shared.settings_parser import FlagParser  # settings made in code need no library
+
+    fields = declared_fields(cls)
+    parser = FlagParser(
+        f"outrider-{service}",
+        (cls.__doc__ or "").partition("\n")[0],
+        f"Each flag has a variable: {fields[0].flag} is {_variable(service, fields[0].flag)}.",
+    )
+    for field in fields:
+        parser.add(field, variable=_variable(service, field.flag))
+    return parser
 
 
-def _read_arguments(
-    fields: Sequence[Field], arguments: Sequence[str], problems: list[str]
-) -> dict[str, _Given]:
-    scanned = scan(arguments, Syntax.of(fields))
-    problems += [f"unexpected argument {text!r}" for text in scanned.strays]
-    by_flag = {field.flag: field for field in fields}
-    given: dict[str, _Given] = {}
-    for flag, texts in scanned.flags.items():
-        field = by_flag.get(flag)
-        if field is None:
-            problems.append(f"{flag} is not a setting{_hint(flag, by_flag)}")
-            continue
-        given[field.name] = _Given(flag, texts if field.is_repeated else texts[-1:])
-        if not texts:
-            problems.append(f"{flag} needs a value")
-    return given
+def _variable(service: str, flag: str) -> str:
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    return f"{ENV_PREFIX}{service.upper()}_{name}" if service else ENV_PREFIX + name
+
+
+def _variables(fields: Sequence[Field], service: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that each flag is set by; a service's own beats the shared one."""
+    names = {field.flag: _variable("", field.flag) for field in fields if field.is_shared}
+    own = {field.flag: _variable(service, field.flag) for field in fields}
+    set_ones = {flag: name for flag, name in names.items() if env.get(name)}
+    return set_ones | {flag: name for flag, name in own.items() if env.get(name)}
+
+
+def _unknown_variables(fields: Sequence[Field], service: str, env: Mapping[str, str]) -> list[str]:
+    known = [_variable(service, field.flag) for field in fields]
+    own = sorted(name for name in env if name.startswith(_variable(service, "")))
+    return [not_a_setting(name, known) for name in own if name not in known]
 
 
 def _parsed(
-    fields: Sequence[Field], given: Mapping[str, _Given], problems: list[str]
+    fields: Sequence[Field],
+    given: Mapping[str, Sequence[str]],
+    sources: Mapping[str, str],
+    problems: list[str],
 ) -> dict[str, Any]:
+    """Returns the values by name of the field; adds what is wrong to `problems`."""
     values: dict[str, Any] = {}
     for field in fields:
-        if field.name not in given or not given[field.name].texts:
+        texts = given.get(field.flag)
+        if texts is None:
             continue
-        source, texts = given[field.name].source, given[field.name].texts
+        source = sources[field.flag]
+        if not texts:
+            problems.append(f"{source} needs a value")
+            continue
         try:
             values[field.name] = field.parse(texts)
         except ValueError as error:
             shown = "(not shown)" if field.is_secret else repr(",".join(texts))
             problems.append(f"{source} is {shown}; it must be {error}")
     return values
-
-
-def _hint(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _print_help_and_exit(cls: type, fields: Sequence[Field], service: str) -> NoReturn:
-    prefix = f"{ENV_PREFIX}{service.upper()}_"
-    epilog = f"Each flag has a variable: {fields[0].flag} is {prefix}{fields[0].variable}."
-    print(help_text(cls, {"": fields}, program=f"outrider-{service}", epilog=epilog))
-    sys.exit(0)

@@ -49,7 +49,8 @@ def setting(
     """Declares a field of a settings dataclass.
 
     The annotation gives the type: str, int, float, bool, Path, an Enum (by value), any of them
-    `| None`, or `tuple[type, ...]` for a flag that repeats (comma-separated in the environment).
+    `| None`, or `tuple[type, ...]` for a flag that repeats or takes several values, by comma or
+    space.
 
     Args:
         default: value when nothing is given; `REQUIRED` makes the setting required.
@@ -102,6 +103,11 @@ class Field:
     is_model: bool = False
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Its spellings on the command line."""
+        return (self.flag, *self.aliases)
+
+    @property
     def is_required(self) -> bool:
         return self.default is REQUIRED
 
@@ -115,13 +121,15 @@ class Field:
         return self.kind is bool
 
     def parse(self, texts: Sequence[str]) -> Any:
-        """Returns the value of one text, or the tuple of all for a repeated setting.
+        """Returns the value of the last text, or the tuple of all for a repeated setting.
 
         Raises:
             ValueError: says what the text must be.
         """
-        values = tuple(self._parse_one(text.strip()) for text in texts)
-        return values if self.is_repeated else values[0]
+        if not self.is_repeated:
+            return self._parse_one(texts[-1].strip())
+        parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+        return tuple(self._parse_one(part) for part in parts or [""])
 
     def render(self, value: Any) -> str:
         """Returns the text that `parse` reads back; an absent value is empty."""
@@ -142,6 +150,14 @@ class Field:
             return "true or false"
         noun = {int: "a whole number", float: "a number"}.get(self.kind, "not empty")
         return noun + self._limits
+
+    @property
+    def full_help(self) -> str:
+        """Meaning, limits and default, for `--help`."""
+        limits = "" if self.is_switch or self.expectation == "not empty" else self.expectation
+        default = "required" if self.is_required else self.render(self.default) or "none"
+        default = "(secret)" if self.is_secret else default
+        return f"{self.help}{limits and f' ({limits})'} (default: {default})"
 
     @property
     def _limits(self) -> str:

@@ -45,9 +45,19 @@ def test_weights_are_in_a_wheel_of_their_own(wheels: dict[str, Path]) -> None:
     code = zipfile.ZipFile(wheels["outrider"]).namelist()
     weights = zipfile.ZipFile(wheels["outrider_demo"]).namelist()
     assert not [name for name in code if name.endswith((".safetensors", ".bin", ".pt"))]
-    assert sum(name.endswith(".safetensors") for name in weights) == 6
+    assert sum(name.endswith(".safetensors") for name in weights) == 7
     assert not set(code) & set(weights)
     assert {"gateway/playground/page/index.html", "shared/demo/target/tokenizer.json"} <= set(code)
+
+
+def test_the_demos_mixture_can_be_served(site: Path) -> None:
+    folder = site / "shared" / "demo" / "demo-moe"
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert names <= {path.name for path in folder.iterdir()}
+    process = _outrider(site, folder, "check", "--model", "demo-moe", "--algorithm", "MTP")
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "draft: MTP, demo-moe, 2.0 MiB on disk" in output
 
 
 def test_the_gateway_needs_no_torch(wheels: dict[str, Path]) -> None:

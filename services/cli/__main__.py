@@ -37,6 +37,7 @@ _EXTRAS = MappingProxyType(
         ),
     }
 )
+_HELP = frozenset(("--help", "-h"))
 _OF_A_CHECKOUT = MappingProxyType({"bench": "tests.bench.choose", "tune": "tests.tune"})
 
 
@@ -45,7 +46,7 @@ def main() -> int:
     if command in ("--version", "-V"):
         print(f"outrider {package_version()}")
         return 0
-    if command in ("--help", "-h", "help"):
+    if command in (*_HELP, "help"):
         print(__doc__)
         return 0
     try:
@@ -76,11 +77,11 @@ def main() -> int:
 def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     from services.gpus import num_gpus
     from services.serve import serve
-    from services.serve_help import asks_for_help, serve_help
+    from services.serve_line import help_text
     from services.serve_plan import make_plan
 
-    if asks_for_help(arguments):
-        print(serve_help())
+    if _HELP.intersection(arguments):
+        print(help_text())
         return 0
     for name in ("torch", "llguidance", "fastapi"):  # children would each fail by themselves
         if importlib.util.find_spec(name) is None:
@@ -90,11 +91,11 @@ def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     from services.gpus import num_gpus
-    from services.serve_help import asks_for_help, serve_help
+    from services.serve_line import help_text
     from services.serve_plan import make_plan
 
-    if asks_for_help(arguments):
-        print(serve_help())
+    if _HELP.intersection(arguments):
+        print(help_text())
         return 0
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: fetch nothing
     plan = make_plan(arguments, env, num_gpus(env))
@@ -106,9 +107,7 @@ def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _service(command: str, arguments: Sequence[str]) -> int:
     """Runs one service in this process; it exits by itself when its settings are wrong."""
-    from shared.settings_file import with_config_file
-
-    sys.argv = [f"outrider-{command}", *with_config_file(arguments)]
+    sys.argv = [f"outrider-{command}", *arguments]
     runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=True)
     return 0
 

@@ -40,5 +40,5 @@ def test_a_stack_is_planned_without_the_packages_of_tests_and_tracing() -> None:
     """What writes certificates, traces and tests is not installed where the stack serves."""
     absent = ("cryptography", "opentelemetry.sdk", "httpx", "yaml", "huggingface_hub", "grpc_tools")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
-    code += "from services import serve, serve_help, serve_plan\nimport gateway.__main__"
+    code += "from services import serve, serve_line, serve_plan\nimport gateway.__main__"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

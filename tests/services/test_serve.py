@@ -120,7 +120,7 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
     ("flags", "problem"),
     [
         ("--algorithm=NGRAM,FOO", "it must be one of STANDALONE, NGRAM,"),
-        ("--algorithm=,", "--speculative-algorithm needs a value"),
+        ("--algorithm=,", "--speculative-algorithm is ','; it must be one of"),
         ("--target-port=65536", "--port is '65536'; it must be a whole number in [0, 65535]"),
         ("--port=0", "a launcher needs to know the port"),
         ("--gateway-port=50052", "ports wanted twice: 50052; each service takes two in a row"),
@@ -236,7 +236,11 @@ def test_flags_come_from_a_file_which_the_line_beats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(None, "cannot be read"), ("[1]", "must hold one mapping"), ("a: [b", "is not YAML")],
+    [
+        (None, "Unable to open config file"),
+        ("[1]", "must hold one mapping"),
+        ("a: [b", "is not YAML"),
+    ],
 )
 def test_a_file_that_holds_no_flags_is_refused(
     text: str | None, problem: str, tmp_path: Path
