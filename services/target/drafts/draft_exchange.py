@@ -58,7 +58,12 @@ class DraftExchange:
             if attachment.feature_spec is not None:
                 self._features.open(attachment.feature_spec)
         except RuntimeError as error:
-            self._refuse(attachment, self._cache.advice(Shortage.of(error)))
+            advice = self._cache.advice(Shortage.of(error))
+            message = f"the target has no memory for the features that the draft reads: {advice}"
+            self._refuse(attachment, FailedPrecondition(message, reason="FEATURE_MEMORY"))
+            return
+        except FailedPrecondition as error:
+            self._refuse(attachment, error)
             return
         if self._version.num_updates:
             attachment.outbox_weights = replace(self._version)
@@ -75,10 +80,9 @@ class DraftExchange:
                 self._cache.advice(Shortage.of(error)),
             )
 
-    def _refuse(self, attachment: Attachment, advice: str) -> None:
-        message = f"the target has no memory for the features that the draft reads: {advice}"
-        logger.error("draft %s is refused: %s", attachment.identity.worker_id, message)
-        attachment.refusal = FailedPrecondition(message, reason="FEATURE_MEMORY")
+    def _refuse(self, attachment: Attachment, error: FailedPrecondition) -> None:
+        logger.error("draft %s is refused: %s", attachment.identity.worker_id, error.message)
+        attachment.refusal = error
         attachment.port.close()
 
     def detach(self, attachment_id: str) -> None:

@@ -28,6 +28,8 @@ MAX_LAYERS = 8
 """Layers that a draft may read. Published heads read one to six."""
 MAX_HIDDEN_STATES = 4
 """Widest row, in hidden states: memory is taken for every token of the KV cache."""
+MAX_STORES = 4
+"""Different features that drafts may read at the same time, and whose memory is taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,11 +219,20 @@ class FeatureStores:
         return captured_layers(wanted, self.num_layers)
 
     def open(self, spec: FeatureSpec) -> None:
-        """Makes sure that there is a store, for one reader more."""
+        """Makes sure that there is a store, for one reader more.
+
+        Raises:
+            FailedPrecondition: other drafts read as many different features as are kept.
+        """
         if self._unread_key != spec.key:
             self._drop_unread()
         self._unread_key = None
         if spec.key not in self._stores:
+            if len(self._stores) >= MAX_STORES:
+                message = (
+                    f"drafts read {len(self._stores)} different features; {MAX_STORES} are kept"
+                )
+                raise FailedPrecondition(message, reason="FEATURE_MEMORY")
             self._stores[spec.key] = FeatureStore(
                 spec,
                 num_slots=self._num_slots,

@@ -418,6 +418,17 @@ async def test_draft_whose_features_do_not_fit_is_refused_and_the_target_serves_
         assert again.feature_width == 64
 
 
+async def test_drafts_of_many_kinds_take_the_memory_of_a_few(folder: Path) -> None:
+    async with _serve(folder) as (_, channel, _admin):
+        drafts = [_Draft(channel) for _ in range(feature_store.MAX_STORES + 1)]
+        for number, draft in enumerate(drafts):
+            await draft.attach(feature_spec=_spec(layers=[number % 2] * (1 + number // 2)))
+        error = error_from_rpc(await _failure(drafts[-1].call))
+        assert error.reason == "FEATURE_MEMORY"
+        assert "4 different features" in error.message
+        assert len(await _tokens(channel, _generate([1]))) == 8
+
+
 async def test_message_before_attach_ends_the_stream(folder: Path) -> None:
     async with _serve(folder) as (_, channel, _admin):
         draft = _Draft(channel)

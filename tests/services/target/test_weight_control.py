@@ -15,6 +15,7 @@ from services.target.requests.request import Delta
 from services.target.weight_control import PauseMode, WeightControl
 from shared.errors import CheckpointError, FailedPrecondition
 from shared.model_options import LoadFormat, ModelOptions
+from shared.models import weight_update
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
 from shared.models.weight_update import WeightStage, checksums
@@ -183,6 +184,31 @@ def test_half_an_update_changes_nothing(tmp_path: Path) -> None:
     sink = Collector()
     _start(engine, sink)
     assert _finish(engine, sink) == old
+
+
+def test_an_update_that_finds_no_room_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder(tmp_path / "old")
+    tiny_decoder(tmp_path / "new", seed=4)
+    old, before, engine = _answers(decoder), checksums(decoder), build_engine(decoder)
+    stage = _stage(decoder, tmp_path / "new")
+
+    def full(num_bytes: int, device: torch.device) -> None:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_update, "_check_room", full)
+        with pytest.raises(FailedPrecondition, match="no room on cpu for one layer") as failure:
+            _do(engine, lambda weights: weights.apply(stage, "large"))
+    assert failure.value.reason == "WEIGHT_UPDATE_NO_ROOM"
+    assert checksums(decoder) == before
+    assert _do(engine, lambda weights: weights.status).version == "default"
+    sink = Collector()
+    _start(engine, sink)
+    assert _finish(engine, sink) == old
+    _do(engine, lambda weights: weights.apply(stage, "large"))
+    assert checksums(decoder) != before, "what was gathered is there when room is"
 
 
 def test_an_update_that_breaks_off_holds_the_engine_until_a_whole_one_comes(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.attachment import MOST_HELD_VERDICTS
-from services.target.drafts.feature_store import FeatureSpec, FeatureStores
+from services.target.drafts.feature_store import MAX_STORES, FeatureSpec, FeatureStores
 from services.target.engine import Engine
 from services.target.step_report import StepReport
 from shared.errors import FailedPrecondition
@@ -191,3 +191,14 @@ def test_memory_of_drafts_that_left_is_given_up(decoder: Decoder) -> None:
     stores.close("b")
     stores.open(specs["c"])
     assert [stores.get(key) is not None for key in "abc"] == [False, False, True]
+
+
+def test_different_features_are_kept_up_to_a_bound() -> None:
+    stores = FeatureStores(num_slots=4, num_layers=4, hidden_size=32, device=torch.device("cpu"))
+    specs = [FeatureSpec(key, (1,), torch.float32, None) for key in "abcde"]
+    for spec in (*specs[:MAX_STORES], specs[0]):
+        stores.open(spec)
+    with pytest.raises(FailedPrecondition, match="drafts read 4 different features; 4 are kept"):
+        stores.open(specs[MAX_STORES])
+    stores.close("b")
+    stores.open(specs[MAX_STORES])
