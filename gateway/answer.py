@@ -19,6 +19,7 @@ from gateway.pool import TargetPool
 from gateway.quota import current_quota, owner_of_request
 from gateway.request_record import RequestRecord
 from gateway.routed_generation import RoutedGeneration
+from gateway.schema_check import SchemaChecks
 from shared.text.tokenizer import Tokenizer
 
 
@@ -30,6 +31,7 @@ class AnswerContext:
     tokenizer: Tokenizer
     limits: RequestLimits
     open_answers: OpenAnswers
+    schema_checks: SchemaChecks
 
 
 class Answer:
@@ -50,6 +52,8 @@ class Answer:
         self._inbox = Inbox(context.limits.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
         self._num_open = len(self.choices)
+        texts = plan.texts or (plan.text,)
+        self._is_checked = any(text.schemas is not None for text in texts)
         self.owner = owner_of_request()
 
     def __enter__(self) -> Self:
@@ -118,6 +122,9 @@ class Answer:
                 continue
             self._apply(choice, event)
             touched[index] = choice
+        if self._is_checked:
+            for choice in touched.values():
+                await self._check(choice)
         return touched.values()
 
     def send_at_once(self, can_send: Callable[[], bool], send: Callable[[Choice], None]) -> None:
@@ -125,7 +132,7 @@ class Answer:
         of a stream costs more than all else that a step does for it."""
 
         def take_now(index: int, delta: Delta) -> bool:
-            if not can_send():
+            if not can_send() or self._is_checked:
                 return False
             choice = self.choices[index]
             if choice.finish_reason is not None:
@@ -156,6 +163,11 @@ class Answer:
         """Cancels every generation that still runs, each once."""
         for routed in self._routed:
             routed.cancel()
+
+    async def _check(self, choice: Choice) -> None:
+        schemas = self.plan.text_of(choice.index).schemas
+        if schemas is not None and choice.is_finished:
+            choice.schema_check = await self._context.schema_checks.run(schemas, choice)
 
     def _apply(self, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):

@@ -28,11 +28,13 @@ from gateway.native.server_routes import add_server_routes, target_statuses
 from gateway.native.token_routes import add_token_routes
 from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
+from gateway.reference.answered import ChatAnswer, CompletionAnswer
 from gateway.reference.document import DocumentedApp
 from gateway.reference.routes import add_reference_routes
 from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
+from gateway.stored_chats import add_stored_chat_routes, kept_chat
 from shared.errors import InvalidArgument, OutriderError
 from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id
 
@@ -54,6 +56,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, failures.on_bug)
     _add_openai_routes(app, gateway)
+    add_stored_chat_routes(app, gateway.response_store)
     add_response_routes(app, gateway)
     add_message_routes(app, gateway)
     add_generate_routes(app, gateway)
@@ -84,18 +87,21 @@ def create_app(gateway: Gateway) -> FastAPI:
 def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     tokenizer = gateway.text.tokenizer
 
-    @app.post("/v1/chat/completions", tags=["openai"])
+    @app.post("/v1/chat/completions", tags=["openai"], responses={200: {"model": ChatAnswer}})
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         plan = await gateway.planner.chat(body, name, model, current_request_id.get())
+        plan, keep = kept_chat(gateway.response_store, body, plan, tokenizer)
         answer = gateway.answer(plan, "chat_completions")
         if plan.is_stream:
-            return EventStream(answer, ChatChunks(plan, tokenizer))
+            return EventStream(answer, ChatChunks(plan, tokenizer, keep))
         final_choices = await whole_answer(answer, request.receive)
+        if keep is not None:
+            keep(answer.choices)
         completion = bodies.chat_completion(plan, final_choices, tokenizer)
         return Response(completion.model_dump_json(exclude_unset=True), media_type=_JSON)
 
-    @app.post("/v1/completions", tags=["openai"])
+    @app.post("/v1/completions", tags=["openai"], responses={200: {"model": CompletionAnswer}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         plan = await gateway.planner.completion(body, name, model, current_request_id.get())

@@ -75,9 +75,12 @@ def _body(plan: Plan, final_choices: Sequence[FinalChoice], kind: str) -> dict[s
 
 def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
     piece = final_choice.piece
+    fields = message_fields(piece)
+    if plan.echoed_texts:
+        fields["content"] = plan.echoed_texts[0] + piece.text
     choice: dict[str, Any] = {
         "index": final_choice.index,
-        "message": {"role": "assistant", "refusal": None, **message_fields(piece)},
+        "message": {"role": "assistant", "refusal": None, **fields},
         "logprobs": chat_logprobs(piece.scores, tokenizer, as_ids=plan.tokens_as_ids)
         if piece.scores
         else None,

@@ -19,8 +19,12 @@ from gateway.schema import (
     NamedTool,
     ToolCall,
 )
+from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
+
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_MAX_CUSTOM_ROLES = 8  # a template is rendered for each
 
 
 def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
@@ -98,6 +102,7 @@ def chat_text(
         variables["tools"] = [tool.definition for tool in toolbox.tools]
         if not template.reads_tools:
             messages = _with_tools_prompt(messages, toolbox)
+    _check_roles(template, messages)
     begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
     rendered = template.render(messages, add_generation_prompt=begins_answer, variables=variables)
     if not body.continue_final_message:
@@ -106,6 +111,36 @@ def chat_text(
         message = "continue_final_message is set beside add_generation_prompt; only one may be"
         raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
     return _up_to_final(rendered, messages[-1]["content"])
+
+
+def _check_roles(template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> None:
+    """Raises:
+    InvalidArgument: a message is of a role that the template ignores, or there are too many.
+    """
+    roles = [message["role"] for message in messages]
+    custom = set(roles) - _ROLES
+    if len(custom) > _MAX_CUSTOM_ROLES:
+        message = f"messages have {len(custom)} roles of their own; at most {_MAX_CUSTOM_ROLES} fit"
+        raise InvalidArgument.of("ROLES_OUT_OF_RANGE", "messages", message)
+    for role in custom:
+        template.check_role(messages, roles.index(role))
+
+
+def echoed_text(body: ChatCompletionRequest) -> str:
+    """Returns what `echo` puts before the answer: the last message, where the answer continues it
+    or is of the same role."""
+    last = body.messages[-1] if body.messages else None
+    if not body.echo or last is None:
+        return ""
+    is_same = last.role == "assistant" or body.add_generation_prompt is False
+    return _text_of(last) if is_same else ""
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    if isinstance(content, list):
+        return "\n".join(part.text or "" for part in content)
+    return content or ""
 
 
 def _up_to_final(rendered: str, final: str) -> str:
@@ -143,11 +178,8 @@ def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     """Returns the message as templates read it; `developer` is a newer name for `system`."""
     refuse_unimplemented_message(index, message)
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text or "" for part in content)
     role = "system" if message.role == "developer" else message.role
-    result: dict[str, Any] = {"role": role, "content": content or ""}
+    result: dict[str, Any] = {"role": role, "content": _text_of(message)}
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:

@@ -12,6 +12,7 @@ from gateway.output.parser import OutputParser
 from gateway.output.parts import Content, Part, Reasoning
 from gateway.plan import TextOptions
 from gateway.rounds import NodeBudget, TokenRound
+from gateway.schema_trial import Verdict
 from gateway.stop_patterns import StopPatterns
 from shared.text.detokenizer import Detokenizer
 from shared.text.stop_strings import StopStrings
@@ -64,6 +65,7 @@ class Choice:
         begun_s, started_s, first_s, ended_s: when it was asked for, left the target's queue, and
             had its first and its last token; of `time.perf_counter`.
         weight_spans: each version of the weights, and the place of the first token drawn with it.
+        schema_check: whether it keeps to its schema, where a grammar does not hold all of that.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
     """
@@ -107,6 +109,10 @@ class Choice:
         self._scores: list[TokenScore] = []
         self._rounds: list[TokenRound] = []
         self._nodes = NodeBudget()
+        self._kept: list[Piece] = []
+        self._last: Piece | None = None
+        self._is_held = False
+        self.schema_check: Verdict | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -183,6 +189,25 @@ class Choice:
 
         Rounds are news by themselves: a page shows them as they happen.
         """
+        if not self._is_held:
+            return self._next()
+        piece, self._last = self._last, None
+        return piece
+
+    def hold(self) -> Piece:
+        """Returns all of the output, once it has ended; the next `take` still returns its end."""
+        if not self._is_held:
+            self._is_held, self._last = True, self._next()
+        kept = self._kept
+        return Piece(
+            "".join(piece.text for piece in kept),
+            [each for piece in kept for each in piece.token_ids],
+            [each for piece in kept for each in piece.scores],
+            [each for piece in kept for each in piece.rounds],
+            [each for piece in kept for each in piece.parts],
+        )
+
+    def _next(self) -> Piece | None:
         parts: Sequence[Part] = ()
         if self._parser is None:
             text = "".join(self._texts)
@@ -198,6 +223,8 @@ class Choice:
         if self._is_token_wise:
             self._scores, self._rounds = [], []
             self._nodes.reset()
+        if self._options.keeps_output:
+            self._kept.append(piece)
         return piece
 
     def _parsed(self, parser: OutputParser) -> list[Part]:

@@ -6,6 +6,7 @@ change within a stream is encoded once, and only the text goes through the JSON 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -23,6 +24,7 @@ from shared.errors import OutriderError
 from shared.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+OnEnd = Callable[[Sequence[Choice]], None]
 
 
 class Chunks(Protocol):
@@ -84,11 +86,16 @@ class _Envelope:
 
 
 class ChatChunks:
-    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`."""
+    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`.
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+    Args:
+        on_end: is given the choices when all have ended.
+    """
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, on_end: OnEnd | None = None) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
+        self._on_end = on_end
         self._envelope = _Envelope(plan, "chat.completion.chunk")
         self._is_text_only = not (
             plan.text.with_logprobs
@@ -102,11 +109,16 @@ class ChatChunks:
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         after = self._envelope.after(usage_so_far)
-        chunk = self._envelope.before + b"%d" % choice.index + delta + after
-        if not self._plan.return_token_ids:
-            return chunk
-        prompt = self._plan.generations[choice.index].prompt_token_ids
-        return chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
+        head = self._envelope.before + b"%d" % choice.index
+        chunk = head + delta + after
+        if self._plan.return_token_ids:
+            prompt = self._plan.generations[choice.index].prompt_token_ids
+            chunk = chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
+        if self._plan.echoed_texts:
+            echo = orjson.dumps({"content": self._plan.echoed_texts[0]})
+            rest = b',"logprobs":null,"finish_reason":null' + after
+            chunk += head + b',"delta":' + echo + rest
+        return chunk
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
         piece = choice.take()
@@ -134,6 +146,8 @@ class ChatChunks:
         return b"".join(parts)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        if self._on_end is not None:
+            self._on_end(choices)
         return self._envelope.closing(choices)
 
     def failure(self, error: OutriderError) -> bytes:

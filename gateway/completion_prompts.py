@@ -60,7 +60,7 @@ def longest_prompt(body: GenerationBody, model: TargetModel) -> int | None:
 def truncated(
     prompt: list[int], body: GenerationBody, model: TargetModel, max_tokens: int | None
 ) -> list[int]:
-    """Returns the end of a prompt that `truncate_prompt_tokens` leaves.
+    """Returns the end of a prompt that `truncate_prompt_tokens` leaves, or its begin.
 
     Args:
         max_tokens: of the output, which -1 leaves room for; None is room for one.
@@ -77,7 +77,7 @@ def truncated(
         raise InvalidArgument.out_of_range(
             "truncate_prompt_tokens", num_kept, f"-1 or in [1, {limit}]"
         )
-    return prompt[-num_kept:]
+    return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
 
 
 def echoed_texts(

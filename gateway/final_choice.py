@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.choice import Choice, Piece
 from gateway.plan import Plan
@@ -43,7 +44,12 @@ def best_choices(plan: Plan, final_choices: Sequence[FinalChoice]) -> Sequence[F
     return [replace(final_choice, index=index) for index, final_choice in enumerate(best)]
 
 
-def stop_fields(plan: Plan, choice: Choice) -> dict[str, str | int | None]:
+def check_field(choice: Choice) -> dict[str, Any]:
+    """Returns whether a choice keeps to its schema, where that had to be checked."""
+    return {} if choice.schema_check is None else {"schema_check": choice.schema_check}
+
+
+def stop_fields(plan: Plan, choice: Choice) -> dict[str, Any]:
     """Returns what ended a choice: vLLM's `stop_reason`, null at the model's own end, and SGLang's
     `matched_stop`, which names that token too."""
     token_id = choice.stop_token_id
@@ -51,8 +57,8 @@ def stop_fields(plan: Plan, choice: Choice) -> dict[str, str | int | None]:
     reason = token_id if token_id in asked else None
     matched = choice.matched_stop
     if matched is not None:
-        return {"stop_reason": matched, "matched_stop": matched}
-    return {"stop_reason": reason, "matched_stop": token_id}
+        return {"stop_reason": matched, "matched_stop": matched} | check_field(choice)
+    return {"stop_reason": reason, "matched_stop": token_id} | check_field(choice)
 
 
 def _mean_log_prob(final_choice: FinalChoice) -> float:

@@ -63,11 +63,12 @@ def _entry(token_id: int, log_prob: float, tokenizer: Tokenizer, as_ids: bool) -
 
 
 def _top(score: TokenScore, tokenizer: Tokenizer, as_ids: bool) -> dict[str, float]:
-    """Returns the most probable tokens, and the drawn one even when it is not among them."""
+    """Returns the drawn token first, as vLLM does, and the most probable ones."""
     top: dict[str, float] = {}
-    for token_id, log_prob in (*score.logprobs.top, (score.token_id, score.logprobs.log_prob)):
-        # Two tokens may be spelled alike; the more probable one comes first.
-        top.setdefault(_spelling(token_id, tokenizer, as_ids), finite(log_prob))
+    for token_id, log_prob in ((score.token_id, score.logprobs.log_prob), *score.logprobs.top):
+        # Two tokens may be spelled alike; the more probable one counts.
+        word = _spelling(token_id, tokenizer, as_ids)
+        top[word] = max(top.get(word, _LEAST), finite(log_prob))
     return top
 
 

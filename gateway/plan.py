@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.generation import Generation
+from gateway.output.held_schema import AnswerSchemas
 from gateway.output.style import ChatOutput
 from gateway.stop_patterns import StopPattern
 
@@ -19,6 +20,8 @@ class TextOptions:
         include_reasoning: whether reasoning is shown.
         hides_output: the request asks for no token at all, only for what a target says of its
             prompt. A target always draws one.
+        schemas: that it is checked against when it ends.
+        keeps_output: all of it is needed again when it has ended.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -31,6 +34,8 @@ class TextOptions:
     output: ChatOutput | None = None
     include_reasoning: bool = True
     hides_output: bool = False
+    schemas: AnswerSchemas | None = None
+    keeps_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gateway.chat_prompt import chat_text, toolbox_of
+from gateway.chat_prompt import chat_text, echoed_text, toolbox_of
 from gateway.completion_prompts import (
     check_token_ids,
     echoed_texts,
@@ -17,14 +17,15 @@ from gateway.completion_prompts import (
     prompt_tokens,
     truncated,
 )
-from gateway.constraints import constraint_of
+from gateway.constraints import HeldOutput, constraint_of, held_output
 from gateway.field_names import client_names
 from gateway.fingerprint import fingerprint
 from gateway.generation import PromptScoring, TargetModel
 from gateway.limits import RequestLimits
+from gateway.notices import give_notice
 from gateway.off_loop import off_loop
 from gateway.output.families import ReasoningParser
-from gateway.output.style import OutputStyle
+from gateway.output.style import ChatOutput, OutputStyle
 from gateway.output.tools import Toolbox
 from gateway.output_length import OutputLength
 from gateway.plan import Plan
@@ -37,6 +38,7 @@ from shared.errors import InvalidArgument
 from shared.tokens import ThinkingBudget
 
 _PROMPT_IN_CHAT = {"prompt": "messages"}  # what a client knows its prompt by
+_INLINE_GRAMMAR_BYTES = 1 << 16  # a walk through a schema of that length takes a millisecond
 _INLINE_MESSAGES = 64  # a template writes that many in about a millisecond
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -94,7 +96,9 @@ class Planner:
         if prompt is None:
             prompt = await self._encode(text, longest_prompt(body, model))
         with client_names(_PROMPT_IN_CHAT):
-            return self._plan(wanted, request_id, name, [prompt])
+            plan = await self._plan(wanted, request_id, name, [prompt])
+        echoed = echoed_text(body)
+        return replace(plan, echoed_texts=(echoed,)) if echoed else plan
 
     def _style(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> OutputStyle:
         """Returns how the output is read; thoughts that are not set apart are text like any."""
@@ -190,7 +194,7 @@ class Planner:
             num_drawn,
             predicted=await self._predicted(body, model),
         )
-        plan = self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
+        plan = await self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
         return replace(
             plan,
             echoed_texts=echoed_texts(body, prompts, tokenizer),
@@ -211,7 +215,7 @@ class Planner:
             raise InvalidArgument.of("STREAM_ON", "best_of", message)
         return body.best_of
 
-    def _plan(
+    async def _plan(
         self, wanted: WantedOutput, request_id: str, name: str, prompts: Sequence[list[int]]
     ) -> Plan:
         body, options = wanted.body, wanted.body.stream_options
@@ -224,16 +228,13 @@ class Planner:
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
-        constraint = constraint_of(body)
-        grammar = None if constraint is None else constraint.grammar
-        if wanted.output is not None:
-            grammar = wanted.output.grammar(grammar)
+        held = await _held(body, wanted.output)
         generations = [
             generation
             for prompt in (
                 truncated(each, body, wanted.model, wanted.num_asked) for each in prompts
             )
-            for generation in wanted.generations(prompt, grammar, self.text)
+            for generation in wanted.generations(prompt, held.grammar, self.text)
         ]
         return Plan(
             request_id=request_id,
@@ -241,18 +242,30 @@ class Planner:
             model=name,
             generations=tuple(generations),
             num_choices=wanted.num_choices,
-            text=wanted.text_options(generations[0].stop),
+            text=wanted.text_options(generations[0].stop, held.schemas),
             is_stream=body.stream,
             include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.continuous_usage_stats,
+            continuous_usage=options is not None and options.is_continuous,
             return_token_ids=body.return_token_ids,
             tokens_as_ids=body.return_tokens_as_token_ids,
             fingerprint=fingerprint(wanted.model),
             service_tier=None if body.service_tier is None else "default",
             num_shown=wanted.num_shown,
             shows_prompt_logprobs=body.prompt_logprobs is not None,
-            grammar_field="tools" if constraint is None else constraint.field,
+            grammar_field=held.field,
         )
+
+
+async def _held(body: GenerationBody, output: ChatOutput | None) -> HeldOutput:
+    constraint = constraint_of(body)
+    hold = partial(held_output, constraint, output)
+    size = 0 if constraint is None else constraint.grammar.size_bytes
+    if output is not None and output.holds_calls(is_asked=constraint is not None):
+        size += output.schemas_size
+    held = hold() if size <= _INLINE_GRAMMAR_BYTES else await off_loop("the schemas", hold)
+    for notice in held.notices:
+        give_notice(notice)
+    return held
 
 
 def _chat_length(body: ChatCompletionRequest) -> OutputLength:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from gateway.notices import give_notice
-from gateway.schema import ChatMessage, ContentPart, GenerationBody, Speculation
+from gateway.schema import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    GenerationBody,
+    Speculation,
+)
 from shared.errors import InvalidArgument
 
-_log = logging.getLogger(__name__)
+_MAX_TOLD = 8  # unknown fields by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +34,28 @@ class KnownFields:
     unimplemented: frozenset[str]
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    @classmethod
+    def of_generation(
+        cls,
+        harmless: frozenset[str],
+        unimplemented: frozenset[str] = frozenset(),
+        neutral: Mapping[str, tuple[Any, ...]] | None = None,
+    ) -> Self:
+        """Returns the fields of an interface that generates: what another of them reads would
+        change the answer here as well."""
+        refused = unimplemented | (_UNIMPLEMENTED | _OF_OTHERS) - harmless
+        return cls(harmless, refused, {**_NEUTRAL, **(neutral or {})})
+
     def refuse(self, unknown: Mapping[str, Any], prefix: str = "") -> None:
-        """Logs fields nobody knows.
+        """Tells the client of fields that nobody knows.
 
         Raises:
             InvalidArgument: a field asks for something the gateway cannot do; names it.
         """
         strange = [name for name, value in unknown.items() if not self._check(name, value, prefix)]
         if strange:
-            names = ", ".join(repr(name[:64]) for name in strange)
-            _log.warning("ignored unknown fields: %s", names)
+            names = ", ".join(repr(prefix + name[:64]) for name in strange[:_MAX_TOLD])
+            give_notice(f"nobody here knows {names}: ignored")
 
     def _check(self, name: str, value: object, prefix: str) -> bool:
         """Returns whether the field is known and asks for nothing."""
@@ -45,7 +63,10 @@ class KnownFields:
             return True
         if name not in self.unimplemented and name not in self.neutral:
             return False
-        if value and value not in self.neutral.get(name, ()):
+        neutral = self.neutral.get(name, ())
+        is_on = any(each is True for each in neutral)  # unless it is turned off
+        is_asked = value is False if is_on else value and value not in neutral
+        if is_asked:
             raise unimplemented(prefix + name)
         return True
 
@@ -67,9 +88,20 @@ _UNIMPLEMENTED = frozenset(
         "audio",
         "custom_logit_processor",
         "custom_params",
+        # llama.cpp's and others' samplers, and names of theirs for what has another name here.
+        "dry_multiplier",
+        "dynatemp_range",
+        "mirostat",
+        "n_predict",
+        "repeat_penalty",
+        "samplers",
+        "tfs_z",
+        "top_a",
+        "top_n_sigma",
+        "typical_p",
+        "xtc_probability",
         "chat_template",
         "documents",
-        "echo",
         "function_call",
         "functions",
         "input_embeds",
@@ -88,23 +120,42 @@ _UNIMPLEMENTED = frozenset(
     }
 )
 
-OPENAI_FIELDS = KnownFields(
-    _HARMLESS,
-    _UNIMPLEMENTED,
-    {
-        "modalities": (["text"],),
-        "length_penalty": (1.0,),
-    },
-)
+_NEUTRAL = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "include_reasoning": (True,),
+    "length_penalty": (1.0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "n_predict": (-1,),
+    "parallel_tool_calls": (True,),
+    "repeat_penalty": (1.0,),
+    "response_format": ({"type": "text"},),
+    "separate_reasoning": (True,),
+    "tfs_z": (1.0,),
+    "tool_choice": ("auto", "none"),
+    "top_n_sigma": (-1.0,),
+    "typical_p": (1.0,),
+}
+
+_OF_OTHERS = (ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()) - {
+    *("metadata", "model", "priority", "service_tier", "store", "stream", "stream_options")
+}
+
+_OF_THOUGHTS = frozenset({"include_reasoning", "separate_reasoning"})
+CHAT_FIELDS = KnownFields.of_generation(_HARMLESS)
+COMPLETION_FIELDS = KnownFields.of_generation(_HARMLESS | _OF_THOUGHTS)
+"""All of a completion is text, thoughts as well."""
 
 
 def refuse_unimplemented(body: GenerationBody) -> None:
-    """Logs fields nobody knows.
+    """Tells the client of fields that nobody knows.
 
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
     """
-    OPENAI_FIELDS.refuse(body.unknown_fields)
+    known = CHAT_FIELDS if isinstance(body, ChatCompletionRequest) else COMPLETION_FIELDS
+    known.refuse(body.unknown_fields)
     parts = () if body.prediction is None else body.prediction.content
     for index, part in enumerate(parts):
         if isinstance(part, ContentPart) and part.type != "text":
@@ -133,8 +184,6 @@ def refuse_unimplemented_message(index: int, message: ChatMessage) -> None:
     """Raises:
     InvalidArgument: the message needs media, or an interface of calls that is no more.
     """
-    if message.role == "function":
-        raise unimplemented(f"messages[{index}].role", f"role {message.role!r}")
     for name in ("function_call", "audio"):
         if message.unknown_fields.get(name):
             raise unimplemented(f"messages[{index}].{name}")

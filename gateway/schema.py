@@ -60,7 +60,13 @@ class StreamOptions(Body):
     """Options for the extra fields of a stream."""
 
     include_usage: Flag = False
-    continuous_usage_stats: Flag = Field(default=False, description="usage so far on every chunk")
+    continuous_usage_stats: Flag = Field(
+        default=False, description="usage so far on every chunk; needs `include_usage`"
+    )
+
+    @property
+    def is_continuous(self) -> bool:
+        return self.include_usage and self.continuous_usage_stats
 
 
 class Speculation(Body):
@@ -98,6 +104,9 @@ class ResponseFormat(Body):
 
     type: str = Field(description="text, json_object, json_schema or structural_tag")
     json_schema: JsonSchemaFormat | None = None
+    content: dict[str, Any] | bool | None = Field(
+        default=None, alias="schema", description="of a json_object, as llama.cpp has it"
+    )
 
 
 class StructuredOutputs(Body):
@@ -179,6 +188,9 @@ class ServingFields(Body):
     truncate_prompt_tokens: int | None = Field(
         default=None, description="only so many tokens of the prompt's end; -1: what fits"
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="where `truncate_prompt_tokens` cuts; left if none"
+    )
     cache_salt: str | None = Field(
         default=None, description="shares computed prefixes with requests of the same salt only"
     )
@@ -221,6 +233,7 @@ class GenerationBody(SharedFields):
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = Field(default=None, description="GBNF, EBNF or Lark")
+    grammar: str | None = Field(default=None, description="llama.cpp's name of `ebnf`")
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
 
@@ -267,7 +280,10 @@ class ToolCall(Body):
 class ChatMessage(Body):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str = Field(
+        description="system, developer, user, assistant, tool, or another that the model's chat "
+        "template knows"
+    )
     content: str | Items[ContentPart] | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
@@ -352,3 +368,8 @@ class ChatCompletionRequest(GenerationBody):
     )
     separate_reasoning: bool | None = Field(default=None, description="true by default")
     verbosity: str | None = Field(default=None, description="handed to the chat template")
+    echo: Flag = Field(
+        default=False, description="the answer begins with the last message, if it is continued"
+    )
+    store: Flag = Field(default=False, description="keep the chat, where there is a store")
+    metadata: dict[str, str] | None = Field(default=None, description="kept with the chat")

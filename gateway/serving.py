@@ -16,6 +16,7 @@ from gateway.pool import TargetPool
 from gateway.quota import Quotas
 from gateway.request_record import RequestRecord
 from gateway.responses.store import ResponseStore
+from gateway.schema_check import SchemaChecks
 from gateway.text.model_text import ModelText
 from gateway.worker_place import WorkerPlace
 from shared.errors import FailedPrecondition
@@ -55,6 +56,7 @@ class Gateway:
     target_tls: ClientTls | None = None
     remote_operators: bool = False
     tracer: Tracer = NO_TRACER
+    schema_checks: SchemaChecks = field(default_factory=SchemaChecks)
 
     @property
     def planner(self) -> Planner:
@@ -79,7 +81,9 @@ class Gateway:
         """
         self.lifecycle.check_open()
         record = RequestRecord(endpoint, plan, self.metrics, self.tracer)
-        context = AnswerContext(self.pool, self.text.tokenizer, self.limits, self.open_answers)
+        context = AnswerContext(
+            self.pool, self.text.tokenizer, self.limits, self.open_answers, self.schema_checks
+        )
         return Answer(plan, context, record)
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:

@@ -37,18 +37,32 @@ def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
 def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Returns the root `metrics` object, summed over the choices.
 
-    Its fields are the ones vLLM reports and AIPerf reads. `speculative_decoding` is null when no
-    tree was verified.
+    Its fields are the ones vLLM reports and AIPerf reads; times from the first choice to begin to
+    the last to end. `speculative_decoding` is null when no tree was verified.
     """
-    return {"speculative_decoding": speculative_decoding(choices)}
+    begun_s, first_s = min(choice.begun_s for choice in choices), _first_s(choices)
+    generation_ms = 1e3 * (max(choice.ended_s for choice in choices) - first_s)
+    num_later = max(choice.num_output_tokens for choice in choices) - 1
+    num_tokens = sum(choice.num_output_tokens for choice in choices)
+    return {
+        "queue_time_ms": 1e3 * (min(choice.started_s for choice in choices) - begun_s),
+        "time_to_first_token_ms": 1e3 * (first_s - begun_s),
+        "generation_time_ms": generation_ms,
+        **({"mean_itl_ms": generation_ms / num_later} if num_later > 0 else {}),
+        "tokens_per_second": 1e3 * num_tokens / generation_ms if generation_ms else 0.0,
+        "speculative_decoding": speculative_decoding(choices),
+    }
+
+
+def _first_s(choices: Sequence[Choice]) -> float:
+    """Returns when the first token of any choice came."""
+    return min(choice.ended_s if choice.first_s is None else choice.first_s for choice in choices)
 
 
 def timings(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     """Returns llama.cpp's `timings`, in milliseconds; of several choices from the first token of
     any to the last of all. The prompt's begin when it has left the target's queue."""
-    first_s = min(
-        choice.ended_s if choice.first_s is None else choice.first_s for choice in choices
-    )
+    first_s = _first_s(choices)
     prompt_ms = 1e3 * (first_s - min(choice.started_s for choice in choices))
     predicted_ms = 1e3 * (max(choice.ended_s for choice in choices) - first_s)
     num_cached = sum(choice.num_cached_tokens for choice in choices[:: plan.num_choices])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.generation import Generation, PromptScoring, TargetModel
+from gateway.output.held_schema import AnswerSchemas
 from gateway.output.style import ChatOutput
 from gateway.output_length import OutputLength
 from gateway.plan import TextOptions
@@ -143,7 +144,7 @@ class WantedOutput:
         seeds = (choice_seed(sampling.seed, choice) for choice in range(self.num_choices))
         return [replace(generation, sampling=replace(sampling, seed=seed)) for seed in seeds]
 
-    def text_options(self, stop: StopParams) -> TextOptions:
+    def text_options(self, stop: StopParams, schemas: AnswerSchemas | None) -> TextOptions:
         body = self.body
         eos = frozenset() if body.ignore_eos else self.model.eos_token_ids
         hidden = frozenset() if body.keeps_stop else stop.stop_token_ids | eos
@@ -158,4 +159,6 @@ class WantedOutput:
             output=self.output,
             include_reasoning=self.include_reasoning,
             hides_output=self.hides_output,
+            schemas=schemas,
+            keeps_output=schemas is not None,
         )

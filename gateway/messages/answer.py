@@ -8,10 +8,11 @@ import orjson
 
 from gateway.choice import Choice, Piece
 from gateway.failures import Problem
+from gateway.final_choice import check_field
 from gateway.messages.blocks import BlockEvents, named_event, whole_blocks
 from gateway.output.parts import Content
 from gateway.plan import Plan
-from gateway.usage import metrics
+from gateway.usage import metrics, timings
 from shared.errors import OutriderError
 from shared.tokens import FinishReason
 
@@ -29,6 +30,8 @@ def message(plan: Plan, choice: Choice, piece: Piece) -> dict[str, Any]:
         **_stop(choice),
         "usage": {**_input_usage(plan, choice), "output_tokens": choice.num_output_tokens},
         "metrics": metrics((choice,)),
+        "timings": timings(plan, (choice,)),
+        **check_field(choice),
     }
 
 
@@ -67,7 +70,12 @@ class MessageChunks:
         return (
             self._blocks.close()
             + named_event(
-                "message_delta", delta=_stop(choice), usage=usage, metrics=metrics(choices)
+                "message_delta",
+                delta=_stop(choice),
+                usage=usage,
+                metrics=metrics(choices),
+                timings=timings(self._plan, choices),
+                **check_field(choice),
             )
             + named_event("message_stop")
         )
@@ -77,7 +85,13 @@ class MessageChunks:
 
 
 def _head(plan: Plan) -> dict[str, Any]:
-    return {"id": plan.request_id, "type": "message", "role": "assistant", "model": plan.model}
+    return {
+        "id": plan.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": plan.model,
+        "system_fingerprint": plan.fingerprint,
+    }
 
 
 def _stop(choice: Choice) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import Answered, AnswerMetrics
+from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings
 
 
 class TextBlock(Answered):
@@ -49,8 +49,11 @@ class MessageAnswer(Answered):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
+    system_fingerprint: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None = Field(description="the one that ended the text")
     usage: MessageUsage
     metrics: AnswerMetrics
+    timings: Timings
+    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")

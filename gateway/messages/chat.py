@@ -37,13 +37,13 @@ from gateway.schema import (
 from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 
-_FIELDS = KnownFields(
-    harmless=frozenset(
-        {"cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
-        | {"user_profile_id", "workspace_id", "betas"}
-    ),
-    unimplemented=frozenset({"container", "mcp_servers", "prefill"}),
+_HARMLESS = frozenset(
+    {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
+    | {"user_profile_id", "workspace_id"}
 )
+_UNIMPLEMENTED = frozenset({"container", "mcp_servers", "prefill"})
+_FIELDS = KnownFields.of_generation(_HARMLESS, _UNIMPLEMENTED)
+_COUNTED_FIELDS = KnownFields(_HARMLESS, _UNIMPLEMENTED)
 _HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "advisor_")
 
 
@@ -102,7 +102,8 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
         InvalidArgument: it has what the gateway cannot do: media, prefill, thoughts of a model
             that has none.
     """
-    _FIELDS.refuse(body.unknown_fields)
+    known = _FIELDS if isinstance(body, MessagesRequest) else _COUNTED_FIELDS
+    known.refuse(body.unknown_fields)
     messages = chat_messages(edited(body.messages, body.context_management))
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from gateway.event_stream import EventStream, whole_answer
 from gateway.messages.answer import MessageChunks, message
+from gateway.messages.answer_schema import MessageAnswer
 from gateway.messages.chat import messages_plan, prompt_chat
 from gateway.messages.schema import MessagesRequest, Prompt
 from gateway.serving import Gateway
@@ -17,7 +18,7 @@ from shared.telemetry.request_id import current_request_id
 def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
     """Adds the routes."""
 
-    @app.post("/v1/messages", tags=["anthropic"])
+    @app.post("/v1/messages", tags=["anthropic"], responses={200: {"model": MessageAnswer}})
     async def messages(body: MessagesRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         trace_id = current_request_id.get()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import Answered, TracedRound
+from gateway.reference.answered import Answered, SchemaCheck, TracedRound
 
 TokenEntry = tuple[float | None, int, str | None]
 """Log probability, id, and text where `return_text_in_logprobs` asks for it."""
@@ -51,6 +51,7 @@ class MetaInfo(Answered):
         description="with return_routed_experts, at the end: base64 of little-endian int32 "
         "[tokens - 1, layers, experts a token]",
     )
+    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")
     e2e_latency: float = Field(default=0.0, description="seconds; once the output has ended")
     input_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")
     output_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")

@@ -10,6 +10,7 @@ from typing import Any
 from gateway.choice import Choice, Piece
 from gateway.chunks import DONE, event
 from gateway.failures import error_body
+from gateway.final_choice import check_field
 from gateway.inbox import Aborted
 from gateway.logprobs import finite
 from gateway.native.generate_plan import GeneratePlan
@@ -91,7 +92,7 @@ class GeneratedText:
             info["output_token_ids_logprobs"] = self._named
         if self._rounds:  # new ones only: all of them in every event would add up to megabytes
             info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
-        return info | speculation_fields(choice)
+        return info | check_field(choice) | speculation_fields(choice)
 
     def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], _Entries, _Entries]]:
         """Returns the entries of the prompt's tokens; the very first one has no distribution."""

@@ -19,15 +19,17 @@ from shared.errors import InvalidArgument
 _Prompt = str | list[str] | list[int] | list[list[int]]
 
 _DEFAULT_NEW_TOKENS = 128  # SGLang's
-_FIELDS = KnownFields(
+_FIELDS = KnownFields.of_generation(
     harmless=frozenset(
         {
             "background",
             "custom_labels",
             "data_parallel_rank",
+            "include_reasoning",
             "log_metrics",
             "routed_dp_rank",
             "routing_key",
+            "separate_reasoning",
         }
     ),
     unimplemented=frozenset(
@@ -35,22 +37,15 @@ _FIELDS = KnownFields(
             "audio_data",
             "bootstrap_host",
             "bootstrap_room",
-            "custom_logit_processor",
             "image_data",
-            "input_embeds",
-            "lora_id",
-            "lora_path",
-            "return_hidden_states",
             "return_routed_experts",
-            "session_params",
             "video_data",
         }
     ),
-    neutral={"modalities": (["text"],)},
 )
-_SAMPLING_FIELDS = KnownFields(
+_SAMPLING_FIELDS = KnownFields.of_generation(
     harmless=frozenset({"skip_tokenizer_init"}),
-    unimplemented=frozenset({"beam_width", "custom_params"}),
+    unimplemented=frozenset({"beam_width"}),
     neutral={"spaces_between_special_tokens": (True,)},
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -198,6 +193,7 @@ def _completion(
         prompt=prompt,
         priority=body.priority,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         cache_salt=salt,
         prediction=body.prediction,
         stream=body.stream,

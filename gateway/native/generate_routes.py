@@ -12,19 +12,22 @@ from starlette.responses import Response
 from gateway.answer import Answer
 from gateway.event_stream import EventStream, whole_answer
 from gateway.inbox import Aborted
+from gateway.native.answer_schema import GenerateAnswer
 from gateway.native.generate_answer import GenerateChunks, GeneratedText
 from gateway.native.generate_plan import generate_plan
 from gateway.native.schema import GenerateRequest
 from gateway.serving import Gateway
 from shared.telemetry.request_id import current_request_id
 
+_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": GenerateAnswer | list[GenerateAnswer]}}
+
 
 def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
     """Adds the route."""
     tokenizer = gateway.text.tokenizer
 
-    @app.put("/generate", tags=["sglang"])
-    @app.post("/generate", tags=["sglang"])
+    @app.put("/generate", tags=["sglang"], responses=_ANSWERS)
+    @app.post("/generate", tags=["sglang"], responses=_ANSWERS)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         trace_id = current_request_id.get()

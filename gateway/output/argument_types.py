@@ -42,21 +42,37 @@ def resolved(schema: Schema, root: Schema) -> Schema:
     return schema
 
 
-def types_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
-    """Returns the JSON types that a schema allows."""
-    schema = resolved(schema, root)
+def own_types(schema: Schema) -> frozenset[str]:
+    """Returns the JSON types that a schema allows, by itself."""
     given = schema.get("type")
-    found: frozenset[str] = JSON_TYPES
     if isinstance(given, str | list):
-        found = frozenset([given] if isinstance(given, str) else map(str, given)) & JSON_TYPES
-    elif isinstance(schema.get("enum"), list) or "const" in schema:
-        found = frozenset(map(type_of, schema.get("enum") or [schema.get("const")]))
+        return frozenset([given] if isinstance(given, str) else map(str, given)) & JSON_TYPES
+    if isinstance(schema.get("enum"), list) or "const" in schema:
+        return frozenset(map(type_of, schema.get("enum") or [schema.get("const")]))
+    return JSON_TYPES
+
+
+def types_of(
+    schema: Schema, root: Schema, known: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """Returns the JSON types that a schema and its alternatives allow.
+
+    Args:
+        known: what it has found, so that it looks at each part of `root` once.
+    """
+    known = {} if known is None else known
+    if (part := id(schema)) in known:
+        return known[part]
+    known[part] = frozenset()  # where it refers to itself, nothing more
+    schema = resolved(schema, root)
+    found = own_types(schema)
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
-        if isinstance(branches, list) and depth < _MAX_REFERENCES:
-            inner = [types_of(each, root, depth + 1) for each in branches if _is_schema(each)]
+        if isinstance(branches, list):
+            inner = [types_of(each, root, known) for each in branches if _is_schema(each)]
             found &= frozenset().union(*inner)
-    return found | {"null"} if schema.get("nullable") is True else found
+    known[part] = found | {"null"} if schema.get("nullable") is True else found
+    return known[part]
 
 
 def type_of(value: Any) -> str:

@@ -101,9 +101,14 @@ def _held(tool: Tool, name: str, begin: str, end: str, pad: str = "") -> Tag:
 
     Args:
         pad: before the end; free text may end with it or not.
+
+    Raises:
+        InvalidArgument: it cannot be held to in this way.
     """
     schema = property_schema(tool.schema, name)
-    branches = list(_branches(tool, name, schema, tool.schema))
+    branches = list(_branches(tool, name, schema, tool.schema, set()))
+    if not branches:
+        raise _refused(tool, f"allows no value of {name!r}")
     if ANY_TEXT in branches:
         return tag(begin, ANY_TEXT, end)
     if len(branches) > 1:
@@ -114,8 +119,12 @@ def _held(tool: Tool, name: str, begin: str, end: str, pad: str = "") -> Tag:
     return tag(begin, branches[0], pad + end)
 
 
-def _branches(tool: Tool, name: str, schema: Schema, root: Schema) -> Iterator[Tag]:
-    """Yields the ways in which a value may be written. Free text is all of the others too."""
+def _branches(tool: Tool, name: str, schema: Schema, root: Schema, seen: set[int]) -> Iterator[Tag]:
+    """Yields the ways in which a value may be written. Free text is all of the others too.
+
+    Args:
+        seen: alternatives that add nothing when they come again.
+    """
     if "enum" in schema or "const" in schema:
         for value in schema.get("enum") or [schema.get("const")]:
             yield text(value if isinstance(value, str) else json.dumps(value))
@@ -123,7 +132,9 @@ def _branches(tool: Tool, name: str, schema: Schema, root: Schema) -> Iterator[T
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             for branch in schema[key]:
-                yield from _branches(tool, name, resolved(branch, root), root)
+                if isinstance(branch, Mapping) and id(branch) not in seen:
+                    seen.add(id(branch))
+                    yield from _branches(tool, name, resolved(branch, root), root, seen)
             return
     types = types_of(schema, root)
     if "string" in types:

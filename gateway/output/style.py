@@ -7,6 +7,8 @@ import secrets
 import string
 from dataclasses import dataclass
 
+import orjson
+
 from gateway.notices import give_notice
 from gateway.output import forced
 from gateway.output import tool_formats as marks
@@ -177,6 +179,24 @@ class ChatOutput:
             message = f"tools are set beside a {asked.kind.value}, which cannot be one of two"
             raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", "tools", message)
         return asked
+
+    @property
+    def schemas_size(self) -> int:
+        """Bytes of the schemas of the tools."""
+        tools = () if self.toolbox is None else self.toolbox.tools
+        return sum(len(orjson.dumps(tool.schema)) for tool in tools)
+
+    def holds_calls(self, *, is_asked: bool) -> bool:
+        """Whether a grammar may hold calls to their schemas.
+
+        Args:
+            is_asked: the answer has a format unless it is a call.
+        """
+        tools = self.toolbox
+        if tools is None:
+            return False
+        is_strict = any(tool.is_strict for tool in tools.tools)
+        return is_asked or is_strict or tools.use is ToolUse.REQUIRED
 
     def new_call_id(self) -> str:
         """Returns an id; Mistral's templates take nine letters and digits, no more."""

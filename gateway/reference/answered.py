@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from openai.types import Completion, CompletionChoice
+from openai.types.chat import ChatCompletion
+from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 
@@ -37,8 +40,13 @@ class SpeculationMetrics(Answered):
 
 
 class AnswerMetrics(Answered):
-    """Figures of one answer."""
+    """Figures of one answer, under vLLM's names."""
 
+    queue_time_ms: float
+    time_to_first_token_ms: float
+    generation_time_ms: float = Field(description="from the first token to the last")
+    mean_itl_ms: float = Field(default=0.0, description="absent for a single token")
+    tokens_per_second: float
     speculative_decoding: SpeculationMetrics | None = Field(
         description="null when no tree was verified"
     )
@@ -57,6 +65,42 @@ class Timings(Answered):
     predicted_per_second: float
     draft_n: NonNegativeInt
     draft_n_accepted: NonNegativeInt
+
+
+class SchemaCheck(Answered):
+    """Whether an answer keeps to the part of its schema that no grammar holds."""
+
+    valid: bool | None = Field(description="null where it could not be checked")
+    error: str | None = Field(description="what is wrong first")
+    path: str | None = Field(description="where, as a JSON pointer")
+
+
+class ChatAnswer(ChatCompletion):
+    """Answer of `/v1/chat/completions`."""
+
+    metrics: AnswerMetrics
+    timings: Timings
+
+
+class CompletionLogprobs(Logprobs):
+    """Log probabilities of a text; an echoed prompt's first token has none."""
+
+    token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
+    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
+
+
+class CompletedText(CompletionChoice):
+    """A choice."""
+
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionAnswer(Completion):
+    """Answer of `/v1/completions`."""
+
+    choices: list[CompletedText]  # type: ignore[assignment]
+    metrics: AnswerMetrics
+    timings: Timings
 
 
 class TracedTree(Answered):

@@ -11,12 +11,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from gateway.reference.answers import add_answers
-
 Schema = dict[str, Any]
 _STREAMED = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
 )
+_CHAT = ("/v1/chat/completions", "post")
 _DESCRIPTIONS = {
     400: "a field is missing, malformed, out of range or not implemented",
     401: "the API key is missing or wrong",
@@ -92,18 +91,17 @@ def _complete(document: Schema) -> None:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas.update(_ERRORS)
-    add_answers(document["paths"], schemas)
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
             responses.pop("422", None)
-            _add_content(responses, path)
+            _add_content(responses, path, method)
             for status in _statuses(path, method, operation["tags"]):
                 responses[str(status)] = _error(status, path)
 
 
-def _add_content(responses: Schema, path: str) -> None:
-    if path in _STREAMED:
+def _add_content(responses: Schema, path: str, method: str) -> None:
+    if path in _STREAMED and method != "get":
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": _EVENT}
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
@@ -125,7 +123,8 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
         statuses += _OF_POST
     if path in (*_STREAMED, "/health_generate", "/v1/responses/compact"):
         statuses += (410,)
-    if path.startswith("/v1/conversations"):
+    is_of_chats = path.startswith("/v1/chat/completions") and (path, method) != _CHAT
+    if path.startswith("/v1/conversations") or is_of_chats:
         statuses += (501,)
     if path == "/flush_cache" or "rollouts" in tags:
         statuses += (403, 501)

@@ -10,12 +10,13 @@ import orjson
 
 from gateway.choice import Choice, Piece
 from gateway.failures import Problem
+from gateway.final_choice import check_field
 from gateway.logprobs import chat_logprobs
 from gateway.output.parts import Content
 from gateway.responses.chat import ResponsePlan
 from gateway.responses.items import Event, Items, Logprobs
 from gateway.responses.schema import ResponsesRequest
-from gateway.usage import metrics, usage
+from gateway.usage import metrics, timings, usage
 from shared.errors import OutriderError
 from shared.text.tokenizer import Tokenizer
 from shared.tokens import FinishReason
@@ -76,8 +77,12 @@ class ResponseText:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": _reasoning(body),
+            "safety_identifier": body.safety_identifier,
+            "service_tier": body.service_tier and "default",
             "store": asked.history.is_kept,
+            "system_fingerprint": asked.plan.fingerprint,
             "temperature": sampling.temperature,
             "text": _text(body),
             "tool_choice": _tool_choice(body),
@@ -86,7 +91,9 @@ class ResponseText:
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
+            "user": body.user,
             "metrics": None,
+            "timings": None,
         }
         return response if choice is None else response | self._ending(choice)
 
@@ -101,6 +108,8 @@ class ResponseText:
             "output": self._output(),
             "usage": self._usage(choice),
             "metrics": metrics((choice,)),
+            "timings": timings(self._asked.plan, (choice,)),
+            **check_field(choice),
         }
 
     def _output(self) -> list[dict[str, Any]]:

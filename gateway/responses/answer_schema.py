@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import Answered, AnswerMetrics
+from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings
 
 Status = Literal["completed", "incomplete"]
 """Of an item that the answer has."""
@@ -142,6 +142,11 @@ class ResponseAnswer(Answered):
     output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    service_tier: Literal["default"] | None = Field(description="where it was asked for")
+    system_fingerprint: str
+    user: str | None
     conversation: ResponseConversation | None
     reasoning: ReasoningSettings
     store: bool
@@ -154,3 +159,5 @@ class ResponseAnswer(Answered):
     truncation: Literal["disabled"]
     usage: ResponseTokens | None = Field(description="null before it has ended")
     metrics: AnswerMetrics | None
+    timings: Timings | None = Field(description="null before it has ended")
+    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")

@@ -43,12 +43,12 @@ _HOSTED = frozenset(
     | {"mcp", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"}
     | {"web_search_preview_2025_03_11"}
 )
-_FIELDS = KnownFields(
+_FIELDS = KnownFields.of_generation(
     harmless=frozenset(
-        {"client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"}
-        | {"prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"}
+        {"client_metadata", "max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
+        | {"stream_options"}
     ),
-    unimplemented=frozenset({"context_management", "image", "lora_path", "moderation", "prompt"}),
+    unimplemented=frozenset({"context_management", "image", "moderation"}),
     neutral={
         "truncation": ("disabled",),
     },

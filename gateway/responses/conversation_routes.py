@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway.quota import owner_of_request
 from gateway.responses.item_list import Order, item_list
 from gateway.responses.schema import ConversationItems, ConversationRequest
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import CONVERSATION, ResponseStore
 from gateway.responses.stored_items import stored_items
 from shared.errors import FailedPrecondition, NotFound
 
@@ -22,7 +22,7 @@ _PATH = "/v1/conversations/{conversation_id}"
 def add_conversation_routes(app: FastAPI, store: ResponseStore | None) -> None:
     """Adds the routes; without a store they refuse."""
     if store is None:
-        _add_refusals(app)
+        add_refusals(app, "/v1/conversations", "POST", "conversations")
         return
 
     @app.post("/v1/conversations", tags=["openai"])
@@ -33,25 +33,25 @@ def add_conversation_routes(app: FastAPI, store: ResponseStore | None) -> None:
             "created_at": int(time.time()),
             "metadata": body.metadata or {},
         }
-        await store.put_conversation(owner_of_request(), conversation, stored_items(body.items))
+        await store.put_entry(owner_of_request(), conversation, stored_items(body.items))
         return conversation
 
     @app.get(_PATH, tags=["openai"])
     async def retrieve(conversation_id: str) -> dict[str, Any]:
-        return await store.conversation(owner_of_request(), conversation_id)
+        return await store.entry(owner_of_request(), conversation_id, CONVERSATION)
 
     @app.post(_PATH, tags=["openai"])
     async def update(conversation_id: str, body: ConversationRequest) -> dict[str, Any]:
         owner = owner_of_request()
-        conversation = await store.conversation(owner, conversation_id)
+        conversation = await store.entry(owner, conversation_id, CONVERSATION)
         conversation["metadata"] = body.metadata or {}
-        await store.update_conversation(owner, conversation)
+        await store.update_entry(owner, conversation, CONVERSATION)
         return conversation
 
     @app.delete(_PATH, tags=["openai"])
     async def delete(conversation_id: str) -> dict[str, Any]:
         owner = owner_of_request()
-        await store.conversation(owner, conversation_id)
+        await store.entry(owner, conversation_id, CONVERSATION)
         await store.delete(owner, conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
@@ -66,7 +66,7 @@ def _add_item_routes(app: FastAPI, store: ResponseStore) -> None:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Order = "desc",
     ) -> dict[str, Any]:
-        found = await store.conversation_items(owner_of_request(), conversation_id)
+        found = await store.entry_items(owner_of_request(), conversation_id, CONVERSATION)
         return item_list(found, after, limit, order)
 
     @app.post(f"{_PATH}/items", tags=["openai"])
@@ -77,7 +77,7 @@ def _add_item_routes(app: FastAPI, store: ResponseStore) -> None:
 
     @app.get(f"{_PATH}/items/{{item_id}}", tags=["openai"])
     async def item(conversation_id: str, item_id: str) -> dict[str, Any]:
-        for found in await store.conversation_items(owner_of_request(), conversation_id):
+        for found in await store.entry_items(owner_of_request(), conversation_id, CONVERSATION):
             if found["id"] == item_id:
                 return found
         message = f"conversation {conversation_id[:128]!r} has no item {item_id[:128]!r}"
@@ -87,14 +87,17 @@ def _add_item_routes(app: FastAPI, store: ResponseStore) -> None:
     async def delete_item(conversation_id: str, item_id: str) -> dict[str, Any]:
         owner = owner_of_request()
         await store.delete_item(owner, conversation_id, item_id)
-        return await store.conversation(owner, conversation_id)
+        return await store.entry(owner, conversation_id, CONVERSATION)
 
 
-def _add_refusals(app: FastAPI) -> None:
-    @app.get("/v1/conversations/{path:path}", tags=["openai"])
-    @app.delete("/v1/conversations/{path:path}", tags=["openai"])
-    @app.post("/v1/conversations/{path:path}", tags=["openai"])
-    @app.post("/v1/conversations", tags=["openai"])
+def add_refusals(app: FastAPI, root: str, method: str, what: str) -> None:
+    """Adds the routes of what would be kept, where nothing is: a method of the root and all below
+    it."""
+
+    @app.api_route(root, methods=[method], tags=["openai"])
+    @app.get(f"{root}/{{path:path}}", tags=["openai"])
+    @app.delete(f"{root}/{{path:path}}", tags=["openai"])
+    @app.post(f"{root}/{{path:path}}", tags=["openai"])
     async def refuse(path: str = "") -> Response:
-        message = f"conversations ({path[:128]!r}) need --response-store"
+        message = f"{what} ({path[:128]!r}) need --response-store"
         raise FailedPrecondition(message, reason="STORE_OFF")

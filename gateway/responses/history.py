@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from gateway.responses.schema import InputItem, ResponsesRequest
-from gateway.responses.store import Item, ResponseStore
+from gateway.responses.store import CONVERSATION, Item, ResponseStore
 from gateway.responses.stored_items import stored_items
 from shared.errors import InvalidArgument
 
@@ -59,7 +59,7 @@ async def _before(
         field, found = "previous_response_id", await store.turns(owner, body.previous_response_id)
     elif body.conversation_id is not None:
         field = "conversation"
-        found = await store.conversation_items(owner, body.conversation_id)
+        found = await store.entry_items(owner, body.conversation_id, CONVERSATION)
     else:
         return []
     return [(field, item) for item in _ITEMS.validate_python(found)]

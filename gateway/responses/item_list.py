@@ -25,11 +25,16 @@ def item_list(items: Sequence[Item], after: str | None, limit: int, order: Order
             message = f"after is {after[:128]!r}; no item has that id"
             raise InvalidArgument.of("FIELD_INVALID", "after", message)
         start = ids.index(after) + 1
-    page = ordered[start : start + limit]
+    return listed(ordered[start:], limit)
+
+
+def listed(found: Sequence[Item], limit: int) -> dict[str, Any]:
+    """Returns the page that some items begin with."""
+    page = found[:limit]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(ordered),
+        "has_more": len(found) > limit,
     }

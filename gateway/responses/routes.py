@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from gateway.event_stream import EventStream, whole_answer
 from gateway.quota import owner_of_request
 from gateway.responses.answer import ResponseChunks, ResponseText
+from gateway.responses.answer_schema import ResponseAnswer
 from gateway.responses.background import BackgroundResponses
 from gateway.responses.chat import ResponsePlan, response_plan
 from gateway.responses.compaction import REQUEST, compacted
@@ -69,7 +70,7 @@ def _add_generation(
 ) -> None:
     tokenizer = gateway.text.tokenizer
 
-    @app.post("/v1/responses", tags=["openai"])
+    @app.post("/v1/responses", tags=["openai"], responses={200: {"model": ResponseAnswer}})
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         asked = await _planned(gateway, body)
         answer = gateway.answer(asked.plan, "responses")

@@ -119,6 +119,11 @@ class ResponsesRequest(SharedFields):
     )
     parallel_tool_calls: bool | None = Field(default=None, description="true by default")
     metadata: dict[str, str] | None = None
+    # Without effect; the answer repeats them.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = Field(default=None, description="one tier serves all: `default`")
     speculation: Speculation | None = None
 
     @property

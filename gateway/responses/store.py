@@ -1,4 +1,4 @@
-"""Responses and conversations that are kept, in SQLite: in memory, or in a file.
+"""Responses, conversations and chats that are kept, in SQLite: in memory, or in a file.
 
 Everything belongs to the key that made it, and another key does not find it. The bound is in bytes
 of JSON: above it, the oldest entry goes of whoever keeps most.
@@ -24,7 +24,7 @@ Item = dict[str, Any]
 T = TypeVar("T")
 
 MEMORY = ":memory:"
-RESPONSE, CONVERSATION = "resp_", "conv_"  # what ids begin with
+RESPONSE, CONVERSATION, CHAT = "resp_", "conv_", "chatcmpl-"  # what ids begin with
 _RUNNING = ("queued", "in_progress")
 _LOCK_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -89,6 +89,24 @@ class StoredResponse:
     @property
     def is_running(self) -> bool:
         return self.body["status"] in _RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFilter:
+    """Which chats are asked for.
+
+    Attributes:
+        after: the id of the one before them; None begins with the first.
+        order: `asc`, oldest first, or `desc`.
+        model: None takes those of every model.
+        metadata: pairs that each of them has.
+    """
+
+    after: str | None
+    limit: int
+    order: str
+    model: str | None
+    metadata: Mapping[str, str]
 
 
 class ResponseStore:
@@ -161,19 +179,27 @@ class ResponseStore:
         """
         await self._run(partial(self._delete, owner, entry_id))
 
-    async def put_conversation(
-        self, owner: str, body: Mapping[str, Any], items: Sequence[Item]
-    ) -> None:
+    async def put_entry(self, owner: str, body: Mapping[str, Any], items: Sequence[Item]) -> None:
         """Keeps a new conversation."""
-        await self._run(partial(self._put, owner, body, None, [(it, False) for it in items], None))
+        await self._run(self._putting(owner, body, items))
 
-    async def update_conversation(self, owner: str, body: Mapping[str, Any]) -> None:
-        """Replaces what a conversation says beside its items.
+    def put_entry_soon(self, owner: str, body: Mapping[str, Any], items: Sequence[Item]) -> None:
+        """Keeps a new conversation or chat before anything that is asked for after this call."""
+        done = self._thread.submit(self._guarded, self._putting(owner, body, items))
+        done.add_done_callback(_log_failure)
+
+    def _putting(
+        self, owner: str, body: Mapping[str, Any], items: Sequence[Item]
+    ) -> Callable[[], None]:
+        return partial(self._put, owner, body, None, [(each, False) for each in items], None)
+
+    async def update_entry(self, owner: str, body: Mapping[str, Any], kind: str) -> None:
+        """Replaces what a conversation or chat says beside its items.
 
         Raises:
-            NotFound: there is no such conversation.
+            NotFound: there is none.
         """
-        await self._run(partial(self._update, owner, body))
+        await self._run(partial(self._update, owner, body, kind))
 
     async def append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
         """Adds items to a conversation.
@@ -183,18 +209,26 @@ class ResponseStore:
         """
         await self._run(partial(self._append, owner, conversation_id, items))
 
-    async def conversation(self, owner: str, conversation_id: str) -> dict[str, Any]:
+    async def entry(self, owner: str, entry_id: str, kind: str) -> dict[str, Any]:
         """Raises:
-        NotFound: there is none.
+        NotFound: there is none of this kind.
         """
-        return await self._run(partial(self._body, owner, conversation_id))
+        return await self._run(partial(self._body, owner, entry_id, kind))
 
-    async def conversation_items(self, owner: str, conversation_id: str) -> list[Item]:
+    async def entry_items(self, owner: str, entry_id: str, kind: str) -> list[Item]:
         """Raises:
-        NotFound: there is no such conversation.
+        NotFound: there is no such entry.
         InvalidArgument: they are too large together.
         """
-        return await self._run(partial(self._conversation_items, owner, conversation_id))
+        return await self._run(partial(self._entry_items, owner, entry_id, kind))
+
+    async def chats(self, owner: str, asked: ChatFilter) -> list[Item]:
+        """Returns the chats that are asked for, at most one more than `limit`.
+
+        Raises:
+            NotFound: there is no chat `after`.
+        """
+        return await self._run(partial(self._chats, owner, asked))
 
     def append_soon(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
         """Adds items before anything that is asked for after this call."""
@@ -258,16 +292,37 @@ class ResponseStore:
         head = {**body, "output": []}
         self._put(owner, head, body.get("previous_response_id"), items, events)
 
-    def _update(self, owner: str, body: Mapping[str, Any]) -> None:
-        conversation_id = str(body["id"])
-        old, new = orjson.dumps(self._body(owner, conversation_id)), orjson.dumps(body)
-        self._database.execute(
-            "UPDATE entries SET body = ? WHERE id = ?", (new.decode(), conversation_id)
+    def _update(self, owner: str, body: Mapping[str, Any], kind: str) -> None:
+        entry_id = str(body["id"])
+        old, new = orjson.dumps(self._body(owner, entry_id, kind)), orjson.dumps(body)
+        self._database.execute("UPDATE entries SET body = ? WHERE id = ?", (new.decode(), entry_id))
+        self._grow(owner, entry_id, len(new) - len(old))
+
+    def _chats(self, owner: str, asked: ChatFilter) -> list[Item]:
+        is_ascending = asked.order == "asc"
+        conditions = "owner = ? AND id GLOB ? AND changed >= ?"
+        values: list[Any] = [owner, f"{CHAT}*", self._now() - self.limits.max_age_s]
+        if asked.after is not None:
+            self._row(owner, asked.after, CHAT)
+            conditions += f" AND rowid {'>' if is_ascending else '<'} "
+            conditions += "(SELECT rowid FROM entries WHERE id = ?)"
+            values.append(asked.after)
+        if asked.model is not None:
+            conditions += " AND json_extract(body, '$.model') = ?"
+            values.append(asked.model)
+        for pair in asked.metadata.items():
+            conditions += " AND EXISTS (SELECT 1 FROM json_each(body, '$.metadata') AS pair"
+            conditions += " WHERE pair.key = ? AND pair.value = ?)"
+            values += pair
+        order = "ASC" if is_ascending else "DESC"
+        rows = self._database.execute(
+            f"SELECT body FROM entries WHERE {conditions} ORDER BY rowid {order} LIMIT ?",
+            (*values, asked.limit + 1),
         )
-        self._grow(owner, conversation_id, len(new) - len(old))
+        return [orjson.loads(body) for (body,) in rows]
 
     def _append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
-        self._row(owner, conversation_id)
+        self._row(owner, conversation_id, CONVERSATION)
         (count,) = self._database.execute(
             "SELECT coalesce(max(position) + 1, 0) FROM items WHERE entry = ?", (conversation_id,)
         ).fetchone()
@@ -352,20 +407,18 @@ class ResponseStore:
             message = f"{field} stands for {size:,} bytes or more; at most {limit:,} are read"
             raise InvalidArgument.of("HISTORY_TOO_LARGE", field, message)
 
-    def _conversation_items(self, owner: str, conversation_id: str) -> list[Item]:
-        self._row(owner, conversation_id)
+    def _entry_items(self, owner: str, entry_id: str, kind: str) -> list[Item]:
+        self._row(owner, entry_id, kind)
         (size,) = self._database.execute(
-            "SELECT size FROM entries WHERE id = ?", (conversation_id,)
+            "SELECT size FROM entries WHERE id = ?", (entry_id,)
         ).fetchone()
         self._check_history("conversation", size)
-        return self._items(conversation_id, owner)
+        return self._items(entry_id, owner)
 
-    def _body(self, owner: str, entry_id: str) -> dict[str, Any]:
-        return self._row(owner, entry_id)[0]
+    def _body(self, owner: str, entry_id: str, kind: str) -> dict[str, Any]:
+        return self._row(owner, entry_id, kind)[0]
 
-    def _row(
-        self, owner: str, entry_id: str, kind: str = CONVERSATION
-    ) -> tuple[dict[str, Any], bytes | None]:
+    def _row(self, owner: str, entry_id: str, kind: str) -> tuple[dict[str, Any], bytes | None]:
         if not entry_id.startswith(kind):
             raise _missing(entry_id)
         found = self._database.execute(
@@ -396,11 +449,13 @@ class ResponseStore:
         return item
 
     def _delete(self, owner: str, entry_id: str) -> None:
-        self._row(owner, entry_id, RESPONSE if entry_id.startswith(RESPONSE) else CONVERSATION)
+        kinds = (RESPONSE, CONVERSATION, CHAT)
+        self._row(owner, entry_id, next((k for k in kinds if entry_id.startswith(k)), RESPONSE))
         self._drop("id = ?", entry_id)
 
     def _delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
-        body, kept = self._body(owner, conversation_id), self._items(conversation_id, owner)
+        body = self._body(owner, conversation_id, CONVERSATION)
+        kept = self._items(conversation_id, owner)
         left = [(item, False) for item in kept if item["id"] != item_id]
         if len(left) == len(kept):
             raise _missing(item_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from shared.errors import CheckpointError, InvalidArgument
 
 Message = Mapping[str, Any]
 
+_MAX_COMPARED = 64
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -44,7 +46,9 @@ class ChatTemplate:
         environment = _environment()
         self._template = environment.from_string(source)
         self.source = source
-        self.reads_tools = "tools" in find_undeclared_variables(environment.parse(source))
+        parsed = environment.parse(source)
+        self._compared = _compared_texts(parsed)  # before jinja folds its constants
+        self.reads_tools = "tools" in find_undeclared_variables(parsed)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -77,6 +81,27 @@ class ChatTemplate:
         except TemplateError as error:
             message = f"chat_template cannot be compiled: {error}"
             raise InvalidArgument.of("CHAT_TEMPLATE_MALFORMED", "chat_template", message) from error
+
+    def check_role(self, messages: Sequence[Message], index: int) -> None:
+        """Raises:
+        InvalidArgument: the template does not write the message, because of its role.
+        """
+        role = messages[index]["role"]
+        if self._writes(role, messages, index):
+            return
+        known = [each for each in self._compared if self._writes(each, messages, index)]
+        field = f"messages[{index}].role"
+        taken = f"it takes {', '.join(known)}" if known else "it takes no other there"
+        message = f"{field} is {role[:64]!r}, which the model's chat template ignores; {taken}"
+        raise InvalidArgument.of("ROLE_UNKNOWN", field, message)
+
+    def _writes(self, role: str, messages: Sequence[Message], index: int) -> bool:
+        mark = uuid.uuid4().hex
+        marked = {**messages[index], "role": role, "content": mark}
+        try:
+            return mark in self.render([*messages[:index], marked, *messages[index + 1 :]])
+        except InvalidArgument:
+            return False
 
     def render(
         self,
@@ -117,6 +142,15 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compared_texts(template: nodes.Template) -> list[str]:
+    """Returns the texts that a template compares something with, among them the roles it knows."""
+    found = (
+        each.value for c in template.find_all(nodes.Compare) for each in c.find_all(nodes.Const)
+    )
+    texts = {each for each in found if isinstance(each, str) and each.isidentifier()}
+    return sorted(texts)[:_MAX_COMPARED]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("guided_grammar", 'root ::= "a"', {"ebnf": 'root ::= "a"'}),
     ("regex", "a+", {"regex": "a+"}),
     ("ebnf", 'root ::= "a"', {"ebnf": 'root ::= "a"'}),
+    ("grammar", 'root ::= "a"', {"ebnf": 'root ::= "a"'}),
     ("json_schema", json.dumps(SCHEMA), {"json_schema": SCHEMA}),
 ]  # type: ignore[list-item]
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
 from gateway.fingerprint import fingerprint
 from gateway.generation import TargetModel
+from gateway.text.chat_template import ChatTemplate
 from gateway.text.model_text import ModelText
 from shared.text.tokenizer import Tokenizer
 from tests.gateway.driving import (
@@ -115,6 +117,19 @@ async def test_only_the_end_of_a_prompt_is_kept(
     response = await client.post("/v1/completions", json={**body, "max_tokens": max_tokens})
     assert response.status_code == 200
     assert list(target.submits[0].request.prompt_token_ids) == prompt[-kept:]
+    for url, sent in (
+        ("/v1/completions", {**body, "max_tokens": max_tokens}),
+        (
+            "/generate",
+            {
+                "input_ids": prompt,
+                "truncate_prompt_tokens": asked,
+                "sampling_params": {"max_new_tokens": max_tokens},
+            },
+        ),
+    ):
+        await client.post(url, json={**sent, "truncation_side": "right"})
+        assert list(target.submits[-1].request.prompt_token_ids) == prompt[:kept]
 
 
 async def test_a_long_text_is_cut_where_it_may_be(
@@ -143,6 +158,87 @@ async def test_the_answer_continues_the_last_message(
     for wrong in ({"add_generation_prompt": True}, {"messages": [{"role": "user", "content": ""}]}):
         response = await client.post("/v1/chat/completions", json={**body, **wrong})
         assert (await error_of(response))[:2] == (400, "continue_final_message")
+
+
+ROLES = (
+    "{% for m in messages %}{% if m.role == 'critic' %}({{ m.content }})"
+    "{% elif m['role'] in ['user', 'system'] %}[{{ m.content }}]"
+    "{% elif m.role == 'loud' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_role_may_be_the_templates_own(
+    make_gateway: MakeGateway,
+    target: FakeTarget,
+    text: ModelText,
+    tokenizer: Tokenizer,
+    stream: bool,
+) -> None:
+    gateway = await make_gateway(target, text=replace(text, template=ChatTemplate(ROLES, {})))
+    mine = [*MESSAGES, {"role": "critic", "content": "the fox"}]
+    body = {**CHAT, "messages": mine, "max_tokens": 2, "stream": stream}
+    assert (await post(gateway, "/v1/chat/completions", body)).status_code == 200
+    sent = target.submits[-1].request.prompt_token_ids
+    assert list(sent) == await ids_of(tokenizer, "[then](the fox)")
+    for role in ("judge", "loud", "function"):
+        wrong = {**body, "messages": [*MESSAGES, {"role": role, "content": "then"}]}
+        status, param, code, message = await error_of(
+            await post(gateway, "/v1/chat/completions", wrong)
+        )
+        assert (status, param, code) == (400, "messages[1].role", "role_unknown")
+        assert message.endswith("it takes critic, system, user"), message
+        assert repr(role) in message
+    many = [{"role": f"r{n}", "content": "a"} for n in range(9)]
+    refused = await post(gateway, "/v1/chat/completions", {**body, "messages": many})
+    assert (await error_of(refused))[:3] == (400, "messages", "roles_out_of_range")
+
+
+async def test_a_template_that_writes_every_role_takes_it(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    body = {**CHAT, "messages": [{"role": "judge", "content": "then"}], "max_tokens": 2}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    expected = await ids_of(tokenizer, "<|judge|>then<|end|><|assistant|>")
+    assert list(target.submits[-1].request.prompt_token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "asked", "is_echoed"),
+    [
+        ("assistant", {"continue_final_message": True}, True),
+        ("assistant", {}, True),
+        ("user", {}, False),
+        ("user", {"add_generation_prompt": False}, True),
+        ("assistant", {"echo": False}, False),
+    ],
+)
+async def test_a_chat_echoes_the_message_that_it_continues(
+    client: httpx.AsyncClient,
+    target: FakeTarget,
+    tokenizer: Tokenizer,
+    role: str,
+    asked: dict[str, Any],
+    is_echoed: bool,
+) -> None:
+    await say(target, tokenizer, " brown fox", per_step=1)
+    content = [{"type": "text", "text": "the quick"}]
+    messages = [*MESSAGES, {"role": role, "content": content}]
+    body = {**CHAT, "messages": messages, "echo": True, "n": 2, **asked}
+    expected = "the quick brown fox" if is_echoed else " brown fox"
+    whole = (await client.post("/v1/chat/completions", json=body)).json()
+    assert [choice["message"]["content"] for choice in whole["choices"]] == [expected] * 2
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"stream": True, "stream_options": usage}
+    streamed = events(
+        (await client.post("/v1/chat/completions", json={**body, **options})).content
+    )[:-1]
+    assert all(event["usage"] for event in streamed)
+    for index in range(2):
+        choices = [c for event in streamed for c in event["choices"] if c["index"] == index]
+        texts = [choice["delta"].get("content", "") for choice in choices]
+        assert "".join(texts) == expected
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
 
 
 async def test_a_chat_may_bring_its_prompt_as_tokens(
@@ -398,6 +494,7 @@ async def test_tokens_that_a_request_names_have_log_probabilities(
     whole = (await client.post("/v1/completions", json=completion)).json()
     (top,) = whole["choices"][0]["logprobs"]["top_logprobs"]
     assert top == {"token_id:7": -7.0, "token_id:9": -9.0, f"token_id:{first}": -0.5}
+    assert next(iter(top)) == f"token_id:{first}"  # the drawn one
     for url, body in BOTH:
         for wrong in ([512], list(range(129)), [-1]):
             response = await client.post(
@@ -406,3 +503,119 @@ async def test_tokens_that_a_request_names_have_log_probabilities(
             assert (await error_of(response))[:2] == (400, "logprob_token_ids")
         response = await client.post(url, json={**body, "logprob_token_ids": [1]})
         assert (await error_of(response))[:3] == (400, "logprob_token_ids", "logprobs_off")
+
+
+GENERATING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": {"model": "fake", "input": "then"},
+    "/v1/messages": {"model": "fake", "max_tokens": 4, "messages": MESSAGES},
+    "/generate": {"text": "then"},
+}
+_REFUSED: dict[str, Any] = {
+    "custom_logit_processor": "x",
+    "documents": [{"a": "b"}],
+    "input_embeds": [[0.5]],
+    "length_penalty": 0.5,
+    "lora_path": "x",
+    "mirostat": 2,
+    "use_beam_search": True,
+}
+_OF_OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"best_of": 2, "suffix": "x", "prompt": "x"},
+    "/v1/completions": {
+        "chat_template_kwargs": {"a": 1},
+        "input_ids": [5],
+        "max_completion_tokens": 3,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "verbosity": "low",
+    },
+    "/v1/responses": {
+        "chat_template_kwargs": {"a": 1},
+        "echo": True,
+        "guided_json": {"type": "object"},
+        "input_ids": [5],
+        "logprobs": True,
+        "max_tokens": 3,
+        "n": 2,
+        "response_format": {"type": "json_object"},
+        "verbosity": "low",
+    },
+    "/v1/messages": {
+        "n": 2,
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "regex": "a",
+        "separate_reasoning": False,
+        "top_logprobs": 2,
+    },
+    "/generate": {
+        "logit_bias": {"5": 1},
+        "max_tokens": 3,
+        "stop": "o",
+        "stop_regex": "o",
+        "temperature": 0.5,
+        "thinking_token_budget": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATING)
+async def test_what_would_change_the_answer_is_refused_by_name(
+    client: httpx.AsyncClient, path: str, stream: bool
+) -> None:
+    for name, value in (_REFUSED | _OF_OTHERS[path]).items():
+        body = {**GENERATING[path], "stream": stream, name: value}
+        response = await client.post(path, json=body)
+        assert response.status_code == 400, (name, response.text)
+        error = response.json()["error"]
+        assert f"{name} is not implemented" in error["message"]
+        assert error.get("param", name) == name
+        absent = await client.post(path, json={**body, name: None})
+        assert absent.status_code == 200, absent.text
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_what_asks_for_nothing_is_not_refused(client: httpx.AsyncClient, path: str) -> None:
+    neutral = {"best_of": 1, "length_penalty": 1.0, "n": 1, "tools": [], "use_beam_search": False}
+    if path == "/v1/messages":
+        neutral |= {"response_format": {"type": "text"}, "separate_reasoning": True}
+    if path in ("/v1/completions", "/generate"):  # which tell no thoughts from text
+        neutral |= {"separate_reasoning": False, "include_reasoning": False}
+    assert (await client.post(path, json={**GENERATING[path], **neutral})).status_code == 200
+
+
+async def test_counting_needs_no_field_of_sampling(client: httpx.AsyncClient) -> None:
+    body = {**GENERATING["/v1/messages"], "temperature": 0.5, "stop": "o", "n": 2}
+    assert (await client.post("/v1/messages/count_tokens", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_repeats_who_asked_and_tells_its_times(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    asked = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
+    body = {"model": "fake", "input": "then", "stream": stream, **asked}
+    response = await client.post("/v1/responses", json={**body, "service_tier": "flex"})
+    answer = response.json() if not stream else None
+    if answer is None:
+        answer = orjson.loads(response.text.splitlines()[-2].removeprefix("data: "))["response"]
+    assert {name: answer[name] for name in asked} == asked
+    assert answer["service_tier"] == "default"
+    assert answer["system_fingerprint"].startswith("fp_")
+    assert answer["timings"]["predicted_n"] == answer["usage"]["output_tokens"] > 0
+    plain = (await client.post("/v1/responses", json={**GENERATING["/v1/responses"]})).json()
+    assert [plain[name] for name in (*asked, "service_tier")] == [None] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_tells_its_times(client: httpx.AsyncClient, stream: bool) -> None:
+    body = {**GENERATING["/v1/messages"], "stream": stream}
+    response = await client.post("/v1/messages", json=body)
+    data = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    events = [orjson.loads(line) for line in data] if stream else [response.json()]
+    head = events[0]["message"] if stream else events[0]
+    last = events[-2] if stream else events[0]
+    assert head["system_fingerprint"].startswith("fp_")
+    assert last["timings"]["predicted_n"] == last["usage"]["output_tokens"] > 0

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.messages.schema import MessagesRequest
 from gateway.native.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from gateway.refusals import OPENAI_FIELDS
+from gateway.refusals import CHAT_FIELDS
 from gateway.responses.schema import ResponsesRequest
 from gateway.schema import Body, ChatCompletionRequest, CompletionRequest, Speculation
 
@@ -31,5 +31,5 @@ def test_the_page_names_every_field(body: type[Body]) -> None:
 
 
 def test_the_page_names_every_field_that_is_refused() -> None:
-    refused = {*OPENAI_FIELDS.unimplemented, *OPENAI_FIELDS.neutral}
+    refused = {*CHAT_FIELDS.unimplemented, *CHAT_FIELDS.neutral}
     assert {name for name in refused if f"`{name}" not in _PAGE} == set()

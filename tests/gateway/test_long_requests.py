@@ -107,9 +107,21 @@ async def test_many_messages_are_rendered_off_the_loop(
     assert len(threads) == 2
 
 
-async def test_long_lists_of_tokens_become_text_off_the_loop(client: httpx.AsyncClient) -> None:
-    answer = await client.post("/detokenize", json={"tokens": [5] * 20_000})
-    assert len(answer.json()["text"]) == 20_000
+async def test_long_lists_of_tokens_become_text_off_the_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    decode = Tokenizer.decode
+
+    def noted(tokenizer: Tokenizer, *arguments: Any, **options: Any) -> str:
+        threads.add(threading.current_thread().name)
+        return decode(tokenizer, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    for num_tokens in (2, 20_000):
+        answer = await client.post("/detokenize", json={"tokens": [5] * num_tokens})
+        assert len(answer.json()["text"]) == num_tokens
+    assert len(threads) == 2
     answer = await client.post("/detokenize", json={"tokens": [5] * 20_000 + [9999]})
     assert (await error_of(answer))[:2] == (400, "tokens")
 

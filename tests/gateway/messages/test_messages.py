@@ -57,6 +57,8 @@ async def test_a_message_is_answered_with_one_text_block(
     answer = (await client.post("/v1/messages", json=BODY)).json()
     assert answer.pop("id").startswith("msg_")
     assert answer.pop("metrics")["speculative_decoding"]["num_spec_steps"] > 0
+    assert answer.pop("timings")["cache_n"] == 2
+    assert answer.pop("system_fingerprint").startswith("fp_")
     assert answer == {
         "type": "message",
         "role": "assistant",

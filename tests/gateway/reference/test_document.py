@@ -54,13 +54,13 @@ async def test_content_types_of_answers_are_documented(
 async def test_answers_of_speculation_have_the_documented_fields(client: httpx.AsyncClient) -> None:
     schemas = (await _document(client))["components"]["schemas"]
     documented = schemas["SpeculationMetrics"]["properties"]
-    for path, name in (("chat/completions", "ChatCompletion"), ("completions", "Completion")):
-        body = CHAT if name == "ChatCompletion" else {"model": "fake", "prompt": "the"}
+    for path, name in (("chat/completions", "ChatAnswer"), ("completions", "CompletionAnswer")):
+        body = CHAT if name == "ChatAnswer" else {"model": "fake", "prompt": "the"}
         body = {**body, "max_tokens": 9, "ignore_eos": True}
         answer = (await client.post(f"/v1/{path}", json=body)).json()
         assert set(schemas[name]["required"]) <= set(answer) <= set(schemas[name]["properties"])
         assert set(answer["metrics"]["speculative_decoding"]) == set(documented)
-    logprobs = schemas["Logprobs"]["properties"]["token_logprobs"]
+    logprobs = schemas["CompletionLogprobs"]["properties"]["token_logprobs"]
     assert Type("list of number") in types(logprobs)
     assert {"type": "null"} in logprobs["anyOf"][0]["items"]["anyOf"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.responses.store import ResponseStore, StoredResponse, StoreLimits
+from gateway.responses.store import CONVERSATION, ResponseStore, StoredResponse, StoreLimits
 from shared.errors import InvalidArgument, NotFound, SettingsError
 
 
@@ -48,10 +48,10 @@ async def test_what_is_too_large_by_itself_is_not_kept() -> None:
 
 async def test_a_conversation_that_grows_too_large_goes() -> None:
     store = ResponseStore(limits=StoreLimits(max_bytes=1000))
-    await store.put_conversation("alice", {"id": "conv_0"}, [])
+    await store.put_entry("alice", {"id": "conv_0"}, [])
     await store.append("alice", "conv_0", [{"id": "msg_0", "text": "x" * 2000}])
     with pytest.raises(NotFound):
-        await store.conversation("alice", "conv_0")
+        await store.entry("alice", "conv_0", CONVERSATION)
 
 
 async def test_what_is_old_is_gone() -> None:

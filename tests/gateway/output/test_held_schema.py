@@ -1,0 +1,161 @@
+"""What grammars cannot hold is left out of a schema, named, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher
+
+from gateway.constraints import HeldOutput, held_output
+from gateway.output.families import ReasoningParser, ToolCallParser
+from gateway.output.held_schema import held_schema
+from gateway.output.style import ChatOutput, OutputStyle
+from gateway.output.tagged_calls import FAMILIES
+from gateway.output.tools import Tool, Toolbox, ToolUse
+from shared.errors import InvalidArgument
+
+OBJECT = {"type": "object"}
+A, B = ({"properties": {"a": {"const": text}}, "required": ["a"], **OBJECT} for text in "ab")
+# A schema, the keywords that are left out of it, JSON that it refuses for one of them.
+CASES: list[tuple[dict[str, Any], list[str], Any]] = [
+    ({"type": "array", "uniqueItems": True}, ["uniqueItems"], [1, 1]),
+    ({"propertyNames": {"pattern": "^a"}, **OBJECT}, ["propertyNames"], {"b": 1}),
+    ({"type": "array", "contains": {"type": "integer"}}, ["contains"], ["a"]),
+    (
+        {"type": "array", "contains": {}, "minContains": 2, "maxContains": 3},
+        ["contains", "maxContains", "minContains"],
+        [1],
+    ),
+    ({"type": "integer", "not": {"enum": [1]}}, ["not"], 1),
+    ({"if": A, "then": {"required": ["b"]}, "else": False}, ["else", "if", "then"], {"a": "a"}),
+    ({"dependentRequired": {"a": ["b"]}, **OBJECT}, ["dependentRequired"], {"a": 1}),
+    ({"dependentSchemas": {"a": False}, **OBJECT}, ["dependentSchemas"], {"a": 1}),
+    ({"allOf": [A], "unevaluatedProperties": False}, ["unevaluatedProperties"], {"a": "a", "b": 1}),
+    ({"type": "array", "unevaluatedItems": False}, ["unevaluatedItems"], [1]),
+    ({"type": "string", "pattern": "^(?!a)"}, ["pattern"], "ab"),
+    ({"type": "string", "pattern": r"^(a|b)\1$"}, ["pattern"], "ab"),
+    (
+        {"patternProperties": {"(?=a)": {}}, "additionalProperties": False, **OBJECT},
+        ["patternProperties"],
+        {"b": 1},
+    ),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["oneOf"], 1),
+    (
+        {"oneOf": [OBJECT, A], "anyOf": [OBJECT], "allOf": [OBJECT]},
+        ["oneOf"],
+        {"a": "a"},
+    ),
+    (
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"uniqueItems": True}}},
+        ["uniqueItems"],
+        {"a": [1, 1]},
+    ),
+    (
+        {"$dynamicAnchor": "a", "properties": {"a": {"$dynamicRef": "#a"}}, **OBJECT},
+        ["$dynamicRef"],
+        {"a": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "unheld", "refused"), CASES, ids=str)
+def test_what_no_grammar_holds_is_left_out_and_named(
+    schema: dict[str, Any], unheld: list[str], refused: Any
+) -> None:
+    before = copy.deepcopy(schema)
+    held = held_schema(schema)
+    assert list(held.unheld) == unheld
+    assert schema == before
+    source = LLMatcher.grammar_from_json_schema(held.schema)
+    assert not LLMatcher.validate_grammar(source)
+    # The grammar allows more, and the check refuses that.
+    assert jsonschema_rs.is_valid(held.schema, refused)
+    assert not jsonschema_rs.is_valid(schema, refused)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+        {"propertyNames": {}, "unevaluatedProperties": True, "dependentRequired": {}, **OBJECT},
+        {"enum": [{"uniqueItems": True}], "default": {"not": {}}},
+        {"properties": {"uniqueItems": {"type": "string"}}, **OBJECT},
+        {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        {"oneOf": [A, B]},
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": A, "b": B}},
+        {"$dynamicAnchor": "a", "properties": {"a": {"$ref": "#a"}}, **OBJECT},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_needs_no_check(schema: dict[str, Any]) -> None:
+    held = held_schema(schema)
+    assert held.unheld == ()
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(held.schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": 5},
+        {"uniqueItems": "yes"},
+        {"not": {}, "properties": 3},
+        {"not": {}, "oneOf": {"a": 1}},
+        {"not": {}, "oneOf": [3], "anyOf": 4, "allOf": 5},
+        {"not": {}, "oneOf": [{"enum": 4}], "patternProperties": 4, "pattern": 3},
+        {"oneOf": [{"required": [{}], **OBJECT}, {"required": 3, **OBJECT}]},
+    ],
+    ids=str,
+)
+def test_a_wrong_schema_is_refused_where_no_grammar_would_say(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="the JSON schema is wrong at"):
+        held_schema(schema)
+
+
+def test_a_schema_of_an_unknown_kind_is_never_fetched() -> None:
+    schema = {"$schema": "http://127.0.0.1:9/schema", "uniqueItems": True}
+    assert held_schema(schema).unheld == ("uniqueItems",)
+
+
+FORMATS = [
+    each for each in ToolCallParser if each not in (ToolCallParser.AUTO, ToolCallParser.NONE)
+]
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"enum": True}}},
+        {"required": 5},
+        {"required": [{}]},
+        {"properties": {"a": {"type": "string", "minLength": {}}}},
+        {"properties": {"a": {"anyOf": [True, "text"]}}},
+    ],
+    ids=str,
+)
+def test_a_wrong_schema_of_a_tool_is_refused(parser: ToolCallParser, schema: Any) -> None:
+    with pytest.raises(InvalidArgument, match="the JSON schema is wrong at"):
+        _held(parser, schema)
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+def test_a_schema_may_refer_to_itself(parser: ToolCallParser) -> None:
+    """Each alternative is looked at once: their number does not multiply."""
+    again = {"anyOf": [{"$ref": "#/$defs/a"}] * 40 + [{"type": "string"}, {"type": "integer"}]}
+    schema = {"$defs": {"a": again}, "properties": {"x": {"$ref": "#/$defs/a"}}}
+    assert _held(parser, schema).grammar is not None
+    chain = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}]} for n in range(3000)}
+    chain["a3000"] = {"type": "string"}  # type: ignore[dict-item]
+    deep = {"$defs": chain, "properties": {"x": {"$ref": "#/$defs/a0"}}}
+    if parser.value in FAMILIES or parser is ToolCallParser.PYTHONIC:  # argument by argument
+        with pytest.raises(InvalidArgument, match="refers to itself too deeply"):
+            _held(parser, deep)
+
+
+def _held(parser: ToolCallParser, schema: Any) -> HeldOutput:
+    toolbox = Toolbox((Tool("pick", None, schema),), ToolUse.REQUIRED)
+    style = OutputStyle(parser, ReasoningParser.NONE)
+    return held_output(None, ChatOutput(style, toolbox, False))
