@@ -74,7 +74,7 @@ check-lint:
 	@echo "== ruff"; $(PY) -m ruff check --quiet .
 
 check-types:
-	@echo "== mypy --strict"; $(PY) -m mypy --num-workers 2
+	@echo "== mypy --strict"; $(PY) -m mypy
 
 check-protos:
 	@echo "== buf lint"; buf lint protos

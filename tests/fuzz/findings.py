@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MAX_SECONDS = 2.0  # that an answer may take
 _PAGE_BYTES = 4096
+_NUM_SHOWN = 20
+_NUM_SAMPLES = 256  # of starvation, a minute of them
 _GROWTH_BYTES = 128 * 2**20  # of allocators and caches that fill up once
 
 
@@ -39,9 +44,31 @@ class Findings:
     slowest_s: float = 0.0
     statuses: Counter[int] = field(default_factory=Counter)
     memory: list[int] = field(default_factory=list)
+    starved: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
 
     def add(self, what: str, sent: bytes) -> None:
         self.lines.append(f"{what}: {sent[:2000]!r}")
+        if len(self.lines) <= _NUM_SHOWN:
+            print(self.lines[-1], flush=True)
+
+    def judge(self, begin_s: float, what: str, sent: bytes) -> None:
+        """Notes what took too long, less the time for which the host ran others' processes."""
+        duration_s = time.monotonic() - begin_s
+        if duration_s > MAX_SECONDS:
+            self.note_starvation()
+            before = [delay_s for now_s, delay_s in self.starved if now_s <= begin_s]
+            duration_s -= self.starved[-1][1] - (before[-1] if before else self.starved[0][1])
+        self.slowest_s = max(self.slowest_s, duration_s)
+        if duration_s > MAX_SECONDS:
+            self.add(f"{what} took {duration_s:.1f} s", sent)
+
+    def note_starvation(self) -> None:
+        """Notes how long this process's threads have waited for a processor."""
+        delay_ns = 0
+        for schedule in Path("/proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # a thread that ended
+                delay_ns += int(schedule.read_text().split()[1])
+        self.starved.append((time.monotonic(), delay_ns / 1e9))
 
     def note_memory(self) -> None:
         """Notes what is in memory now."""

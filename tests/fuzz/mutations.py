@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 _MESSAGES = [
@@ -197,15 +196,17 @@ def nasty(rng: random.Random) -> Any:
     return _deep(rng.choice((3, 50, 127, 200, 400)))
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items: Sequence[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    for key, inner in items:
-        yield (*path, key)
-        yield from _places(inner, (*path, key))
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Returns every container of a value with each of its keys."""
+    places, left = [], [value]
+    while left:
+        inside = left.pop()
+        keys = inside if isinstance(inside, dict) else range(len(inside))
+        for key in keys:
+            places.append((inside, key))
+            if isinstance(inside[key], (dict, list)):
+                left.append(inside[key])
+    return places
 
 
 def mutated(body: dict[str, Any], rng: random.Random) -> Any:
@@ -215,13 +216,10 @@ def mutated(body: dict[str, Any], rng: random.Random) -> Any:
         if rng.random() < 0.3 and key not in ("model", "messages", "prompt", "input", "text"):
             del body[key]
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        places = list(_places(body))
+        places = _places(body)
         if not places:
             break
-        *path, last = rng.choice(places)
-        inside: Any = body
-        for key in path:
-            inside = inside[key]
+        inside, last = rng.choice(places)
         if isinstance(inside, dict) and rng.random() < 0.1:
             del inside[last]
         else:
@@ -233,7 +231,11 @@ def mutated(body: dict[str, Any], rng: random.Random) -> Any:
 
 def written(body: Any, rng: random.Random) -> bytes:
     """Returns a body as JSON, now and then not quite."""
-    content = json.dumps(body, ensure_ascii=rng.random() < 0.8).encode(errors="surrogatepass")
+    try:
+        text = json.dumps(body, ensure_ascii=rng.random() < 0.8)
+    except RecursionError:  # deep values inside deep values
+        text = "[" * 3000
+    content = text.encode(errors="surrogatepass")
     kind = rng.randrange(20)
     if kind == 0:
         return content[: rng.randrange(len(content) + 1)]

@@ -50,7 +50,7 @@ async def run(flags: argparse.Namespace) -> Mapping[str, Figures]:
         url = urllib.parse.urlsplit(flags.url)
         settings = StreamSettings(url.hostname or HOST, url.port or 80, 1)
         return {"disconnects": await disconnects(load, settings, [flags.target_maintenance])}
-    async with gateway_stack(flags.port, flags.step_ms) as stack:
+    async with gateway_stack(flags.port, flags.step_ms, flags.workers) as stack:
         return {
             name: await _MEASUREMENTS[name](load, stack) for name in flags.only or _MEASUREMENTS
         }
@@ -85,6 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target-maintenance", default=f"{HOST}:50052")
     parser.add_argument("--only", action="append", choices=tuple(_MEASUREMENTS))
     parser.add_argument("--port", type=int, default=18000, help=f"first of {NUM_PORTS}")
+    parser.add_argument("--workers", type=int, default=1, help="of the gateway")
     parser.add_argument("--streams", type=int, default=256, help="side by side")
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the synthetic target")

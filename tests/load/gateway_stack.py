@@ -43,12 +43,15 @@ class GatewayStack:
 
 
 @asynccontextmanager
-async def gateway_stack(port: int, step_ms: float) -> AsyncIterator[GatewayStack]:
+async def gateway_stack(
+    port: int, step_ms: float, num_workers: int = 1
+) -> AsyncIterator[GatewayStack]:
     """Starts everything, waits until it serves, and stops it.
 
     Args:
         port: first of `NUM_PORTS`.
         step_ms: between the steps of the target.
+        num_workers: of the gateway.
     """
     target, tokenizer = f"{HOST}:{port + 2}", ("--tokenizer", str(DEMO_MODEL))
     async with (
@@ -56,7 +59,10 @@ async def gateway_stack(port: int, step_ms: float) -> AsyncIterator[GatewayStack
             *("tests.load.synthetic_target", "--port", str(port + 2), *tokenizer),
             *("--step-ms", str(step_ms)),
         ),
-        _process("gateway", "--port", str(port), "--target", target, *tokenizer) as gateway,
+        _process(
+            *("gateway", "--port", str(port), "--target", target, *tokenizer),
+            *("--workers", str(num_workers)),
+        ) as gateway,
         _process("tests.load.bare_gateway", "--port", str(port + 4), "--target", target) as bare,
     ):
         async with asyncio.timeout(_START_TIMEOUT_S):
