@@ -1,10 +1,11 @@
 """`make fuzz`: nearly right requests, and raw bytes, to every route and RPC of a gateway; beside
 them, drafts that break the protocol, at a target.
 
-No answer may be a 500 or take longer than two seconds in which the host had time for it, no worker
-may be left behind: at the end no request is live and no token reserved. The seed makes a run again;
-a finding is printed with what was sent, and belongs into `tests/gateway/test_hostile_requests.py`.
-SIGINT ends a run early.
+No answer may be a 500, none may take longer than two seconds, no worker may be left behind: at the
+end no request is live and no token reserved. A request that was late among others is sent again
+alone at the end, and is a finding if it is late there, too. The seed makes a run again; a finding
+is printed with what was sent, and belongs into `tests/gateway/test_hostile_requests.py`. SIGINT
+ends a run early.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from tests.helpers.fake_target import FakeTarget
 
 _NUM_AT_ONCE = 24
 _WRONG = frozenset({500, 502})
+_BUGS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED)
 _PATHS = tuple(BODIES)
 _TIMEOUT_S = 30.0
 _RPCS = (
@@ -59,12 +61,21 @@ _RPCS = (
 )
 
 
-async def _send_http(connection: Connection, rng: random.Random, found: Findings) -> None:
+async def _send_http(
+    connection: Connection, port: int, rng: random.Random, found: Findings
+) -> None:
     path, method, content = rng.choice(_PATHS), "POST", b""
     if rng.random() < 0.1:
         path, method = nasty_path(rng), rng.choice(("GET", "DELETE", "POST"))
     if method == "POST":
         content = written(mutated(BODIES.get(path, {}), rng), rng)
+
+    async def send_alone() -> float:
+        begin_s = time.monotonic()
+        async with Connection(port) as fresh:
+            await fresh.request(method, path, content)
+        return time.monotonic() - begin_s
+
     begin_s = time.monotonic()
     try:
         status = await connection.request(method, path, content)
@@ -74,7 +85,7 @@ async def _send_http(connection: Connection, rng: random.Random, found: Findings
     except (OSError, httptools.HttpParserError) as error:
         found.add(f"{path} raised {error!r}", content)
     found.num_http += 1
-    found.judge(begin_s, path, content)
+    found.judge(time.monotonic() - begin_s, path, content, send_alone)
 
 
 async def _send_raw(port: int, rng: random.Random, found: Findings) -> None:
@@ -104,14 +115,18 @@ async def _send_raw(port: int, rng: random.Random, found: Findings) -> None:
 
 async def _send_rpc(channel: grpc.aio.Channel, rng: random.Random, found: Findings) -> None:
     method, content = rng.choice(_RPCS), rng.randbytes(rng.randrange(60))
-    begin_s = time.monotonic()
-    try:
-        await channel.unary_unary(method)(content, timeout=_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        if error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
-            found.add(f"{method} failed: {error.code().name} {error.details()}", content)
+
+    async def send() -> float:
+        begin_s = time.monotonic()
+        try:
+            await channel.unary_unary(method)(content, timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _BUGS:
+                found.add(f"{method} failed: {error.code().name} {error.details()}", content)
+        return time.monotonic() - begin_s
+
+    found.judge(await send(), method, content, send)
     found.num_rpcs += 1
-    found.judge(begin_s, method, content)
 
 
 async def _watch_host(found: Findings, target: FakeTarget) -> None:
@@ -119,9 +134,7 @@ async def _watch_host(found: Findings, target: FakeTarget) -> None:
         target.submits.clear()  # it keeps all that it was sent
         target.cancelled.clear()
         found.note_memory()
-        for _ in range(4):
-            found.note_starvation()
-            await asyncio.sleep(0.25)
+        await asyncio.sleep(1.0)
 
 
 async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> None:
@@ -166,7 +179,7 @@ async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> Non
                     # Unfinished bytes are waited for; requests are sent meanwhile.
                     raw = asyncio.create_task(_send_raw(http.port, rng, found))
                     for _ in range(20):
-                        await _send_http(connection, rng, found)
+                        await _send_http(connection, http.port, rng, found)
                     await _send_rpc(channel, rng, found)
                     await raw
 
@@ -179,6 +192,7 @@ async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> Non
                 send_rogues(speculating, random.Random(flags.seed), found, go_on),
                 *(work(channel) for _ in range(_NUM_AT_ONCE)),
             )
+            await found.try_suspects()
             host.cancel()
             found.check_memory()
             async with Connection(http.port) as connection:
@@ -208,8 +222,8 @@ def main() -> int:
     print(found.memory_line)
     print(
         f"{found.num_http:,} requests, {found.num_raw:,} raw connections, {found.num_rpcs:,} RPCs, "
-        f"{found.num_drafts:,} rogue drafts; "
-        f"slowest {found.slowest_s:.2f} s, {memory_mib} MiB at most; {len(found.lines)} findings"
+        f"{found.num_drafts:,} rogue drafts; {len(found.suspects)} late and sent again alone, "
+        f"slowest {found.slowest_s:.2f} s; {memory_mib} MiB at most; {len(found.lines)} findings"
     )
     return 1 if found.lines else 0
 

@@ -62,18 +62,30 @@ async def send_rogues(
     address: str, rng: random.Random, found: Findings, go_on: Callable[[], bool]
 ) -> None:
     """Attaches one rogue after the other while `go_on` says so, and asks for tokens meanwhile."""
-    async with open_channel(address) as channel, open_channel(address) as other:
+    async with open_channel(address) as channel:
         expected = await _tokens(channel)
         while go_on():
-            begin_s = time.monotonic()
-            rogue = asyncio.create_task(_rogue(other, rng, found))
-            tokens = await _tokens(channel)
-            found.judge(begin_s, "a request beside a rogue draft", b"")
-            await rogue
+            seed = rng.getrandbits(32)
+
+            async def ask(seed: int = seed) -> float:
+                return await _ask_beside_rogue(address, seed, expected, found)
+
+            found.judge(await ask(), f"a request beside rogue draft {seed}", b"", ask)
             found.num_drafts += 1
-            if tokens != expected:
-                found.add(f"a rogue draft changed {expected} to {tokens}", b"")
             await _generate_nearly(channel, rng, found)
+
+
+async def _ask_beside_rogue(address: str, seed: int, expected: list[int], found: Findings) -> float:
+    """Returns the seconds until a request's tokens have all come while a rogue is attached."""
+    async with open_channel(address) as channel, open_channel(address) as other:
+        rogue = asyncio.create_task(_rogue(other, random.Random(seed), found))
+        begin_s = time.monotonic()
+        tokens = await _tokens(channel)
+        duration_s = time.monotonic() - begin_s
+        await rogue
+    if tokens != expected:
+        found.add(f"rogue draft {seed} changed {expected} to {tokens}", b"")
+    return duration_s
 
 
 async def _tokens(channel: aio.Channel) -> list[int]:

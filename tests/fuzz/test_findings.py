@@ -1,0 +1,38 @@
+"""Late answers of the fuzzer: suspects among others, findings alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tests.fuzz.findings import MAX_SECONDS, Findings
+
+
+def _answers(*durations_s: float) -> Callable[[], Awaitable[float]]:
+    """Returns a request that takes so long, one time after the other."""
+    left = list(durations_s)
+
+    async def send() -> float:
+        return left.pop(0)
+
+    return send
+
+
+def _lines(*durations_s: float) -> list[str]:
+    found = Findings()
+    found.judge(durations_s[0], "/x", b"sent", _answers(*durations_s[1:]))
+    asyncio.run(found.try_suspects())
+    return found.lines
+
+
+def test_a_request_late_among_others_is_no_finding_if_in_time_alone() -> None:
+    assert _lines(9.0, 0.1) == []
+    assert _lines(9.0, 3.0, 0.1) == []
+
+
+def test_a_request_late_every_time_is_a_finding() -> None:
+    assert _lines(9.0, 5.0, 3.0, 4.0) == ["/x took 3.0 s alone: b'sent'"]
+
+
+def test_a_request_in_time_is_not_sent_again() -> None:
+    assert _lines(MAX_SECONDS) == []  # `_answers` holds no further answer
