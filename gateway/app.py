@@ -23,6 +23,7 @@ from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
 from gateway.middleware import Access, BodyLimit, RequestId
 from gateway.native.generate_routes import add_generate_routes
+from gateway.native.history_routes import add_history_routes
 from gateway.native.rollout_routes import add_rollout_routes
 from gateway.native.server_routes import add_server_routes, target_statuses
 from gateway.native.token_routes import add_token_routes
@@ -62,6 +63,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_generate_routes(app, gateway)
     add_token_routes(app, gateway)
     add_server_routes(app, gateway)
+    add_history_routes(app, gateway)
     add_rollout_routes(app, gateway)
     _add_operations_routes(app, gateway)
     add_playground_routes(app)

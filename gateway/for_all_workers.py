@@ -26,6 +26,13 @@ _COUNTS = frozenset(
     {
         *("aborted_request_count", "open_request_count", "live_request_count", "server_load"),
         *("reserved_token_count", "received_token_count"),
+        *("verified_round_count", "accepted_token_count"),
+    }
+)
+_SUMMED = frozenset(
+    {
+        *("/load", "/server_info", "/get_server_info", "/speculation_history"),
+        "/abort_request",
     }
 )
 _RUNNING = ("queued", "in_progress")
@@ -77,7 +84,7 @@ def _merge(method: str, path: str) -> Merge | None:
         return _health
     if path == "/metrics":
         return _metrics
-    if path in ("/load", "/server_info", "/get_server_info", "/abort_request"):
+    if path in _SUMMED:
         return _summed
     if (method == "DELETE" and _KEPT.fullmatch(path)) or _CANCEL.fullmatch(path):
         return _best

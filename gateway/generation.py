@@ -86,6 +86,20 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightChange:
+    """Other weights came into force.
+
+    Attributes:
+        time_s: seconds since the epoch.
+        algorithm: of the draft that has them; empty for the target.
+    """
+
+    time_s: float
+    algorithm: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class TargetModel:
     """The model that a target serves, with its limits.
 
@@ -96,6 +110,7 @@ class TargetModel:
         speculation_detail: why no trees are verified; empty while they are.
         output_fingerprint: of weights and settings; empty from a target that does not tell.
         weight_version: of the weights in force.
+        weight_changes: the latest, oldest first.
     """
 
     model_id: str
@@ -107,6 +122,7 @@ class TargetModel:
     speculation_detail: str = ""
     output_fingerprint: str = ""
     weight_version: str = ""
+    weight_changes: tuple[WeightChange, ...] = ()
 
 
 class TargetState(enum.Enum):

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.acceptance_history import AcceptanceHistory
 from gateway.choice import Choice
 from gateway.client_metrics import ClientCollector
 from gateway.generation import SpeculationStats, TargetState
@@ -68,11 +69,13 @@ class GatewayMetrics:
     """Owns the registry behind `/metrics`.
 
     Attributes:
+        acceptance: over the latest requests.
         vllm: the same requests under the names that vLLM gives them.
     """
 
     def __init__(self, pool: TargetPool, quotas: Quotas | None = None) -> None:
         self.speculation = SpeculationTotals()
+        self.acceptance = AcceptanceHistory()
         self.registry = CollectorRegistry()
         self.vllm = VllmMetrics()
         self.registry.register(self.vllm)
@@ -123,6 +126,7 @@ class GatewayMetrics:
         self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
         for choice in choices:
             self.speculation.add(choice.stats)
+            self.acceptance.add(plan.model, choice.stats)
         if outcome != "finished" or times.first_token_s is None:
             return
         now = time.perf_counter()

@@ -12,6 +12,7 @@ from gateway.generation import (
     Round,
     Started,
     TargetModel,
+    WeightChange,
 )
 from gateway.inbox import Aborted
 from shared.errors import (
@@ -114,6 +115,12 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
         weight_version=message.weight_version,
         speculation_detail=message.speculation_detail,
         output_fingerprint=message.output_fingerprint,
+        weight_changes=tuple(
+            WeightChange(
+                each.change_time.ToNanoseconds() / 1e9, each.algorithm, each.weight_version
+            )
+            for each in message.weight_changes
+        ),
     )
 
 

@@ -119,6 +119,11 @@ class EmbeddedDraft:
         if self._link is not None:
             self._draft.close_link(self._link)
 
+    @property
+    def algorithm(self) -> str:
+        """Of its drafter."""
+        return self._worker.algorithm
+
     def take_weights(self, folder: Path, version: str) -> float:
         """See `HeadWeights.take`."""
         assert self._weights is not None

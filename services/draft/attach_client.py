@@ -20,6 +20,7 @@ from services.draft.link_codec import (
     request_from_output,
     taken_request,
     terms_from_message,
+    updated_request,
 )
 from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
@@ -82,6 +83,12 @@ class AttachClient:
         self._detaching = asyncio.Event()
         self._follow = follow
         self._following: asyncio.Task[None] | None = None
+        self._requests: Requests | None = None
+
+    def weights_updated(self, version: str) -> None:
+        """Tells the target, if there is one, that the draft has other weights."""
+        if self._requests is not None:
+            self._requests.put_nowait(updated_request(version))
 
     def detach(self) -> None:
         """Makes `run` end, politely: what the target hears is the end of the stream."""
@@ -139,9 +146,11 @@ class AttachClient:
         self._backoff.reset()
         log.info("target %s: attached as %s", self.status.address, attached.attachment_id)
         ring = open_ring(attached, self._identity)
+        self._requests = requests
         try:
             await self._carry(stream, link, requests, ring, channel)
         finally:
+            self._requests = None
             self._engine.close_link(link)
             self._stop_following()
 

@@ -118,6 +118,11 @@ def taken_request(end: int) -> pb.SpeculateRequest:
     return pb.SpeculateRequest(feature_ring_taken=pb.FeatureRingTaken(end=end))
 
 
+def updated_request(version: str) -> pb.SpeculateRequest:
+    """Returns the message that the draft has other weights."""
+    return pb.SpeculateRequest(weights_updated=pb.DraftWeightsUpdated(weight_version=version))
+
+
 def event_from_response(
     link: int,
     response: pb.SpeculateResponse,

@@ -165,7 +165,10 @@ class DraftProcess:
     async def _update(self, folder: Path, version: str) -> float:
         if self._weights is None:
             raise Unavailable.starting()
-        return await asyncio.to_thread(self._weights.take, folder, version)
+        pause_s = await asyncio.to_thread(self._weights.take, folder, version)
+        for client in self._clients:
+            client.weights_updated(version)
+        return pause_s
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Waits for `stop`.

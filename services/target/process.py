@@ -61,7 +61,14 @@ _ENGINE_WATCH_S = 0.5
 
 
 class EmbeddedPort(Protocol):
-    """A draft inside this process."""
+    """A draft inside this process.
+
+    Attributes:
+        algorithm: of its drafter.
+    """
+
+    @property
+    def algorithm(self) -> str: ...
 
     def attach(self, tokenizer_sha256: str) -> None:
         """Attaches to the engine, which runs."""
@@ -116,6 +123,8 @@ class TargetProcess:
         model = ServedModel(settings.model_id, tokenizer_sha256, fingerprint)
         self._engine = engine
         self._settings = settings
+        self._changes = model.changes
+        engine.follow_weights(lambda: self._changes.note("", engine.weight_version))
         self._embedded: EmbeddedPort | None = None
         self._tokenizer_sha256 = tokenizer_sha256
         self._services = [_TARGET, _SPECULATION]
@@ -260,7 +269,9 @@ class TargetProcess:
 
     async def _update_draft(self, folder: Path, version: str) -> float:
         assert self._embedded is not None
-        return await asyncio.to_thread(self._embedded.take_weights, folder, version)
+        pause_s = await asyncio.to_thread(self._embedded.take_weights, folder, version)
+        self._changes.note(self._embedded.algorithm, version)
+        return pause_s
 
     async def _flush(self) -> int:
         return await asyncio.wrap_future(self._engine.flush_prefix_cache())

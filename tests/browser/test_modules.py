@@ -202,3 +202,63 @@ def test_an_answer_without_trees_says_why(
 ) -> None:
     found = _call(open_tab, "round_panel", "noTree", is_off, model)
     assert found == f"No tree was verified: {reason}."
+
+
+HISTORY = {
+    "model": "demo",
+    "weight_versions": ["default"],
+    "interval_s": 10,
+    "intervals": [
+        {"begin_time": 1000, "verified_round_count": 0, "accepted_token_count": 0},
+        {"begin_time": 1010, "verified_round_count": 4, "accepted_token_count": 6},
+        {"begin_time": 1020, "verified_round_count": 0, "accepted_token_count": 0},
+        {"begin_time": 1030, "verified_round_count": 2, "accepted_token_count": 4},
+    ],
+    "weight_changes": [
+        {"time": 990.0, "algorithm": "EAGLE3", "weight_version": "1"},
+        {"time": 1024.5, "algorithm": "EAGLE3", "weight_version": "2"},
+        {"time": 1026.0, "algorithm": None, "weight_version": "default"},
+    ],
+}
+
+
+def test_the_course_of_acceptance_has_a_point_where_rounds_were_and_a_mark_at_each_swap(
+    open_tab: OpenTab,
+) -> None:
+    assert _call(open_tab, "acceptance", "courseOf", HISTORY) == {
+        "begin": 1010,
+        "end": 1040,
+        "points": [{"time": 1015, "length": 2.5}, {"time": 1035, "length": 3}],
+        "marks": [
+            {"time": 1024.5, "label": "EAGLE3 2"},
+            {"time": 1026.0, "label": "target default"},
+        ],
+    }
+
+
+def test_the_versions_are_the_targets_and_the_last_that_each_draft_took(open_tab: OpenTab) -> None:
+    found = _call(open_tab, "acceptance", "versionsOf", HISTORY)
+    assert found == "weights default · EAGLE3 2"
+
+
+def test_marks_too_close_to_each_other_are_not_both_named(open_tab: OpenTab) -> None:
+    drawn: Any = open_tab().page.evaluate(
+        """async (history) => {
+            const { AcceptanceView } = await import("/playground/acceptance_view.js");
+            const box = document.createElement("div");
+            new AcceptanceView(null, box, document.createElement("span")).draw(history);
+            return {
+                marks: box.querySelectorAll("line.swap").length,
+                named: [...box.querySelectorAll("g.swap text")].map((each) => each.textContent),
+                points: box.querySelector("polyline").getAttribute("points").split(" ").length,
+                spoken: box.querySelector("svg").getAttribute("aria-label"),
+            };
+        }""",
+        HISTORY,
+    )
+    assert drawn == {
+        "marks": 2,
+        "named": ["target default"],
+        "points": 2,
+        "spoken": "3.00 tokens a round; weights were replaced 2 times",
+    }

@@ -12,6 +12,7 @@ import pytest
 
 from tests.browser.conftest import KEY, OpenTab
 from tests.browser.playground_page import SEED, PlaygroundPage
+from tests.helpers.serving import ROOT
 
 pytestmark = pytest.mark.browser
 
@@ -131,6 +132,30 @@ def test_a_chosen_token_shows_its_rounds_tree(tab: PlaygroundPage, demo_url: str
         tree = rounds[index]["tree"]
         assert kinds["accepted"] == len(rounds[index]["accepted_nodes"])
         assert kinds["accepted"] + kinds["rejected"] == len(tree["token_ids"])
+
+
+def test_acceptance_over_time_has_a_mark_where_weights_were_replaced(
+    tab: PlaygroundPage, demo_url: str
+) -> None:
+    tab.choose("STANDALONE")
+    tab.ask(MOON)
+    tab.page.locator("#acceptance circle.draft").first.wait_for()
+    marks = tab.page.locator("#acceptance g.swap")
+    num_before = marks.count()
+    # The weights that it has already: nothing else of the session changes.
+    body = {"model_path": str(ROOT / "shared/demo/target"), "weight_version": "moon-2"}
+    request = urllib.request.Request(
+        f"{demo_url}update_weights_from_disk",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        assert json.load(response)["success"]
+    tab.ask(STORY)  # the page asks again after an answer
+    marks.nth(num_before).wait_for()
+    assert marks.count() == num_before + 1
+    assert "target moon-2" in (marks.last.locator("title").text_content() or "")
+    assert tab.page.locator("#acceptance-of").inner_text() == "weights moon-2"
 
 
 def test_a_node_tells_its_token_and_probability(tab: PlaygroundPage) -> None:

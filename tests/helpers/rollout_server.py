@@ -48,8 +48,8 @@ class Server:
         assert response.status_code == status, response.text
         return response.json()
 
-    async def get(self, path: str, status: int = 200) -> Any:
-        response = await self.client.get(path)
+    async def get(self, path: str, status: int = 200, **query: str) -> Any:
+        response = await self.client.get(path, params=query)
         assert response.status_code == status, response.text
         return response.json()
 

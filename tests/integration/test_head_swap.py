@@ -167,6 +167,11 @@ async def test_swaps_under_load_lose_no_token(
             response = await admin.UpdateDraftWeights(request)
             pauses_s.append(response.pause_duration.ToNanoseconds() / 1e9)
         found, num_verified = running.result()
+        if placement == "embedded":
+            model = await stub.GetModel(pb.GetModelRequest())
+            assert [(each.algorithm, each.weight_version) for each in model.weight_changes] == [
+                (kind, str(number + 1)) for number in range(num_swaps)
+            ][-64:]
     assert found == expected
     assert num_verified > 0
     assert num_swaps > 1

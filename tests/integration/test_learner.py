@@ -96,6 +96,12 @@ async def _ask(
     return [tokens for tokens, _ in answers]
 
 
+async def _changes(target: Target) -> list[tuple[str, str]]:
+    """Returns which weights replaced others, by what the target says."""
+    model = await target.stub.GetModel(pb.GetModelRequest())
+    return [(each.algorithm, each.weight_version) for each in model.weight_changes]
+
+
 async def test_what_is_learnt_reaches_the_running_draft(
     target_folder: Path, head_folder: Path, algorithm: Algorithm, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,6 +138,11 @@ async def test_what_is_learnt_reaches_the_running_draft(
                 admin = admin_grpc.AdminServiceStub(channel)
                 info = await admin.GetServerInfo(admin_pb.GetServerInfoRequest())
             assert info.gauges["weight_swap_count"] == process.learner.figures.num_swaps + 1
+            versions = range(process.learner.figures.num_swaps + 1)
+            told = [(algorithm.value, str(version)) for version in versions]
+            async with asyncio.timeout(WAIT_S):
+                while await _changes(target) != told:
+                    await asyncio.sleep(0.01)
             figures = {each.name: each.samples[0].value for each in process.metrics().collect()}
             assert figures["outrider_learner_version"] == process.learner.version
             after, before = (f"outrider_learner_accepted_{each}" for each in ("after", "before"))

@@ -40,6 +40,14 @@ export class Client {
   }
 
   /**
+   * @param {string} model
+   * @returns {Promise<import("./acceptance.js").History>}
+   */
+  async history(model) {
+    return (await this.#ask(`speculation_history?model=${encodeURIComponent(model)}`)).json();
+  }
+
+  /**
    * @param {object} body of `/v1/chat/completions`; the answer is streamed whatever it says
    * @param {AbortSignal} signal closes the connection, which ends the request on the target
    * @returns {AsyncGenerator<object>} chunks

@@ -1,5 +1,6 @@
 /** Puts the page together. */
 
+import { AcceptanceView } from "./acceptance_view.js";
 import { Client } from "./client.js";
 import { Conversation } from "./conversation.js";
 import { part } from "./element.js";
@@ -11,10 +12,12 @@ import { Theme } from "./theme.js";
 
 const client = new Client(new KeyStore());
 const parameters = new Parameters();
+const acceptance = new AcceptanceView(client, part("acceptance"), part("acceptance-of"));
 const picker = new ModelPicker((model, isOnly) => {
   conversation.serve(model, isOnly);
   parameters.offer(model.algorithms);
   server.showUp(model, isOnly);
+  acceptance.show(model.id);
 });
 const server = new ServerStatus(client, (models) => picker.offer(models));
 const conversation = new Conversation(

@@ -31,6 +31,7 @@ from shared.telemetry.wire_meter import StreamMeter, WireMeter
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
 _BLOCK_BYTES = 16 * 2**20
+_LONGEST_VERSION = 256
 
 
 class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
@@ -45,6 +46,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         wire: WireMeter | None = None,
     ) -> None:
         self._engine = engine
+        self._changes = model.changes
         self._handshake = Handshake(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
         self._streams: dict[str, DraftStream] = {}
@@ -61,7 +63,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
     ) -> AsyncIterator[pb.SpeculateResponse]:
         attach = await self._read_attach(request_iterator)
         draft = self._handshake.accept(attach)
-        attachment_id, ring = draft.attached.attachment_id, draft.ring
+        attachment_id = draft.attached.attachment_id
         cause = "its connection broke or was closed"
         try:
             # All of it before the draft hears that it is attached: from then on it may rely on it.
@@ -70,7 +72,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
             yield pb.SpeculateResponse(attached=draft.attached)
             meter = self._wire.stream(attachment_id)
-            reader = asyncio.create_task(self._read(request_iterator, attachment_id, ring, meter))
+            reader = asyncio.create_task(self._read(request_iterator, draft, meter))
             try:
                 async for response in self._responses(draft, reader):
                     meter.sent(response.ByteSize(), response.WhichOneof("message") or "")
@@ -154,8 +156,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
     async def _read(
         self,
         requests: AsyncIterator[pb.SpeculateRequest],
-        attachment_id: str,
-        ring: FeatureRingWriter | None,
+        draft: AcceptedDraft,
         meter: StreamMeter,
     ) -> None:
         """Takes messages until the draft half-closes.
@@ -164,6 +165,8 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             InvalidArgument: a message or a tree breaks the protocol. The stream ends, loudly;
                 sequences go on without the draft.
         """
+        identity, ring = draft.attachment.identity, draft.ring
+        attachment_id = identity.attachment_id
         async for message in requests:
             kind = message.WhichOneof("message")
             meter.received(message.ByteSize(), kind or "")
@@ -175,6 +178,9 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 self._engine.release(attachment_id, tuple(message.release.sequence_ids))
             elif kind == "feature_ring_taken":
                 _free(ring, message.feature_ring_taken.end)
+            elif kind == "weights_updated":
+                version = message.weights_updated.weight_version[:_LONGEST_VERSION]
+                self._changes.note(identity.algorithm, version)
             elif kind == "attach":
                 raise _attach_required("`attach` was sent twice")
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpc import aio
@@ -15,6 +15,7 @@ from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Failed, Finished
 from services.target.requests.request_service import RequestService
 from services.target.requests.session_service import OpenSession
+from services.target.weight_changes import WeightChange, WeightChanges
 from shared.errors import OutriderError
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
@@ -31,11 +32,13 @@ class ServedModel:
         model_id: name clients pass as `model`.
         tokenizer_sha256: see `shared.tokenizer_files`.
         output_fingerprint: see `services.target.output_fingerprint`.
+        changes: of its weights, and of its drafts'.
     """
 
     model_id: str
     tokenizer_sha256: str
     output_fingerprint: str = ""
+    changes: WeightChanges = field(default_factory=WeightChanges)
 
 
 class TargetServicer(pb_grpc.TargetServiceServicer):
@@ -96,4 +99,11 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             weight_version=self._engine.weight_version,
             output_fingerprint=self._model.output_fingerprint,
             speculation_detail=self._engine.speculation_detail,
+            weight_changes=map(_change_message, self._model.changes.latest()),
         )
+
+
+def _change_message(change: WeightChange) -> pb.WeightChange:
+    message = pb.WeightChange(algorithm=change.algorithm, weight_version=change.version)
+    message.change_time.FromNanoseconds(round(change.time_s * 1e9))
+    return message

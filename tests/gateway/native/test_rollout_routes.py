@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,23 @@ async def test_no_target_takes_what_one_of_them_refuses(old: Path, new: Path) ->
         assert (await server.ask())["output_ids"] == expected
         await server.post("/update_weights_from_disk", body)
         assert await server.versions() == ["7", "7"]
+
+
+async def test_the_history_tells_when_weights_were_replaced(old: Path, new: Path) -> None:
+    async with rollout_server(old, count=2) as server:
+        before = await server.get("/speculation_history")
+        assert before["weight_versions"] == ["default"]
+        assert before["weight_changes"] == []
+        begin_s = time.time()
+        await server.post("/update_weights_from_disk", {"model_path": str(new)})
+        after = await server.get("/speculation_history", model="tiny")
+        assert after["weight_versions"] == ["1"]
+        changes = after["weight_changes"]
+        assert [(each["algorithm"], each["weight_version"]) for each in changes] == [
+            (None, "1")
+        ] * 2
+        assert begin_s <= changes[0]["time"] <= changes[1]["time"] <= time.time()
+        await server.get("/speculation_history", status=404, model="other")
 
 
 async def test_an_abort_answers_with_what_was_drawn(old: Path) -> None:

@@ -44,12 +44,13 @@ class ReadTableResponse(_message.Message):
     def __init__(self, rows: _Optional[_Union[_tensor_pb2.Tensor]] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
-    __slots__ = ("attach", "candidates", "release", "feature_ring_taken")
+    __slots__ = ("attach", "candidates", "release", "feature_ring_taken", "weights_updated")
     attach: Attach
     candidates: CandidateBatch
     release: Release
     feature_ring_taken: FeatureRingTaken
-    def __init__(self, attach: _Optional[_Union[Attach]] = ..., candidates: _Optional[_Union[CandidateBatch]] = ..., release: _Optional[_Union[Release]] = ..., feature_ring_taken: _Optional[_Union[FeatureRingTaken]] = ...) -> None: ...
+    weights_updated: DraftWeightsUpdated
+    def __init__(self, attach: _Optional[_Union[Attach]] = ..., candidates: _Optional[_Union[CandidateBatch]] = ..., release: _Optional[_Union[Release]] = ..., feature_ring_taken: _Optional[_Union[FeatureRingTaken]] = ..., weights_updated: _Optional[_Union[DraftWeightsUpdated]] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
     __slots__ = ("attached", "opened", "verdicts", "feature_chunk", "closed", "drain", "weights_updated")
@@ -67,6 +68,11 @@ class WeightsUpdated(_message.Message):
     update_count: int
     weight_version: str
     def __init__(self, update_count: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
+
+class DraftWeightsUpdated(_message.Message):
+    __slots__ = ("weight_version",)
+    weight_version: str
+    def __init__(self, weight_version: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("worker_id", "model_id", "tokenizer_sha256", "max_sequence_count", "max_node_count", "feature_spec", "algorithm", "max_context_token_count", "shape", "feature_ring", "learns")

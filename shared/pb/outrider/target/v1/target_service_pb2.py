@@ -12,58 +12,61 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from shared.pb.outrider.types.v1 import grammar_pb2 as outrider_dot_types_dot_v1_dot_grammar__pb2
 from shared.pb.outrider.types.v1 import sampling_pb2 as outrider_dot_types_dot_v1_dot_sampling__pb2
 from shared.pb.outrider.types.v1 import token_tree_pb2 as outrider_dot_types_dot_v1_dot_token__tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'outrider/target/v1/target_service.proto\x12\x12outrider.target.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1foutrider/types/v1/grammar.proto\x1a outrider/types/v1/sampling.proto\x1a\"outrider/types/v1/token_tree.proto\"\xaa\x04\n\x0fGenerateRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\x05\x12:\n\x0fsampling_params\x18\x02 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12\x32\n\x0bstop_params\x18\x03 \x01(\x0b\x32\x1d.outrider.types.v1.StopParams\x12\x1e\n\x11top_logprob_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x41\n\x12speculation_params\x18\x05 \x01(\x0b\x32%.outrider.target.v1.SpeculationParams\x12+\n\x07grammar\x18\x06 \x01(\x0b\x32\x1a.outrider.types.v1.Grammar\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\"\n\x1alogprobs_after_temperature\x18\t \x01(\x08\x12\x46\n\x15prompt_logprob_params\x18\x08 \x01(\x0b\x32\'.outrider.target.v1.PromptLogprobParams\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x1b\n\x13predicted_token_ids\x18\x0b \x03(\x05\x12\x19\n\x11logprob_token_ids\x18\x0c \x03(\x05\x12\x1d\n\x15return_routed_experts\x18\x13 \x01(\x08\x42\x14\n\x12_top_logprob_count\"H\n\x13PromptLogprobParams\x12\x16\n\x0estart_position\x18\x01 \x01(\x05\x12\x19\n\x11top_logprob_count\x18\x02 \x01(\x05\"\xeb\x01\n\x11SpeculationParams\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\r\n\x05trace\x18\x02 \x01(\x08\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x17\n\nstep_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0eoutcome_budget\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x1e\n\x11\x64raft_token_count\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x14\n\x0cnever_learnt\x18\x07 \x01(\x08\x42\r\n\x0b_step_countB\x11\n\x0f_outcome_budgetB\x14\n\x12_draft_token_count\"\x81\x02\n\x10GenerateResponse\x12\x38\n\x07started\x18\x01 \x01(\x0b\x32%.outrider.target.v1.GenerationStartedH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.outrider.target.v1.TokenDeltaH\x00\x12:\n\x08\x66inished\x18\x03 \x01(\x0b\x32&.outrider.target.v1.GenerationFinishedH\x00\x12=\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\".outrider.target.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"w\n\x0eSessionRequest\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.outrider.target.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.outrider.target.v1.CancelH\x00\x42\t\n\x07message\"\xb6\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x34\n\x07request\x18\x02 \x01(\x0b\x32#.outrider.target.v1.GenerateRequest\x12\x18\n\x10trace_request_id\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x33\n\x10timeout_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\"C\n\x0fSessionResponse\x12\x30\n\x06\x65vents\x18\x01 \x03(\x0b\x32 .outrider.target.v1.SessionEvent\"\x9e\x01\n\x0cSessionEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x38\n\x08response\x18\x02 \x01(\x0b\x32$.outrider.target.v1.GenerateResponseH\x00\x12\x35\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\".outrider.target.v1.RequestFailureH\x00\x42\t\n\x07outcome\"~\n\x0eRequestFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"b\n\x11GenerationStarted\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x01 \x01(\x05\x12\x31\n\x0equeue_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xfd\x01\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.outrider.target.v1.TokenLogprobs\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\x05\x12\x1b\n\x13\x64rafted_token_count\x18\x04 \x01(\x05\x12\x32\n\x05trace\x18\x05 \x01(\x0b\x32\x1e.outrider.target.v1.RoundTraceH\x00\x88\x01\x01\x12\x1b\n\x0eweight_version\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06_traceB\x11\n\x0f_weight_version\"]\n\x0ePromptLogprobs\x12\x16\n\x0estart_position\x18\x01 \x01(\x05\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.outrider.target.v1.TokenLogprobs\"\xa5\x02\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\x03\x12*\n\x04tree\x18\x02 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12\x1d\n\x15\x61\x63\x63\x65pted_node_indices\x18\x03 \x03(\x05\x12\x11\n\trow_count\x18\x04 \x01(\x05\x12\x32\n\x0fverify_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0e\x64raft_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\talgorithm\x18\x08 \x01(\t\"]\n\rTokenLogprobs\x12\x10\n\x08log_prob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x15\n\rtop_log_probs\x18\x04 \x03(\x02\"\xa2\x02\n\x12GenerationFinished\x12\x37\n\rfinish_reason\x18\x01 \x01(\x0e\x32 .outrider.target.v1.FinishReason\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x03 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x04 \x01(\x05\x12\x39\n\x0bspeculation\x18\x05 \x01(\x0b\x32$.outrider.target.v1.SpeculationStats\x12\x1a\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x16\n\x0erouted_experts\x18\x07 \x01(\x0c\x42\x10\n\x0e_stop_token_id\"\xba\x01\n\x10SpeculationStats\x12\x13\n\x0bround_count\x18\x01 \x01(\x05\x12\x1b\n\x13\x64rafted_token_count\x18\x02 \x01(\x05\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\x05\x12\x1a\n\x12missed_round_count\x18\x04 \x01(\x05\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x05 \x03(\x05\x12\x1c\n\x14verified_round_count\x18\x06 \x01(\x05\"\x11\n\x0fGetModelRequest\"\xf4\x01\n\x10GetModelResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\x18\n\x10\x64raft_algorithms\x18\x06 \x03(\t\x12\x1a\n\x12speculation_detail\x18\x07 \x01(\t\x12\x16\n\x0eweight_version\x18\x08 \x01(\t\x12\x1a\n\x12output_fingerprint\x18\t \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\x97\x02\n\rTargetService\x12W\n\x08Generate\x12#.outrider.target.v1.GenerateRequest\x1a$.outrider.target.v1.GenerateResponse0\x01\x12V\n\x07Session\x12\".outrider.target.v1.SessionRequest\x1a#.outrider.target.v1.SessionResponse(\x01\x30\x01\x12U\n\x08GetModel\x12#.outrider.target.v1.GetModelRequest\x1a$.outrider.target.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'outrider/target/v1/target_service.proto\x12\x12outrider.target.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1foutrider/types/v1/grammar.proto\x1a outrider/types/v1/sampling.proto\x1a\"outrider/types/v1/token_tree.proto\"\xaa\x04\n\x0fGenerateRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\x05\x12:\n\x0fsampling_params\x18\x02 \x01(\x0b\x32!.outrider.types.v1.SamplingParams\x12\x32\n\x0bstop_params\x18\x03 \x01(\x0b\x32\x1d.outrider.types.v1.StopParams\x12\x1e\n\x11top_logprob_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x41\n\x12speculation_params\x18\x05 \x01(\x0b\x32%.outrider.target.v1.SpeculationParams\x12+\n\x07grammar\x18\x06 \x01(\x0b\x32\x1a.outrider.types.v1.Grammar\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\"\n\x1alogprobs_after_temperature\x18\t \x01(\x08\x12\x46\n\x15prompt_logprob_params\x18\x08 \x01(\x0b\x32\'.outrider.target.v1.PromptLogprobParams\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x1b\n\x13predicted_token_ids\x18\x0b \x03(\x05\x12\x19\n\x11logprob_token_ids\x18\x0c \x03(\x05\x12\x1d\n\x15return_routed_experts\x18\x13 \x01(\x08\x42\x14\n\x12_top_logprob_count\"H\n\x13PromptLogprobParams\x12\x16\n\x0estart_position\x18\x01 \x01(\x05\x12\x19\n\x11top_logprob_count\x18\x02 \x01(\x05\"\xeb\x01\n\x11SpeculationParams\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\r\n\x05trace\x18\x02 \x01(\x08\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x17\n\nstep_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0eoutcome_budget\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x1e\n\x11\x64raft_token_count\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x14\n\x0cnever_learnt\x18\x07 \x01(\x08\x42\r\n\x0b_step_countB\x11\n\x0f_outcome_budgetB\x14\n\x12_draft_token_count\"\x81\x02\n\x10GenerateResponse\x12\x38\n\x07started\x18\x01 \x01(\x0b\x32%.outrider.target.v1.GenerationStartedH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.outrider.target.v1.TokenDeltaH\x00\x12:\n\x08\x66inished\x18\x03 \x01(\x0b\x32&.outrider.target.v1.GenerationFinishedH\x00\x12=\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\".outrider.target.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"w\n\x0eSessionRequest\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.outrider.target.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.outrider.target.v1.CancelH\x00\x42\t\n\x07message\"\xb6\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x34\n\x07request\x18\x02 \x01(\x0b\x32#.outrider.target.v1.GenerateRequest\x12\x18\n\x10trace_request_id\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x33\n\x10timeout_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\"C\n\x0fSessionResponse\x12\x30\n\x06\x65vents\x18\x01 \x03(\x0b\x32 .outrider.target.v1.SessionEvent\"\x9e\x01\n\x0cSessionEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x38\n\x08response\x18\x02 \x01(\x0b\x32$.outrider.target.v1.GenerateResponseH\x00\x12\x35\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\".outrider.target.v1.RequestFailureH\x00\x42\t\n\x07outcome\"~\n\x0eRequestFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"b\n\x11GenerationStarted\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x01 \x01(\x05\x12\x31\n\x0equeue_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xfd\x01\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.outrider.target.v1.TokenLogprobs\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\x05\x12\x1b\n\x13\x64rafted_token_count\x18\x04 \x01(\x05\x12\x32\n\x05trace\x18\x05 \x01(\x0b\x32\x1e.outrider.target.v1.RoundTraceH\x00\x88\x01\x01\x12\x1b\n\x0eweight_version\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06_traceB\x11\n\x0f_weight_version\"]\n\x0ePromptLogprobs\x12\x16\n\x0estart_position\x18\x01 \x01(\x05\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.outrider.target.v1.TokenLogprobs\"\xa5\x02\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\x03\x12*\n\x04tree\x18\x02 \x01(\x0b\x32\x1c.outrider.types.v1.TokenTree\x12\x1d\n\x15\x61\x63\x63\x65pted_node_indices\x18\x03 \x03(\x05\x12\x11\n\trow_count\x18\x04 \x01(\x05\x12\x32\n\x0fverify_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rwait_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0e\x64raft_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\talgorithm\x18\x08 \x01(\t\"]\n\rTokenLogprobs\x12\x10\n\x08log_prob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x15\n\rtop_log_probs\x18\x04 \x03(\x02\"\xa2\x02\n\x12GenerationFinished\x12\x37\n\rfinish_reason\x18\x01 \x01(\x0e\x32 .outrider.target.v1.FinishReason\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\x05\x12\x1a\n\x12output_token_count\x18\x03 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x04 \x01(\x05\x12\x39\n\x0bspeculation\x18\x05 \x01(\x0b\x32$.outrider.target.v1.SpeculationStats\x12\x1a\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x16\n\x0erouted_experts\x18\x07 \x01(\x0c\x42\x10\n\x0e_stop_token_id\"\xba\x01\n\x10SpeculationStats\x12\x13\n\x0bround_count\x18\x01 \x01(\x05\x12\x1b\n\x13\x64rafted_token_count\x18\x02 \x01(\x05\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\x05\x12\x1a\n\x12missed_round_count\x18\x04 \x01(\x05\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x05 \x03(\x05\x12\x1c\n\x14verified_round_count\x18\x06 \x01(\x05\"\x11\n\x0fGetModelRequest\"\xae\x02\n\x10GetModelResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\x18\n\x10\x64raft_algorithms\x18\x06 \x03(\t\x12\x1a\n\x12speculation_detail\x18\x07 \x01(\t\x12\x16\n\x0eweight_version\x18\x08 \x01(\t\x12\x1a\n\x12output_fingerprint\x18\t \x01(\t\x12\x38\n\x0eweight_changes\x18\n \x03(\x0b\x32 .outrider.target.v1.WeightChange\"j\n\x0cWeightChange\x12/\n\x0b\x63hange_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\x97\x02\n\rTargetService\x12W\n\x08Generate\x12#.outrider.target.v1.GenerateRequest\x1a$.outrider.target.v1.GenerateResponse0\x01\x12V\n\x07Session\x12\".outrider.target.v1.SessionRequest\x1a#.outrider.target.v1.SessionResponse(\x01\x30\x01\x12U\n\x08GetModel\x12#.outrider.target.v1.GetModelRequest\x1a$.outrider.target.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.target.v1.target_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3611
-  _globals['_FINISHREASON']._serialized_end=3735
-  _globals['_GENERATEREQUEST']._serialized_start=199
-  _globals['_GENERATEREQUEST']._serialized_end=753
-  _globals['_PROMPTLOGPROBPARAMS']._serialized_start=755
-  _globals['_PROMPTLOGPROBPARAMS']._serialized_end=827
-  _globals['_SPECULATIONPARAMS']._serialized_start=830
-  _globals['_SPECULATIONPARAMS']._serialized_end=1065
-  _globals['_GENERATERESPONSE']._serialized_start=1068
-  _globals['_GENERATERESPONSE']._serialized_end=1325
-  _globals['_SESSIONREQUEST']._serialized_start=1327
-  _globals['_SESSIONREQUEST']._serialized_end=1446
-  _globals['_SUBMIT']._serialized_start=1449
-  _globals['_SUBMIT']._serialized_end=1631
-  _globals['_CANCEL']._serialized_start=1633
-  _globals['_CANCEL']._serialized_end=1661
-  _globals['_SESSIONRESPONSE']._serialized_start=1663
-  _globals['_SESSIONRESPONSE']._serialized_end=1730
-  _globals['_SESSIONEVENT']._serialized_start=1733
-  _globals['_SESSIONEVENT']._serialized_end=1891
-  _globals['_REQUESTFAILURE']._serialized_start=1893
-  _globals['_REQUESTFAILURE']._serialized_end=2019
-  _globals['_GENERATIONSTARTED']._serialized_start=2021
-  _globals['_GENERATIONSTARTED']._serialized_end=2119
-  _globals['_TOKENDELTA']._serialized_start=2122
-  _globals['_TOKENDELTA']._serialized_end=2375
-  _globals['_PROMPTLOGPROBS']._serialized_start=2377
-  _globals['_PROMPTLOGPROBS']._serialized_end=2470
-  _globals['_ROUNDTRACE']._serialized_start=2473
-  _globals['_ROUNDTRACE']._serialized_end=2766
-  _globals['_TOKENLOGPROBS']._serialized_start=2768
-  _globals['_TOKENLOGPROBS']._serialized_end=2861
-  _globals['_GENERATIONFINISHED']._serialized_start=2864
-  _globals['_GENERATIONFINISHED']._serialized_end=3154
-  _globals['_SPECULATIONSTATS']._serialized_start=3157
-  _globals['_SPECULATIONSTATS']._serialized_end=3343
-  _globals['_GETMODELREQUEST']._serialized_start=3345
-  _globals['_GETMODELREQUEST']._serialized_end=3362
-  _globals['_GETMODELRESPONSE']._serialized_start=3365
-  _globals['_GETMODELRESPONSE']._serialized_end=3609
-  _globals['_TARGETSERVICE']._serialized_start=3738
-  _globals['_TARGETSERVICE']._serialized_end=4017
+  _globals['_FINISHREASON']._serialized_start=3810
+  _globals['_FINISHREASON']._serialized_end=3934
+  _globals['_GENERATEREQUEST']._serialized_start=232
+  _globals['_GENERATEREQUEST']._serialized_end=786
+  _globals['_PROMPTLOGPROBPARAMS']._serialized_start=788
+  _globals['_PROMPTLOGPROBPARAMS']._serialized_end=860
+  _globals['_SPECULATIONPARAMS']._serialized_start=863
+  _globals['_SPECULATIONPARAMS']._serialized_end=1098
+  _globals['_GENERATERESPONSE']._serialized_start=1101
+  _globals['_GENERATERESPONSE']._serialized_end=1358
+  _globals['_SESSIONREQUEST']._serialized_start=1360
+  _globals['_SESSIONREQUEST']._serialized_end=1479
+  _globals['_SUBMIT']._serialized_start=1482
+  _globals['_SUBMIT']._serialized_end=1664
+  _globals['_CANCEL']._serialized_start=1666
+  _globals['_CANCEL']._serialized_end=1694
+  _globals['_SESSIONRESPONSE']._serialized_start=1696
+  _globals['_SESSIONRESPONSE']._serialized_end=1763
+  _globals['_SESSIONEVENT']._serialized_start=1766
+  _globals['_SESSIONEVENT']._serialized_end=1924
+  _globals['_REQUESTFAILURE']._serialized_start=1926
+  _globals['_REQUESTFAILURE']._serialized_end=2052
+  _globals['_GENERATIONSTARTED']._serialized_start=2054
+  _globals['_GENERATIONSTARTED']._serialized_end=2152
+  _globals['_TOKENDELTA']._serialized_start=2155
+  _globals['_TOKENDELTA']._serialized_end=2408
+  _globals['_PROMPTLOGPROBS']._serialized_start=2410
+  _globals['_PROMPTLOGPROBS']._serialized_end=2503
+  _globals['_ROUNDTRACE']._serialized_start=2506
+  _globals['_ROUNDTRACE']._serialized_end=2799
+  _globals['_TOKENLOGPROBS']._serialized_start=2801
+  _globals['_TOKENLOGPROBS']._serialized_end=2894
+  _globals['_GENERATIONFINISHED']._serialized_start=2897
+  _globals['_GENERATIONFINISHED']._serialized_end=3187
+  _globals['_SPECULATIONSTATS']._serialized_start=3190
+  _globals['_SPECULATIONSTATS']._serialized_end=3376
+  _globals['_GETMODELREQUEST']._serialized_start=3378
+  _globals['_GETMODELREQUEST']._serialized_end=3395
+  _globals['_GETMODELRESPONSE']._serialized_start=3398
+  _globals['_GETMODELRESPONSE']._serialized_end=3700
+  _globals['_WEIGHTCHANGE']._serialized_start=3702
+  _globals['_WEIGHTCHANGE']._serialized_end=3808
+  _globals['_TARGETSERVICE']._serialized_start=3937
+  _globals['_TARGETSERVICE']._serialized_end=4216
 # @@protoc_insertion_point(module_scope)

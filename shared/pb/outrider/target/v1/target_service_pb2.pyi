@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from shared.pb.outrider.types.v1 import grammar_pb2 as _grammar_pb2
 from shared.pb.outrider.types.v1 import sampling_pb2 as _sampling_pb2
 from shared.pb.outrider.types.v1 import token_tree_pb2 as _token_tree_pb2
@@ -175,7 +176,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model_id", "tokenizer_sha256", "max_context_token_count", "vocab_size", "eos_token_ids", "draft_algorithms", "speculation_detail", "weight_version", "output_fingerprint")
+    __slots__ = ("model_id", "tokenizer_sha256", "max_context_token_count", "vocab_size", "eos_token_ids", "draft_algorithms", "speculation_detail", "weight_version", "output_fingerprint", "weight_changes")
     model_id: str
     tokenizer_sha256: str
     max_context_token_count: int
@@ -185,4 +186,12 @@ class GetModelResponse(_message.Message):
     speculation_detail: str
     weight_version: str
     output_fingerprint: str
-    def __init__(self, model_id: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_algorithms: _Optional[_Iterable[str]] = ..., speculation_detail: _Optional[str] = ..., weight_version: _Optional[str] = ..., output_fingerprint: _Optional[str] = ...) -> None: ...
+    weight_changes: _containers.RepeatedCompositeFieldContainer[WeightChange]
+    def __init__(self, model_id: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_algorithms: _Optional[_Iterable[str]] = ..., speculation_detail: _Optional[str] = ..., weight_version: _Optional[str] = ..., output_fingerprint: _Optional[str] = ..., weight_changes: _Optional[_Iterable[_Union[WeightChange]]] = ...) -> None: ...
+
+class WeightChange(_message.Message):
+    __slots__ = ("change_time", "algorithm", "weight_version")
+    change_time: _timestamp_pb2.Timestamp
+    algorithm: str
+    weight_version: str
+    def __init__(self, change_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp]] = ..., algorithm: _Optional[str] = ..., weight_version: _Optional[str] = ...) -> None: ...
