@@ -28,11 +28,14 @@ class PlaygroundPage:
         width: int = 1280,
         height: int = 860,
         scheme: str = "light",
+        is_phone: bool = False,
     ) -> None:
         context = browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme=scheme,  # type: ignore[arg-type]
             reduced_motion="reduce",
+            has_touch=is_phone,
+            is_mobile=is_phone,
         )
         self.page: Page = context.new_page()
         self.problems: list[str] = []

@@ -119,6 +119,27 @@ def test_tree_nodes_do_not_overlap_and_the_accepted_path_is_straight(open_tab: O
     assert len({each["y"] for each in path}) == 1
 
 
+@pytest.mark.parametrize(("is_last", "label"), [(True, "end"), (False, "#2")])
+def test_the_token_that_ends_an_answer_is_called_end(
+    open_tab: OpenTab, is_last: bool, label: str
+) -> None:
+    drawn = {**ROUNDS[2], "tokens": [{"id": 2, "text": "", "source": "bonus"}]}
+    [bonus] = _last_nodes(_call(open_tab, "tree_layout", "layoutOf", drawn, "a", is_last))
+    assert bonus["label"] == label
+    accepted = {
+        **ROUNDS[2],
+        "tree": {"token_ids": [2], "texts": [""], "parents": [None], "log_probs": []},
+        "accepted_nodes": [0],
+        "tokens": [{"id": 2, "text": "", "source": "accepted"}],
+    }
+    [node] = _last_nodes(_call(open_tab, "tree_layout", "layoutOf", accepted, "a", is_last))
+    assert node["label"] == label
+
+
+def _last_nodes(layout: Any) -> list[Any]:
+    return [each for each in layout["nodes"] if each["kind"] in ("accepted", "bonus")][-1:]
+
+
 def test_timeline_has_a_bar_for_each_answer_and_a_dot_for_what_was_pushed_ahead(
     open_tab: OpenTab,
 ) -> None:

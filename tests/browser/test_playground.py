@@ -354,6 +354,26 @@ def test_the_narrowest_phone_keeps_the_bar_in_two_lines(open_tab: OpenTab) -> No
     assert max(tops) - min(tops) < 16
 
 
+@pytest.mark.parametrize(("is_phone", "hint"), [(True, "Tap a node."), (False, "arrow keys")])
+def test_a_phone_is_not_told_of_keys_that_it_has_not(
+    open_tab: OpenTab, is_phone: bool, hint: str
+) -> None:
+    tab = open_tab(width=360, height=740, is_phone=is_phone)
+    tab.until_served()
+    tab.ask(MOON)
+    tab.page.click(".panes [data-pane=rounds]")
+    assert hint in tab.page.locator("#node-detail").inner_text()
+
+
+def test_the_demo_shows_trees_with_branches_unasked(tab: PlaygroundPage, demo_url: str) -> None:
+    rounds = _api(demo_url, MOON, algorithm="STANDALONE", trace=True)["speculation"]["rounds"]
+    trees = [each["tree"] for each in rounds if each["tree"] is not None]
+    assert any(len(set(tree["parents"])) < len(tree["parents"]) for tree in trees)
+    tab.choose("STANDALONE")
+    tab.ask(MOON)
+    assert _drawn_nodes(tab)["root"] == 1
+
+
 def test_of_several_drafts_the_strongest_answers_unless_another_is_chosen(
     tab: PlaygroundPage,
 ) -> None:

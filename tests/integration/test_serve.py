@@ -12,6 +12,7 @@ import pytest
 
 from services.cert_folder import CertFolder
 from tests.helpers.checkpoints import write_byte_tokenizer
+from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.serving import serving
 
 
@@ -69,6 +70,22 @@ def test_a_draft_that_the_target_refuses_ends_the_start_with_both_folders(
     assert "demo/target" in errors
     assert "--speculative-draft-model-path" in errors
     assert "Event loop is closed" not in errors
+
+
+@pytest.mark.parametrize("placement", ["remote", "embedded"])
+def test_a_head_of_another_model_ends_the_start_with_both_folders(
+    placement: str, tmp_path: Path
+) -> None:
+    head = write_head(tmp_path / "head", TinyHead(kind="EAGLE3", draft_vocab_size=20))
+    flags = ("--algorithm", "EAGLE3", "--placement", placement, "--draft-model", str(head))
+    with serving(tmp_path / "logs", *flags) as (process, ready_line, _):
+        _, errors = process.communicate(timeout=100)
+    assert (ready_line, process.returncode) == ("", 1)
+    assert "32; the target's hidden_size is" in errors
+    assert f"the draft is EAGLE3, {head}; the target is" in errors
+    assert "demo/target" in errors
+    assert "name another --speculative-draft-model-path" in errors
+    assert "Traceback" not in errors
 
 
 def test_the_stack_answers_over_tls_on_every_hop(certs: CertFolder, tmp_path: Path) -> None:

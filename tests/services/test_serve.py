@@ -12,6 +12,7 @@ import pytest
 
 from services.gpus import num_gpus
 from services.serve import ready_line
+from services.serve_line import all_fields, take_apart
 from services.serve_plan import Plan, make_plan
 from services.serve_settings import Placement
 from shared.errors import SettingsError
@@ -174,6 +175,45 @@ def test_a_hosted_draft_has_its_own_number_of_sequences() -> None:
     assert _plan(*flags).drafts[0].settings.max_running_requests == 8
     own = _plan(*flags, "--draft-max-running-requests", "4")
     assert (own.target.max_running_requests, own.drafts[0].settings.max_running_requests) == (8, 4)
+
+
+def test_every_flag_of_every_service_can_be_said_to_serve() -> None:
+    """By its own name or, where several services have it, by one that names the service."""
+    refused = {
+        (service, name)
+        for service, fields in all_fields().items()
+        for each in fields
+        for name in (each.flag, *each.aliases)
+        if take_apart([name, "1"]).problems
+        and take_apart([f"--{service}{each.flag[1:]}", "1"]).problems
+    }
+    assert refused == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "notice"),
+    [
+        ("--model shared/demo/target", ""),
+        ("--model-path shared/demo/target", ""),
+        ("--mem-fraction 0.5", ""),
+        ("--mem-fraction-static 0.5", ""),
+        ("--trust-remote-code", "--trust-remote-code: no effect"),
+        ("--cuda-graph-bs 1 2 4", "--cuda-graph-bs: the largest is"),
+        ("--disable-cuda-graph-padding", "--disable-cuda-graph-padding: no effect"),
+        ("--attention-backend fa3", "--attention-backend fa3: this backend is not here"),
+        ("--algorithm EAGLE --enable-multi-layer-eagle", "--enable-multi-layer-eagle: "),
+        ("--algorithm DFLASH --speculative-dflash-draft-window-size 128", ""),
+        ("--sglang-speculative-algorithm NGRAM --sglang-mem-fraction-static 0.5", ""),
+    ],
+)
+def test_spellings_of_sglang_are_known(
+    words: str, notice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert take_apart(words.split()).problems == []
+    notices = _plan(*words.split()).notices
+    assert len(notices) == bool(notice)
+    assert "".join(notices).startswith(notice)
 
 
 def test_host_and_port_are_those_of_http() -> None:
