@@ -32,7 +32,7 @@ SERVE_FLAGS = $(if $(MODEL),--model $(call quoted,$(MODEL))) \
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help setup triton protos fmt check check-format check-lint check-types check-protos \
-  check-imports test test-wheel test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
+  check-imports test test-wheel test-clone test-browser screenshots soak test-kernels test-gpu sanitize serve certs demo bench \
   bench-drafters bench-async bench-http bench-split bench-start bench-gpu bench-experts bench-tp bench-tp-draft load load-gateway load-target load-draft \
   tune fuzz test-clients up down clean
 
@@ -89,6 +89,9 @@ test: $(STAMP) ## every test that needs no GPU
 
 test-wheel: $(STAMP) ## pip install of the built wheels into empty environments, then `outrider serve`
 	$(PY) -m tests.wheel_install $(ARGS)
+
+test-clone: $(STAMP) ## a clone without anything installed: `make serve`, then the README's requests
+	$(PY) -m tests.clone_install $(ARGS)
 
 test-browser: $(STAMP) ## the playground in headless Chromium; CHROMIUM=/usr/bin/chromium
 	@test -x "$(CHROMIUM)" || { echo "there is no Chromium at $(CHROMIUM): install it (Debian: apt-get install chromium)" \

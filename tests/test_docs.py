@@ -23,6 +23,7 @@ from gateway.schema import ChatCompletionRequest
 from gateway.settings import GatewaySettings
 from services.draft.learner.settings import LearnerSettings
 from services.draft.settings import DraftSettings
+from services.draft.training.arguments import parser as training_parser
 from services.serve_line import Line, take_apart
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
@@ -54,6 +55,28 @@ FOREIGN_FLAGS = {
 
 # Variables that no flag of one service stands behind.
 COMMON_VARIABLES = {"OUTRIDER_LOG_LEVEL", "OUTRIDER_LOG_FORMAT", "OUTRIDER_OTLP_ENDPOINT"}
+
+# What runs the commands of the documents, by how they begin.
+RUN_BY = {
+    r"make (setup|check|test|test-kernels|fuzz)\b": ".ci/run",
+    r"\.ci/run$|\.ci/run ": "tests/test_makefile.py",
+    r"make serve\b": "tests/test_makefile.py",
+    r"make demo\b": "tests/gateway/test_process.py",
+    r"make certs\b": "tests/services/test_certs.py",
+    r"make bench-async ARGS=": "tests/bench/test_ahead_flags.py",
+    r"make load-(target|draft|gateway)\b": "tests/load/test_programs.py",
+    r"make tune\b": "tests/tune/test_tune.py",
+    r"python -m tests\.bench ": "tests/bench/test_choose.py",
+    r"outrider serve ": "tests/integration/test_launch_lines.py",
+    r"outrider (target|draft|gateway) ": "tests/integration/test_serve.py",
+    r"outrider learner ": "tests/integration/test_learner.py",
+    r"curl ": "tests/integration/test_serve.py",
+    r"pip install '\.\[gateway": "tests/test_wheel.py",
+    r"docker compose ": "tests/docker/test_compose.py",
+    r"grpcurl |rows=": "tests/shared/rpc/test_server.py",
+    r"pip install smg && smg launch ": "tests/clients/with_smg.py",
+    r'-m services\.draft\.training"$|\$T ': "tests/services/draft/training/test_trainer.py",
+}
 
 # Routes that the web framework adds.
 FRAMEWORK_ROUTES = {"GET /docs", "GET /openapi.json"}
@@ -295,6 +318,36 @@ def refused_chats(page: Page) -> Iterator[str]:
         yield from (f"{name} in {body}" for name in chat.model_extra or {})
 
 
+def refused_training(page: Page) -> Iterator[str]:
+    """Commands of the trainer, as the page on training abbreviates them, that it would refuse."""
+    for words in re.findall(r"^\$T ([^\n]+)", re.sub(r"\s*\\\n\s*", " ", page.code), re.MULTILINE):
+        try:
+            training_parser("").parse_args(shlex.split(words))
+        except SystemExit:
+            yield words
+
+
+def commands_that_nothing_runs(page: Page) -> Iterator[str]:
+    """Commands of the pages for users that no test and no part of `.ci/run` runs."""
+    if page.path.parent == DOCS or page.path.parent == ROOT:
+        runs = [re.compile(pattern) for pattern, path in RUN_BY.items() if (ROOT / path).exists()]
+        commands = (
+            command for command in _commands(page) if not any(r.match(command) for r in runs)
+        )
+        yield from commands
+
+
+def _commands(page: Page) -> Iterator[str]:
+    """Yields each command of the shell blocks on one line, without variables before it."""
+    for block in re.findall(r"^```sh\n(.*?)^```", page.text, re.DOTALL | re.MULTILINE):
+        text = re.sub(r"<<END\n.*?\nEND", "", re.sub(r"\s*\\\n\s*", " ", block), flags=re.DOTALL)
+        text = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("\n", " "), text)
+        for line in text.splitlines():
+            command = re.sub(r"^(?:[A-Z_]+=\S+ )*", "", line.strip())
+            if command and not command.startswith("#"):
+                yield command
+
+
 def unknown_routes(page: Page) -> Iterator[str]:
     """`GET /path` that the gateway does not answer."""
     named = re.findall(r"(?<!\w)((?:GET|POST|DELETE) /[\w./]+)", page.code)
@@ -329,6 +382,8 @@ RULES: dict[Rule, str] = {
     unknown_rpcs: "`TargetService/Nonsense`",
     refused_commands: "`outrider serve --tp-size 0`",
     refused_messages: "`grpcurl -d '{\"no\": 1}' outrider.draft.v1.DraftService/ProposeTree`",
+    refused_training: "```sh\n$T train --nonsense\n```",
+    commands_that_nothing_runs: "```sh\noutrider nonsense\n```",
     refused_chats: '```\ncurl :1/v1/chat/completions -d \'{"messages": [], "nonsense": 1}\'\n```',
     unknown_routes: "`GET /nonsense`",
     unknown_metrics: "`outrider_target_nonsense_total`",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import ssl
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from services.cert_folder import CertFolder
 from tests.helpers.checkpoints import write_byte_tokenizer
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.readme import run_requests
 from tests.helpers.serving import serving
 
 
@@ -47,6 +49,10 @@ def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: P
     with serving(tmp_path, *flags) as (process, ready_line, base_url):
         assert ready_line.startswith(f"ready: {base_url}/v1"), process.communicate()[1]
         answer = _completion(base_url)
+        if flags is HOSTED:
+            by_curl, by_openai = run_requests(base_url, sys.executable)
+            assert by_curl.rstrip().endswith("data: [DONE]")
+            assert "Paris" in by_openai
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert answer["choices"]
