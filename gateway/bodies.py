@@ -9,6 +9,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from gateway.chat_parts import message_fields
+from gateway.choice import Choice
 from gateway.final_choice import FinalChoice, best_choices, stop_fields
 from gateway.logprobs import chat_logprobs, completion_logprobs
 from gateway.plan import Plan
@@ -24,11 +25,9 @@ def chat_completion(
     """Returns the response of `/v1/chat/completions`."""
     body = _body(plan, final_choices, "chat.completion")
     body["choices"] = [_chat_choice(plan, each, tokenizer) for each in final_choices]
-    if plan.return_token_ids:
-        body["prompt_token_ids"] = plan.generations[0].prompt_token_ids
-    if plan.shows_prompt_logprobs:
-        prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
-        body["prompt_logprobs"] = vllm_prompt_logprobs(prompt, choice, tokenizer)
+    prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
+    body["prompt_token_ids"] = prompt if plan.return_token_ids else None
+    body["prompt_logprobs"] = _prompt_logprobs(plan, prompt, choice, tokenizer)
     return ChatCompletion.model_validate(body)
 
 
@@ -81,17 +80,28 @@ def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) ->
     choice: dict[str, Any] = {
         "index": final_choice.index,
         "message": {"role": "assistant", "refusal": None, **fields},
-        "logprobs": chat_logprobs(piece.scores, tokenizer, as_ids=plan.tokens_as_ids)
+        "logprobs": chat_logprobs(
+            piece.scores,
+            tokenizer,
+            as_ids=plan.tokens_as_ids,
+            with_drawn=plan.names_scored_tokens,
+        )
         if piece.scores
         else None,
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
     }
-    if plan.return_token_ids:
-        choice["token_ids"] = list(piece.token_ids)
+    choice["token_ids"] = list(piece.token_ids) if plan.return_token_ids else None
     if piece.rounds:
         choice["speculation"] = {"rounds": round_fields(piece.rounds, tokenizer)}
     return choice
+
+
+def _prompt_logprobs(
+    plan: Plan, prompt: Sequence[int], choice: Choice, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None] | None:
+    shows = plan.shows_prompt_logprobs
+    return vllm_prompt_logprobs(prompt, choice, tokenizer) if shows else None
 
 
 def _completion_choice(
@@ -112,11 +122,9 @@ def _completion_choice(
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
     }
-    if plan.return_token_ids:
-        choice["prompt_token_ids"] = prompt
-        choice["token_ids"] = list(piece.token_ids)
-    if plan.shows_prompt_logprobs:
-        choice["prompt_logprobs"] = vllm_prompt_logprobs(prompt, drawn, tokenizer)
+    choice["prompt_token_ids"] = prompt if plan.return_token_ids else None
+    choice["token_ids"] = list(piece.token_ids) if plan.return_token_ids else None
+    choice["prompt_logprobs"] = _prompt_logprobs(plan, prompt, drawn, tokenizer)
     if piece.rounds:
         choice["speculation"] = {"rounds": round_fields(piece.rounds, tokenizer)}
     return choice

@@ -157,7 +157,12 @@ class ChatChunks:
         if not piece.scores:
             return b',"logprobs":null'
         return b',"logprobs":' + orjson.dumps(
-            chat_logprobs(piece.scores, self._tokenizer, as_ids=self._plan.tokens_as_ids)
+            chat_logprobs(
+                piece.scores,
+                self._tokenizer,
+                as_ids=self._plan.tokens_as_ids,
+                with_drawn=self._plan.names_scored_tokens,
+            )
         )
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
@@ -204,8 +209,9 @@ class CompletionChunks:
             self._echoed.add(choice.index)
             prompt = self._plan.generations[choice.index].prompt_token_ids
             as_ids = self._plan.tokens_as_ids
+            echoed = self._plan.echoed_texts[choice.index // self._plan.num_choices]
             scores = echoed_logprobs(
-                prompt, choice, (), self._tokenizer, echo_length=0, as_ids=as_ids
+                prompt, choice, (), self._tokenizer, echo_length=len(echoed), as_ids=as_ids
             )
             echo = self._echo(choice, b',"logprobs":' + orjson.dumps(scores), usage_so_far)
         return echo + self._news(choice, piece or Piece(""), usage_so_far)

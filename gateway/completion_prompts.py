@@ -88,6 +88,8 @@ def echoed_texts(
     if not body.echo:
         return ()
     return tuple(
-        prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.decode(token_ids, skip_special_tokens=False)
         for prompt, token_ids in zip(given_prompts(body), prompts, strict=True)
     )

@@ -17,7 +17,7 @@ from gateway.chunks import Chunks
 from gateway.final_choice import FinalChoice
 from gateway.http_protocol import BODY_WRITER, BodyWriter
 from gateway.inbox import ClientGone
-from gateway.usage import usage
+from gateway.usage import usage, usage_of_prompt
 from shared.errors import OutriderError
 
 _HEADERS = [
@@ -63,8 +63,10 @@ class EventStream(Response):
     async def _send_choices(self, answer: Answer, send: Send, writer: BodyWriter | None) -> None:
         chunks = self._chunks
         try:
-            usage_so_far = self._usage_so_far()
-            body = b"".join([chunks.opening(each, usage_so_far) for each in answer.choices])
+            plan = answer.plan
+            at_first = usage_of_prompt(plan, answer.choices) if plan.continuous_usage else None
+            told = b"" if at_first is None else orjson.dumps(at_first)
+            body = b"".join([chunks.opening(each, told) for each in answer.choices])
             body += self._news(answer.choices)
             if writer is not None and len(answer.choices) == 1:  # several share a write
                 answer.send_at_once(writer.is_ready, partial(self._write_news, writer))

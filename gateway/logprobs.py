@@ -12,23 +12,30 @@ _LEAST = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot say
 
 
 def chat_logprobs(
-    scores: Sequence[TokenScore], tokenizer: Tokenizer, *, as_ids: bool = False
+    scores: Sequence[TokenScore],
+    tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
+    with_drawn: bool = False,
 ) -> dict[str, Any]:
     """Returns `logprobs` of a chat choice.
 
     Args:
         as_ids: tokens are named by their ids.
+        with_drawn: the drawn token stands before the others, which a request named.
     """
-    content = [
-        {
-            **_entry(score.token_id, score.logprobs.log_prob, tokenizer, as_ids),
-            "top_logprobs": [
-                _entry(token_id, log_prob, tokenizer, as_ids)
-                for token_id, log_prob in score.logprobs.top
-            ],
-        }
-        for score in scores
-    ]
+    content = []
+    for score in scores:
+        drawn = (score.token_id, score.logprobs.log_prob)
+        top = score.logprobs.top
+        if with_drawn:
+            top = (drawn, *(each for each in top if each[0] != score.token_id))
+        content.append(
+            {
+                **_entry(*drawn, tokenizer, as_ids),
+                "top_logprobs": [_entry(*each, tokenizer, as_ids) for each in top],
+            }
+        )
     return {"content": content, "refusal": None}
 
 

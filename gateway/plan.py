@@ -80,6 +80,11 @@ class Plan:
     shows_logprobs: bool = True
     echoed_texts: tuple[str, ...] = ()
 
+    @property
+    def names_scored_tokens(self) -> bool:
+        """Whether the request named the tokens whose log probabilities it wants."""
+        return bool(self.generations[0].logprob_token_ids)
+
     def text_of(self, index: int) -> TextOptions:
         """Returns how the output of a choice becomes text."""
         return self.texts[index] if self.texts else self.text

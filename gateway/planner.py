@@ -160,10 +160,12 @@ class Planner:
         *,
         scored_from: int | None = None,
         default_tokens: int = _DEFAULT_COMPLETION_TOKENS,
+        keeps_likeliest: bool = False,
     ) -> Plan:
         """Args:
         scored_from: first prompt token that gets log probabilities, whatever is echoed.
         default_tokens: `max_tokens` where the body has none.
+        keeps_likeliest: `logprob_token_ids` does not replace the likeliest tokens.
         """
         refuse_unimplemented(body)
         if body.thinking_token_budget is not None:
@@ -193,6 +195,7 @@ class Planner:
             scoring,
             num_drawn,
             predicted=await self._predicted(body, model),
+            keeps_likeliest=keeps_likeliest,
         )
         plan = await self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
         return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from gateway.choice import Choice, TokenScore
@@ -27,7 +28,7 @@ def echoed_logprobs(
         echo_length: characters of echoed prompt before the output.
         as_ids: tokens are named by their ids.
     """
-    offsets = _offsets(prompt, tokenizer)
+    offsets = _offsets(prompt, tokenizer, echo_length)
     own = [
         TokenScore(token_id, offset, logprobs)
         for token_id, offset, logprobs in zip(
@@ -63,10 +64,10 @@ def vllm_prompt_logprobs(
     return found
 
 
-def _offsets(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the characters before each token."""
-    detokenizer = Detokenizer(tokenizer)
-    offsets = [0]
-    for token_id in prompt[:-1]:
-        offsets.append(offsets[-1] + len(detokenizer.push((token_id,))))
-    return offsets
+def _offsets(prompt: Sequence[int], tokenizer: Tokenizer, echo_length: int) -> list[int]:
+    """Returns the characters of the echo before each token. What the tokenizer puts before a text,
+    as a begin of sequence, has none."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    ends = list(accumulate(len(detokenizer.push((token_id,))) for token_id in prompt))
+    num_put_before = ends[-1] + len(detokenizer.flush()) - echo_length
+    return [max(end - num_put_before, 0) for end in [0, *ends[:-1]]]

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import TypeVar
 
 from gateway.generation import TargetModel
+from gateway.notices import give_notice
 from gateway.schema import GenerationBody, SamplingFields, Speculation
 from shared.errors import InvalidArgument
 from shared.sampling_defaults import SamplingDefaults
@@ -102,8 +103,7 @@ def stop_params(
         raise InvalidArgument.prompt_empty()
     if num_prompt_tokens >= model.max_context_tokens:
         raise InvalidArgument.prompt_too_long(num_prompt_tokens, model.max_context_tokens - 1)
-    stop_token_ids = body.stop_token_ids or []
-    _check_token_ids("stop_token_ids", stop_token_ids, model)
+    stop_token_ids = _drawable(body.stop_token_ids or (), model)
     num_left = model.max_context_tokens - num_prompt_tokens
     asked = StopParams(
         max_output_tokens=_given(max_tokens, num_left),
@@ -112,6 +112,14 @@ def stop_params(
         ignore_eos=body.ignore_eos,
     )
     return asked.within(num_left)
+
+
+def _drawable(stop_token_ids: Sequence[int], model: TargetModel) -> Sequence[int]:
+    """Returns those that are tokens; others, perhaps of another model, end nothing."""
+    tokens = [token_id for token_id in stop_token_ids if 0 <= token_id < model.vocab_size]
+    if len(tokens) < len(stop_token_ids):
+        give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
+    return tokens
 
 
 def check_top_logprobs(field: str, value: int) -> int:

@@ -22,15 +22,27 @@ def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     details: dict[str, int] = {
         "accepted_prediction_tokens": sum(choice.num_accepted for choice in choices),
         "rejected_prediction_tokens": sum(s.num_drafted - s.num_accepted for s in stats),
+        "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
     }
-    if plan.text.output is not None and plan.text.output.has_reasoning:
-        details["reasoning_tokens"] = sum(choice.num_reasoning_tokens for choice in choices)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": details,
+        "reasoning_tokens": details["reasoning_tokens"],  # SGLang's place for it
+    }
+
+
+def usage_of_prompt(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Returns `usage` before anything of the output is told, though some of it may be there."""
+    whole = usage(plan, choices)
+    return {
+        **whole,
+        "completion_tokens": 0,
+        "total_tokens": whole["prompt_tokens"],
+        "completion_tokens_details": dict.fromkeys(whole["completion_tokens_details"], 0),
+        "reasoning_tokens": 0,
     }
 
 

@@ -46,6 +46,8 @@ class WantedOutput:
         num_drawn: `best_of`; None where it is `n`.
         thinking: bounds the reasoning; None leaves it free.
         predicted: tokens of `prediction`.
+        keeps_likeliest: the likeliest tokens have log probabilities beside those that the request
+            names.
     """
 
     body: GenerationBody
@@ -58,6 +60,7 @@ class WantedOutput:
     num_drawn: int | None = None
     thinking: ThinkingBudget | None = None
     predicted: Sequence[int] = ()
+    keeps_likeliest: bool = False
 
     @property
     def num_shown(self) -> int:
@@ -78,6 +81,12 @@ class WantedOutput:
         return PromptScoring(0, check_top_logprobs("prompt_logprobs", num_top))
 
     @property
+    def num_likeliest(self) -> int | None:
+        """The likeliest tokens that have log probabilities; none where the request names others,
+        unless it wants both."""
+        return 0 if self.body.logprob_token_ids and not self.keeps_likeliest else self.top_logprobs
+
+    @property
     def logprob_token_ids(self) -> Sequence[int]:
         """Raises:
         InvalidArgument: there are too many, one is no token, or log probabilities are off.
@@ -86,6 +95,9 @@ class WantedOutput:
         if asked and self.top_logprobs is None:
             message = "logprob_token_ids is set; it needs logprobs"
             raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
+        if asked and self.hides_output and not self.keeps_likeliest:
+            message = "logprob_token_ids is set; it needs output, and max_tokens is 0"
+            raise InvalidArgument.of("OUTPUT_EMPTY", "logprob_token_ids", message)
         return check_named(asked, self.model)
 
     @property
@@ -121,7 +133,7 @@ class WantedOutput:
             sampling=sampling,
             stop=stop_params(body, self.num_asked, len(prompt), self.model),
             has_seed=body.seed is not None,
-            top_logprobs=self.top_logprobs,
+            top_logprobs=self.num_likeliest,
             is_speculation_disabled=speculation.disable,
             draft_algorithm=check_algorithm(speculation),
             num_draft_steps=TREE_STEPS.checked(speculation.num_steps),

@@ -78,6 +78,8 @@ def _budget(body: MessagesRequest, text: ModelText) -> int | None:
         return body.thinking_token_budget
     if body.thinking is None or body.thinking.budget_tokens is None:
         return None
+    if text.style.reasoning is ReasoningParser.NONE:
+        return None
     if text.thinking_marks is None:
         give_notice("thinking.budget_tokens has no effect: thoughts of this model have no bound")
         return None
@@ -99,8 +101,7 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
     """Returns the chat of a prompt, `system` first.
 
     Raises:
-        InvalidArgument: it has what the gateway cannot do: media, prefill, thoughts of a model
-            that has none.
+        InvalidArgument: it has what the gateway cannot do: media, prefill.
     """
     known = _FIELDS if isinstance(body, MessagesRequest) else _COUNTED_FIELDS
     known.refuse(body.unknown_fields)
@@ -170,8 +171,8 @@ def _is_thinking(thinking: Thinking | None, style: OutputStyle) -> bool:
     if thinking.type == "adaptive":  # the model decides, and one that cannot has decided
         return style.reasoning is not ReasoningParser.NONE
     if style.reasoning is ReasoningParser.NONE:
-        message = "thinking is enabled; the model does not set its thoughts apart"
-        raise InvalidArgument.of("NOT_IMPLEMENTED", "thinking", message)
+        give_notice("thinking has no effect: the model does not set thoughts apart")
+        return False
     return True
 
 

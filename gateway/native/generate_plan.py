@@ -129,6 +129,7 @@ async def generate_plan(
                 trace_id,
                 scored_from=own.start,
                 default_tokens=_DEFAULT_NEW_TOKENS,
+                keeps_likeliest=True,
             )
             for part, (sampling, own) in zip(parts, asked, strict=False)
         ]

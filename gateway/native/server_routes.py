@@ -90,6 +90,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         tokenizer, template = gateway.text.tokenizer, gateway.text.template
         decode = tokenizer.decode
         return {
+            **gateway.text.tokenizer_config,
             "vocab_size": len(tokenizer.token_bytes),
             "special_tokens": {
                 str(token_id): decode([token_id], skip_special_tokens=False)

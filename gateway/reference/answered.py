@@ -78,6 +78,8 @@ class SchemaCheck(Answered):
 class ChatAnswer(ChatCompletion):
     """Answer of `/v1/chat/completions`."""
 
+    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    prompt_logprobs: list[dict[str, Any] | None] | None
     metrics: AnswerMetrics
     timings: Timings
 
@@ -93,6 +95,9 @@ class CompletedText(CompletionChoice):
     """A choice."""
 
     logprobs: CompletionLogprobs | None = None
+    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    prompt_logprobs: list[dict[str, Any] | None] | None
 
 
 class CompletionAnswer(Completion):

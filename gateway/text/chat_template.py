@@ -60,7 +60,7 @@ class ChatTemplate:
         Raises:
             CheckpointError: the template cannot be compiled.
         """
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         source = path.read_text("utf-8") if path.is_file() else _source(config)
         if source is None:
@@ -185,7 +185,12 @@ def _to_json(
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns what a file of a model folder says; nothing where there is none.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
     if not path.is_file():
         return {}
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gateway.output.families import ReasoningParser, ToolCallParser
 from gateway.output.style import OutputStyle
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.chat_template import ChatTemplate, read_json
 from shared.sampling_defaults import SamplingDefaults
 from shared.text.tokenizer import MAX_PROMPT_CHARACTERS, Tokenizer
 
@@ -19,12 +21,14 @@ class ModelText:
     Attributes:
         style: how it writes calls of tools and reasoning.
         template: None when the model has none; it then serves completions only.
+        tokenizer_config: what the model's file of that name says.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: SamplingDefaults
     style: OutputStyle
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def thinking_marks(self) -> tuple[int, int] | None:
@@ -51,4 +55,5 @@ class ModelText:
         tokenizer = Tokenizer.read(folder, max_prompt_characters)
         template = ChatTemplate.read(folder)
         style = OutputStyle.of(None if template is None else template.source, tools, reasoning)
-        return cls(tokenizer, template, SamplingDefaults.read(folder), style)
+        config = read_json(folder / "tokenizer_config.json")
+        return cls(tokenizer, template, SamplingDefaults.read(folder), style, config)

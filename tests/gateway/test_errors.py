@@ -34,7 +34,6 @@ COMPLETION = {"model": "fake", "prompt": "the"}
         ("n", 129, "[1, 128]"),
         ("max_tokens", 0, "at least 1"),
         ("min_tokens", 99999, "[0, max_tokens="),
-        ("stop_token_ids", [512], "[0, 512)"),
         ("logit_bias", {"512": 1}, "[0, 512)"),
     ],
 )

@@ -75,6 +75,30 @@ async def test_a_stop_token_is_a_reason(
             assert choice["stop_reason"] == choice["matched_stop"] == token_ids[2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_tokens_of_another_model_end_nothing(
+    client: httpx.AsyncClient, target: FakeTarget, stream: bool
+) -> None:
+    for url, body in BOTH:
+        asked = {**body, "stop_token_ids": [3, 119_690, -1], "stream": stream}
+        response = await client.post(url, json=asked)
+        assert response.status_code == 200
+        assert "stop_token_ids" in response.headers["x-outrider-notice"]
+        assert list(target.submits[-1].request.stop_params.stop_token_ids) == [3]
+
+
+async def test_what_vllm_always_answers_is_null_unless_asked_for(
+    client: httpx.AsyncClient,
+) -> None:
+    chat = (await client.post("/v1/chat/completions", json=CHAT)).json()
+    text = (await client.post("/v1/completions", json=COMPLETION)).json()["choices"][0]
+    places = [chat["prompt_token_ids"], chat["prompt_logprobs"], chat["choices"][0]["token_ids"]]
+    places += [text["prompt_token_ids"], text["prompt_logprobs"], text["token_ids"]]
+    assert places == [None] * 6
+    usage = chat["usage"]
+    assert usage["reasoning_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
 async def test_the_stop_string_stays_by_sglangs_name(
     client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
 ) -> None:
@@ -441,6 +465,8 @@ async def test_usage_is_there_from_the_first_chunk_on(
         chunks = events((await client.post(url, json=asked)).content)[:-1]
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
+        if url.endswith("chat/completions"):
+            assert counts[0] == 0  # beside the role nothing is told yet
         assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 
@@ -487,7 +513,9 @@ async def test_tokens_that_a_request_names_have_log_probabilities(
     whole = (await client.post("/v1/chat/completions", json=chat)).json()
     (entry,) = whole["choices"][0]["logprobs"]["content"]
     named = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
+    # As vLLM does: these and the drawn one, in place of the likeliest.
     assert named == [(f"token_id:{first}", -0.5), ("token_id:7", -7.0), ("token_id:9", -9.0)]
+    assert target.submits[-1].request.top_logprob_count == 0
     streamed = await client.post("/v1/chat/completions", json={**chat, "stream": True})
     assert b'"token":"token_id:9","logprob":-9.0' in streamed.content
     completion = {**COMPLETION, **asked, "logprobs": 0}
@@ -503,6 +531,9 @@ async def test_tokens_that_a_request_names_have_log_probabilities(
             assert (await error_of(response))[:2] == (400, "logprob_token_ids")
         response = await client.post(url, json={**body, "logprob_token_ids": [1]})
         assert (await error_of(response))[:3] == (400, "logprob_token_ids", "logprobs_off")
+    scored = {**completion, "max_tokens": 0, "echo": True}
+    response = await client.post("/v1/completions", json=scored)
+    assert (await error_of(response))[:3] == (400, "logprob_token_ids", "output_empty")
 
 
 GENERATING: dict[str, dict[str, Any]] = {

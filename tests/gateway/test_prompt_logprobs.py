@@ -8,8 +8,12 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
+from gateway.choice import Choice
+from gateway.plan import TextOptions
+from gateway.prompt_logprobs import echoed_logprobs
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.text.tokenizer import Tokenizer
+from shared.tokens import TokenLogprobs
 from tests.gateway.driving import CHAT, error_of, events, http_client, ids_of, in_steps
 from tests.helpers.fake_target import FakeTarget
 
@@ -41,8 +45,40 @@ async def test_echo_with_logprobs_begins_with_null(
     assert (params.start_position, params.top_logprob_count) == (0, 2)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_special_tokens_of_a_prompt_are_echoed(
+    client: httpx.AsyncClient, tokenizer: Tokenizer, as_ids: bool
+) -> None:
+    prompt = "<|end|>then<|end|> fox"
+    token_ids = await ids_of(tokenizer, prompt)
+    given = token_ids if as_ids else prompt
+    body = {**BODY, "prompt": given, "echo": True, "logprobs": 1}
+    [choice] = (await _post(client, "/v1/completions", body))["choices"]
+    assert choice["text"].startswith(prompt)
+    logprobs = choice["logprobs"]
+    tokens = logprobs["tokens"][: len(token_ids)]
+    assert tokens.count("<|end|>") == 2
+    for token, offset in zip(tokens, logprobs["text_offset"], strict=False):
+        assert choice["text"][offset:].startswith(token)
+
+
+def test_what_a_tokenizer_puts_before_a_text_has_no_characters(tokenizer: Tokenizer) -> None:
+    choice = Choice(0, tokenizer, TextOptions())
+    (word,) = tokenizer.encode_word("the")
+    choice.prompt_scores.append(TokenLogprobs(-0.5, 1, ()))
+    scores = echoed_logprobs([0, word], choice, (), tokenizer, echo_length=len("the"))
+    assert scores["text_offset"] == [0, 0]
+
+
 async def test_stream_says_the_same_as_the_whole(client: httpx.AsyncClient) -> None:
-    body = {**BODY, "echo": True, "logprobs": 1, "prompt": ["then", "the fox"], "n": 2, "seed": 1}
+    body = {
+        **BODY,
+        "echo": True,
+        "logprobs": 1,
+        "prompt": ["then", "the<|end|>fox"],
+        "n": 2,
+        "seed": 1,
+    }
     whole = await _post(client, "/v1/completions", body)
     response = await client.post("/v1/completions", json={**body, "stream": True})
     chunks = events(response.content)[:-1]

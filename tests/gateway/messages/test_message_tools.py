@@ -14,7 +14,7 @@ from gateway.output.style import OutputStyle
 from gateway.text.model_text import ModelText
 from shared.rpc.grammar import grammar_from_message
 from tests.gateway.driving import MESSAGES, MakeGateway, post, say
-from tests.gateway.messages.test_messages import anthropic_error, named_events
+from tests.gateway.messages.test_messages import named_events
 from tests.gateway.thinking_model import OUTPUT, SCHEMA
 from tests.helpers.fake_target import FakeTarget
 
@@ -140,8 +140,10 @@ async def test_choice_becomes_a_grammar(
     assert (len(tag["tags"]), tag["stop_after_first"]) == (num_tags, is_single)
 
 
-async def test_thinking_needs_a_model_that_sets_it_apart(
-    make_gateway: MakeGateway, target: FakeTarget, text: ModelText
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_without_thoughts_is_asked_for_them_in_vain(
+    make_gateway: MakeGateway, target: FakeTarget, text: ModelText, stream: bool
 ) -> None:
-    response = await _post(make_gateway, target, text, {**BODY, **THINKING})
-    assert "thinking" in anthropic_error(response)[2]
+    response = await _post(make_gateway, target, text, {**BODY, **THINKING, "stream": stream})
+    assert response.status_code == 200
+    assert response.headers["x-outrider-notice"].startswith("thinking has no effect")

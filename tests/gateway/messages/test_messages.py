@@ -166,7 +166,6 @@ async def test_tokens_are_counted_as_they_are_billed(client: httpx.AsyncClient) 
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"system": [{"type": "image"}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),

@@ -84,6 +84,7 @@ async def test_load_and_tokenizer_are_told(client: httpx.AsyncClient, target: Fa
         "address": target.address, "num_running_reqs": 0, "num_reserved_tokens": 0,
     }  # fmt: skip
     info = (await client.get("/tokenizer_info")).json()
+    assert info["eos_token"] == "<|end|>"  # of tokenizer_config.json
     assert info["special_tokens"]["0"] == "<|end|>"
     assert "add_generation_prompt" in info["chat_template"]
 
