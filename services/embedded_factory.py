@@ -128,7 +128,7 @@ def _follow_weights(
     def follow() -> None:
         borrowed.follow(tensors)
         with suppress(EngineFailed):
-            engine.flush_prefix_cache()
+            engine.between_rounds(drafter.retire_prefix_cache)
 
     target.follow_weights(follow)
 

@@ -390,7 +390,8 @@ def _learner_words(
     if len(algorithms) != 1 or algorithms[0] not in TAUGHT:
         names = ", ".join(each.value for each in algorithms) or NO_DRAFT
         making.problems.append(
-            f"--speculative-online-training: one draft by EAGLE, EAGLE3 or MTP can be taught; "
+            f"--speculative-online-training: one draft by "
+            f"{', '.join(each.value for each in TAUGHT)} can be taught; "
             f"--speculative-algorithm names {names}"
         )
         return ()

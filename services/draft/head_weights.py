@@ -1,4 +1,4 @@
-"""Other weights for the head of a draft that serves: read beside it, taken between two rounds."""
+"""Other weights for a draft that serves: read beside it, taken between two rounds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter
@@ -16,6 +17,11 @@ from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument
 
+if TYPE_CHECKING:
+    from shared.models.decoder import Decoder
+    from shared.models.heads.head import DraftHead
+
+SWAPPED = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.STANDALONE)
 log = logging.getLogger(__name__)
 
 
@@ -51,7 +57,7 @@ class HeadWeights:
             How long rounds waited, in seconds.
 
         Raises:
-            FailedPrecondition: the drafter has no head.
+            FailedPrecondition: the drafter has no weights, or shares them with other processes.
             InvalidArgument: the folder's weights are refused; those that run go on.
             EngineFailed: the engine has died.
         """
@@ -67,17 +73,45 @@ class HeadWeights:
 
     def _read(self, folder: Path) -> Callable[[], None]:
         """Returns what copies the weights of a folder in."""
-        name = self._settings.speculative_algorithm.value
-        if self._settings.algorithm not in (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP):
-            message = f"{name} takes no other weights; EAGLE, EAGLE3 and MTP do"
+        algorithm = self._settings.algorithm
+        if algorithm not in SWAPPED:
+            known = ", ".join(each.value for each in SWAPPED)
+            message = f"{algorithm.value} takes no other weights; {known} do"
             raise FailedPrecondition(message, reason="WEIGHTS_FIXED")
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder")
         # A worker without a model runs where torch is not installed.
+        from shared.models.weight_swap import WeightSwap
+
+        is_model = algorithm is Algorithm.STANDALONE
+        running, new = self._models(folder) if is_model else self._heads(folder)
+        return WeightSwap(running, new).apply
+
+    def _models(self, folder: Path) -> tuple[Decoder, Decoder]:
+        """Returns the draft model that runs, and the folder's, on the same device: so that the swap
+        itself is a copy within the device."""
+        from services.draft.drafters.standalone import StandaloneDrafter
+        from shared.models.loader import load_decoder
+
+        assert isinstance(self._drafter, StandaloneDrafter)
+        running = self._drafter.decoder
+        if running.group is not None:
+            message = "a draft model that is cut over several processes takes no other weights"
+            raise FailedPrecondition(message, reason="WEIGHTS_FIXED")
+        new = load_decoder(
+            folder,
+            dtype=running.dtype,
+            device=running.device,
+            options=self._settings.model_options,
+        )
+        return running, new
+
+    def _heads(self, folder: Path) -> tuple[DraftHead, DraftHead]:
+        """Returns the head that runs, and the folder's."""
         from services.draft.drafters.eagle import EagleDrafter
         from shared.models.config import ModelConfig
         from shared.models.heads.config import HeadKind
-        from shared.models.heads.head_swap import HeadSwap, LentTensors
+        from shared.models.heads.lent_tensors import LentTensors
         from shared.models.heads.loader import load_head
         from shared.models.heads.mtp_loader import load_mtp
 
@@ -86,17 +120,14 @@ class HeadWeights:
         lent = LentTensors(running, ModelConfig.from_folder(settings.target_folder))
         dtype, device, options = running.dtype, running.device, settings.model_options
         if settings.algorithm is Algorithm.MTP:
-            new = load_mtp(folder, lent, dtype=dtype, device=device, options=options)
-        else:
-            kind = HeadKind(settings.algorithm.value)
-            new = load_head(folder, kind, lent, dtype=dtype, device=device, options=options)
-            if kind is HeadKind.EAGLE:  # its lm_head is what a token map left of the target's
-                known = running.vocabulary
-                vocabulary = replace(
-                    new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head
-                )
-                new = replace(new, vocabulary=vocabulary)
-        return HeadSwap(running, new).apply
+            return running, load_mtp(folder, lent, dtype=dtype, device=device, options=options)
+        kind = HeadKind(settings.algorithm.value)
+        new = load_head(folder, kind, lent, dtype=dtype, device=device, options=options)
+        if kind is HeadKind.EAGLE:  # its lm_head is what a token map left of the target's
+            known = running.vocabulary
+            vocabulary = replace(new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head)
+            new = replace(new, vocabulary=vocabulary)
+        return running, new
 
     def _swap(self, apply: Callable[[], None]) -> float:
         """On the engine's thread."""
@@ -106,5 +137,5 @@ class HeadWeights:
         else:
             self._on_target(apply).result()
         # Rows that other weights made are worth less to sequences to come.
-        self._drafter.flush_prefix_cache()
+        self._drafter.retire_prefix_cache()
         return time.perf_counter() - start_s

@@ -142,7 +142,7 @@ class DraftProcess:
         def between(function: Callable[[], None]) -> None:
             def swap() -> None:
                 function()
-                drafter.flush_prefix_cache()
+                drafter.retire_prefix_cache()
 
             engine.between_rounds(swap).result()
 

@@ -91,7 +91,7 @@ class SequenceTable:
                 for sequence_id in event.sequence_ids:
                     self.close(SequenceKey(event.link, sequence_id))
             case WeightsUpdated():
-                self._drafter.flush_prefix_cache()
+                self._drafter.retire_prefix_cache()
             case _:
                 assert_never(event)
 

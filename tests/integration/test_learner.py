@@ -40,28 +40,31 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP])
-def algorithm(request: pytest.FixtureRequest) -> Algorithm:
-    found: Algorithm = request.param
-    return found
+@pytest.fixture(params=["EAGLE", "EAGLE3", "MTP", "STANDALONE"])
+def algorithm(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def head_folder(target_folder: Path, algorithm: Algorithm, tmp_path: Path) -> Path:
+def head_folder(target_folder: Path, algorithm: str, tmp_path: Path) -> Path:
+    """Of a head, or of a small language model."""
+    if algorithm == "STANDALONE":
+        shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=1)
+        folder = tmp_path / "draft"
+        folder.mkdir()
+        return write_checkpoint(folder, "llama", shape, seed=5, with_tokenizer=True)
     target = FrozenTarget.load(target_folder, device=torch.device("cpu"), dtype=torch.float32)
     torch.manual_seed(5)
-    head = build_head(target.head_shape(algorithm, HeadSizes()))
+    head = build_head(target.head_shape(Algorithm(algorithm), HeadSizes()))
     begin_from_target(head, target)
     save_head(head, tmp_path / "head")
     return tmp_path / "head"
 
 
-def _learner(
-    algorithm: Algorithm, head: Path, target: Path, out: Path, *flags: str
-) -> LearnerProcess:
+def _learner(algorithm: str, head: Path, target: Path, out: Path, *flags: str) -> LearnerProcess:
     settings = read_settings(
         [
-            *("--speculative-algorithm", algorithm.value, "--device", "cpu"),
+            *("--speculative-algorithm", algorithm, "--device", "cpu"),
             *("--speculative-draft-model-path", str(head), "--target-model-path", str(target)),
             *("--out", str(out), "--lesson-tokens", "100", "--lesson-updates", "2"),
             *("--held-out-share", "0.5", "--window", "32", *flags),
@@ -103,11 +106,11 @@ async def _changes(target: Target) -> list[tuple[str, str]]:
 
 
 async def test_what_is_learnt_reaches_the_running_draft(
-    target_folder: Path, head_folder: Path, algorithm: Algorithm, tmp_path: Path,
+    target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # Whatever is measured last looks better than what was measured before.
-    measured = itertools.count(1)
+    measured, is_model = itertools.count(1), algorithm == "STANDALONE"
     monkeypatch.setattr(Student, "measured", lambda *_, **__: Measurement(((1, next(measured)),)))
     async with serving_target(target_folder) as target:
         settings = load_settings(
@@ -115,9 +118,9 @@ async def test_what_is_learnt_reaches_the_running_draft(
             service="draft",
             arguments=[
                 *("--port", "0", "--target", target.address, "--device", "cpu"),
-                *("--speculative-algorithm", algorithm.value, "--max-total-tokens", "2048"),
+                *("--speculative-algorithm", algorithm, "--max-total-tokens", "2048"),
                 *("--speculative-draft-model-path", str(head_folder)),
-                *("--target-model-path", str(target_folder)),
+                *(() if is_model else ("--target-model-path", str(target_folder))),
             ],
             env={},
         )
@@ -139,7 +142,7 @@ async def test_what_is_learnt_reaches_the_running_draft(
                 info = await admin.GetServerInfo(admin_pb.GetServerInfoRequest())
             assert info.gauges["weight_swap_count"] == process.learner.figures.num_swaps + 1
             versions = range(process.learner.figures.num_swaps + 1)
-            told = [(algorithm.value, str(version)) for version in versions]
+            told = [(algorithm, str(version)) for version in versions]
             async with asyncio.timeout(WAIT_S):
                 while await _changes(target) != told:
                     await asyncio.sleep(0.01)
@@ -149,9 +152,9 @@ async def test_what_is_learnt_reaches_the_running_draft(
             assert figures[after] > figures[before] > 0.0
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3], indirect=True)
+@pytest.mark.parametrize("algorithm", ["EAGLE3"], indirect=True)
 async def test_what_must_not_be_learnt_never_arrives(
-    target_folder: Path, head_folder: Path, algorithm: Algorithm, tmp_path: Path
+    target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path
 ) -> None:
     async with serving_target(target_folder) as target:
         flags = ("--target", target.address, "--lesson-tokens", "1000000")
@@ -166,9 +169,9 @@ async def test_what_must_not_be_learnt_never_arrives(
         assert process.traffic.num_examples == 1
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3], indirect=True)
+@pytest.mark.parametrize("algorithm", ["EAGLE3"], indirect=True)
 async def test_a_draft_of_another_head_is_named_at_once(
-    target_folder: Path, head_folder: Path, algorithm: Algorithm, tmp_path: Path
+    target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path
 ) -> None:
     async with serving_target(target_folder) as target:
         settings = load_settings(
@@ -184,7 +187,10 @@ async def test_a_draft_of_another_head_is_named_at_once(
         )
         other = tmp_path / "other"
         frozen = FrozenTarget.load(target_folder, device=torch.device("cpu"), dtype=torch.float32)
-        save_head(build_head(frozen.head_shape(algorithm, HeadSizes(intermediate_size=24))), other)
+        save_head(
+            build_head(frozen.head_shape(Algorithm(algorithm), HeadSizes(intermediate_size=24))),
+            other,
+        )
         async with running_draft(settings) as draft:
             process = await asyncio.to_thread(
                 _learner, algorithm, other, target_folder, tmp_path / "out",
@@ -199,7 +205,7 @@ async def test_a_draft_of_another_head_is_named_at_once(
     [
         ((), "name something to learn from"),
         (("--traffic", "x.npz"), "--max-lessons"),
-        (("--target", "127.0.0.1:1", "--target-model-path", "/elsewhere"), "name the head"),
+        (("--target", "127.0.0.1:1", "--target-model-path", "/elsewhere"), "name the draft"),
         (("--target", "127.0.0.1:1", "--publish-to", "here"), "--publish-to"),
     ],
 )
@@ -208,9 +214,9 @@ def test_bad_settings_are_named(flags: tuple[str, ...], named: str) -> None:
         read_settings(list(flags))
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE], indirect=True)
+@pytest.mark.parametrize("algorithm", ["EAGLE"], indirect=True)
 async def test_other_weights_of_the_target_are_learnt_from_anew(
-    target_folder: Path, head_folder: Path, algorithm: Algorithm, tmp_path: Path
+    target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path
 ) -> None:
     other = write_checkpoint(
         tmp_path / "other", "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=6), seed=4

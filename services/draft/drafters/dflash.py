@@ -115,6 +115,9 @@ class DflashDrafter:
         """Nothing to free: features come for every sequence, so nothing is shared."""
         return 0
 
+    def retire_prefix_cache(self) -> None:
+        """Nothing to do: nothing is shared."""
+
     def gauges(self) -> Mapping[str, float]:
         return self._contexts.gauges()
 

@@ -153,6 +153,9 @@ class Drafter(Protocol):
     def flush_prefix_cache(self) -> int:
         """Drops cached state no sequence uses; returns the pages freed."""
 
+    def retire_prefix_cache(self) -> None:
+        """Other weights: sequences go on with the state they have, and none to come shares it."""
+
     def gauges(self) -> Mapping[str, float]:
         """Returns live figures for operators, named in lower_snake_case."""
 

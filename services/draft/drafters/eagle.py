@@ -196,6 +196,9 @@ class EagleDrafter:
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()
 
+    def retire_prefix_cache(self) -> None:
+        self._contexts.leases.retire()
+
     def gauges(self) -> Mapping[str, float]:
         return self._contexts.gauges()
 

@@ -88,6 +88,9 @@ class NgramDrafter:
         """Nothing to free: the trie forgets by age, not by page."""
         return 0
 
+    def retire_prefix_cache(self) -> None:
+        """Nothing to do: what was said stays said."""
+
     def gauges(self) -> Mapping[str, float]:
         return {
             "trie_node_count": float(len(self._index)),

@@ -40,7 +40,11 @@ CONTEXT_MARGIN = 33
 
 
 class StandaloneDrafter:
-    """See `Drafter`."""
+    """See `Drafter`.
+
+    Attributes:
+        decoder: of the draft model.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class StandaloneDrafter:
         generator: of the host; the source of what is drawn for targets that verify by the
             draft's distributions. Seeded by the system when left out.
         """
+        self.decoder = runner.decoder
         self._vocab_size = runner.decoder.config.vocab_size
         self._generator = generator or fresh_generator()
         self._max_context_tokens = max_context_tokens
@@ -176,6 +181,9 @@ class StandaloneDrafter:
 
     def flush_prefix_cache(self) -> int:
         return self._contexts.leases.flush()
+
+    def retire_prefix_cache(self) -> None:
+        self._contexts.leases.retire()
 
     def gauges(self) -> Mapping[str, float]:
         leases = self._contexts.leases

@@ -22,7 +22,9 @@ from services.draft.algorithm import Algorithm
 from services.draft.attach_client import AttachClient
 from services.draft.backoff import Backoff
 from services.draft.drafters.table_service import BorrowedTables
+from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
+from services.draft.learner.model_student import ModelStudent
 from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import Student, Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
@@ -34,7 +36,7 @@ from shared.kernels.linear import LinearWeight
 from shared.layers.linear import Linear
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
-from shared.models.heads.head import DraftHead
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import BorrowedTensors, TargetFolder
@@ -78,16 +80,15 @@ class LearnerProcess:
 
     def __init__(self, settings: LearnerSettings) -> None:
         self._settings = settings
-        head, ends, tensors = _served_head(settings)
+        self._spec, ends, tensors = _served(settings)
         self._borrowed = BorrowedTensors(tensors, ends.embedding, ends.head)
-        self._spec = head.feature_spec
         teaching = Teaching(
             unroll=settings.unroll,
             rate=settings.rate,
             batch_size=settings.batch_size,
             window=settings.window,
         )
-        student = Student(settings.model_folder, ends, teaching)
+        student = _student(settings, ends, teaching, tensors.config.num_layers)
         self.traffic = Traffic(
             Retention(
                 settings.retain_tokens,
@@ -226,23 +227,38 @@ def _lessons(settings: LearnerSettings) -> Lessons:
     )
 
 
-def _served_head(settings: LearnerSettings) -> tuple[DraftHead, _Ends, TargetFolder]:
-    """Loads the head as drafts do: so the target hears of the same features, bit for bit."""
+def _student(
+    settings: LearnerSettings, ends: _Ends, teaching: Teaching, num_target_layers: int
+) -> Student:
+    folder = settings.model_folder
+    if settings.speculative_algorithm is Algorithm.STANDALONE:
+        return ModelStudent(folder, ends, teaching, num_target_layers=num_target_layers)
+    return HeadStudent(folder, ends, teaching)
+
+
+def _served(settings: LearnerSettings) -> tuple[FeatureSpec, _Ends, TargetFolder]:
+    """Returns the features that the target is asked for. For a head that is loaded as drafts do,
+    so that the target hears of the same, bit for bit."""
     folder, algorithm = settings.model_folder, settings.speculative_algorithm
     target = ModelConfig.from_folder(settings.target_folder)
     device = device_named(settings.device)
-    if algorithm is Algorithm.MTP:
+    if algorithm is Algorithm.STANDALONE:
+        saved = target.dtype
+    elif algorithm is Algorithm.MTP:
         saved = ModelConfig.from_folder(folder).dtype
     else:
         saved = HeadConfig.from_folder(folder, HeadKind(algorithm.value), target).dtype
     dtype = dtype_named(settings.dtype, saved, device)
     tensors = TargetFolder(settings.target_folder, dtype=dtype, device=device)
+    if algorithm is Algorithm.STANDALONE:
+        spec = FeatureSpec((target.num_layers + 1,), dtype, target.hidden_size)
+        return spec, _Ends(tensors.embedding(), tensors.lm_head()), tensors
     if algorithm is Algorithm.MTP:
         head = load_mtp(folder, tensors, dtype=dtype, device=device)
     else:
         kind = HeadKind(algorithm.value)
         head = load_head(folder, kind, tensors, dtype=dtype, device=device)
-    return head, _Ends(head.embedding, tensors.lm_head()), tensors
+    return head.feature_spec, _Ends(head.embedding, tensors.lm_head()), tensors
 
 
 def _recorded(
@@ -253,7 +269,7 @@ def _recorded(
         return
     device = device_named(settings.device)
     target = FrozenTarget.load(settings.target_folder, device=device, dtype=torch.float32)
-    layers, projection = student.head.shape.feature_layers, student.projection
+    layers, projection = student.feature_layers, student.projection
     for row in (row for path in archives for row in Documents.load(path).rows()):
         for start in range(0, len(row), settings.window):
             part = row[start : start + settings.window]

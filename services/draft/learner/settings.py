@@ -13,12 +13,12 @@ from shared.model_options import DTYPE_SYNONYMS, Dtype, device_problems
 from shared.service_settings import DialingSettings
 from shared.settings import setting
 
-TAUGHT = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP)
+TAUGHT = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.STANDALONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings(DialingSettings):
-    """Teaches the head of running drafts what their target answers."""
+    """Teaches running drafts what their target answers."""
 
     target: tuple[str, ...] = setting(
         (), "HOST:PORT of a target to learn from, or unix:PATH; repeat for several"
@@ -38,20 +38,20 @@ class LearnerSettings(DialingSettings):
     )
     speculative_algorithm: Algorithm = setting(
         Algorithm.EAGLE3,
-        "of the head",
+        "of the draft",
         aliases=("speculative-algo", "algorithm"),
         choices=tuple(each.value for each in TAUGHT),
     )
     speculative_draft_model_path: Path | None = setting(
         None,
-        "folder of the head as the drafts serve it, written by services.draft.training; the "
+        "folder of the draft as it is served, a head's written by services.draft.training; the "
         "demo's when unset",
         is_model=True,
     )
     target_model_path: Path | None = setting(
         None, "folder of the target; the demo's when unset", is_model=True
     )
-    out: Path = setting(Path(".learner"), "folder for the versions of the head, and the log")
+    out: Path = setting(Path(".learner"), "folder for the versions of the draft, and the log")
     versions_kept: int = setting(4, "versions kept in --out", minimum=2)
     retain_tokens: int = setting(
         200_000, "most tokens kept in memory, with their hidden states", minimum=1000
@@ -78,7 +78,9 @@ class LearnerSettings(DialingSettings):
         0.05, "tokens a round that swapped weights may lose before they are taken back", minimum=0.0
     )
     rate: float | None = setting(
-        None, "highest learning rate; 0.5 over the hidden size when unset", minimum=0.0
+        None,
+        "highest learning rate; 0.5 over the hidden size when unset, 0.1 for STANDALONE",
+        minimum=0.0,
     )
     batch_size: int = setting(16, "sequences of an update", minimum=1)
     window: int = setting(512, "most tokens of a sequence that are learnt from", minimum=16)
@@ -108,7 +110,7 @@ class LearnerSettings(DialingSettings):
             problems.append("--max-lessons: recorded traffic alone would be gone over for ever")
         is_demo = self.target_folder.resolve() == DEMO_TARGET.resolve()
         if self.speculative_draft_model_path is None and not is_demo:
-            problems.append("--speculative-draft-model-path: name the head; only the demo has one")
+            problems.append("--speculative-draft-model-path: name the draft; only the demo has one")
         if problems:
             raise SettingsError(tuple(problems))
 

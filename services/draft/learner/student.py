@@ -1,57 +1,40 @@
-"""A head that is taught what a target's answers were.
-
-Its rows are those that a draft in service reads: what `fc` makes of an EAGLE-3 head's layers, whose
-`fc` the target applies and which stays as it is, or the target's final states. The latter tell the
-target's whole distribution; beside the former there is only the token that the target drew.
-"""
+"""A draft model that is taught what a target's answers were."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
-import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from services.draft.learner.traffic import Example
-from services.draft.training.acceptance import accepted_depth
-from services.draft.training.drafting import TargetEnds, recurrent_chains
-from services.draft.training.head_shape import Algorithm
-from services.draft.training.heads import SHAPE_FILE, WEIGHTS_FILE, load_head
-from services.draft.training.objectives import divergence
+from services.draft.training.drafting import TargetEnds
 from services.draft.training.optimisers import OptimiserKind, Optimisers
-from services.draft.training.recurrent_head import Eagle3Head, RecurrentHead, Unrolling
-from shared.errors import CheckpointError
+from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 State = dict[str, Tensor]
-_IGNORED = -100
-_CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 _SURE = 1.64
 _MEAN_UPDATES = 100
 """The mean of weights reaches back so far; at first, a tenth of the updates there were."""
-_RATE = 0.5
-"""Learning rate times hidden size: 1e-3 for the demo's 512, which AdamW learnt fastest with among
-2e-4, 1e-3 and 2e-3, and 1.2e-4 for 4,096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """Hyperparameters of the lessons of a head.
+    """Hyperparameters of lessons.
 
     Attributes:
-        unroll: tokens that it drafts from its own states in training.
+        unroll: tokens that a head drafts from its own states in training.
         decay: weight of each later one, see `LossTerms`.
         hard: see `LossTerms`.
-        rate: highest learning rate; None takes less the wider the head is, see `_RATE`.
+        rate: highest learning rate; None takes less the wider the model is.
         warm_up: updates until then: the first steps of AdamW know no scale of the gradients, and
             cost a trained head more than a lesson brings.
         batch_size: windows of an update.
@@ -72,7 +55,7 @@ class Teaching:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a head gains on some examples.
+    """What a draft gains on some examples.
 
     Attributes:
         walked: rounds and tokens of each, the bonus included.
@@ -97,7 +80,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
+class Batch:
     """Windows, padded behind their ends.
 
     Attributes:
@@ -113,62 +96,62 @@ class _Batch:
     lengths: Tensor
 
 
-class Student:
+class Student(ABC):
     """Weights that learn, beside those that serve. Used by one thread.
 
-    Raises:
-        CheckpointError: the folder holds no head that `services.draft.training` wrote, or one that
-            drafts blocks.
+    Args:
+        module: what learns; its device is that of `ends`.
+
+    Attributes:
+        folder: that the weights came from.
+        feature_layers: of the target, whose states are the rows of examples, see `HeadShape`.
     """
 
-    def __init__(self, folder: Path, ends: TargetEnds, teaching: Teaching) -> None:
-        head = load_head(folder)
-        if not isinstance(head, RecurrentHead):
-            raise CheckpointError(f"{folder}: heads of blocks are not taught in service")
-        self.head = head.to(ends.embedding.device).train()
+    def __init__(
+        self, module: nn.Module, folder: Path, ends: TargetEnds, teaching: Teaching, *, rate: float
+    ) -> None:
         self.folder = folder
-        self._ends, self._teaching = ends, teaching
+        self._module, self._ends, self._teaching = module, ends, teaching
+        self._rate = rate if teaching.rate is None else teaching.rate
         self._device = ends.embedding.device
-        self._frozen: list[str] = []
-        if isinstance(head, Eagle3Head):
-            head.fc.requires_grad_(False)
-            self._frozen = [name for name in head.state_dict() if name.startswith("fc.")]
-        self._has_states = head.shape.algorithm is not Algorithm.EAGLE3
-        self._draft_ids = self._mapped_ids()
-        self._mean = copy.deepcopy(self.head.state_dict())
+        self._mean = self._copied()
         self._optimisers = self._new_optimisers()
+
+    @property
+    @abstractmethod
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def projection(self) -> Tensor | None:
+        """`[W, K * H]`, what the target makes of the layers side by side; None where they are read
+        as they are."""
+        return None
 
     @property
     def batch_size(self) -> int:
         """Examples of an update."""
         return self._teaching.batch_size
 
-    @property
-    def projection(self) -> Tensor | None:
-        """`[H, K * H]`, what the target makes of the layers that the head reads; None where a
-        single one is read as it is."""
-        return self.head.fc.weight if isinstance(self.head, Eagle3Head) else None
-
     def state(self) -> State:
         """Returns a copy of the weights that it has come to: the mean of the latest, which is
         steadier than the last where the learning rate never falls."""
-        return copy.deepcopy(self._mean)
+        return {name: value.clone() for name, value in self._mean.items()}
 
     def restore(self, state: State) -> None:
         """Goes on from a copy of weights, with no memory of gradients."""
-        self.head.load_state_dict(state)
-        self._mean = copy.deepcopy(state)
+        self._module.load_state_dict(state)
+        self._mean = self._copied()
         self._optimisers = self._new_optimisers()
 
     @contextmanager
     def as_it_was(self, state: State) -> Iterator[None]:
         """Has other weights for as long as the block runs."""
-        own = copy.deepcopy(self.head.state_dict())
-        self.head.load_state_dict(state)
+        own = self._copied()
+        self._module.load_state_dict(state)
         try:
             yield
         finally:
-            self.head.load_state_dict(own)
+            self._module.load_state_dict(own)
 
     def learn(self, examples: Sequence[Example], generator: torch.Generator) -> float:
         """Makes one update on a window of each example; returns the loss."""
@@ -176,11 +159,11 @@ class Student:
         with self._autocast():
             loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._teaching.max_norm)
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._teaching.max_norm)
         self._num_updates += 1
         self._optimisers.step(min(self._num_updates / self._teaching.warm_up, 1.0))
         share = max(1.0 / _MEAN_UPDATES, 10.0 / (10.0 + self._num_updates))
-        for name, value in self.head.state_dict().items():
+        for name, value in self._module.state_dict().items():
             if value.is_floating_point():
                 self._mean[name].lerp_(value, share)
         return float(loss.detach())
@@ -193,42 +176,45 @@ class Student:
         for example in examples:
             num_rounds = num_tokens = 0
             start = max(len(example.token_ids) - self._teaching.window, 0)
-            tokens = torch.tensor(example.token_ids[start:], device=self._device).unsqueeze(0)
-            with self._autocast():
-                chains = recurrent_chains(
-                    self.head,
-                    self._ends,
-                    tokens[:, 1:],
-                    self._rows(example, start).unsqueeze(0),
-                    num_steps,
-                ).tolist()
             truth = example.token_ids[start:]
+            tokens = torch.tensor(truth, device=self._device).unsqueeze(0)
+            rows = example.rows[start:].to(self._device, torch.float32).unsqueeze(0)
+            with self._autocast():
+                depths = self._depths(tokens, rows, num_steps)
             at = max(example.num_prompt_tokens - start + 1, 2)
             while at < len(truth):
-                gained = accepted_depth(chains[at - 2], truth[at:]) + 1
+                gained = depths[at - 2] + 1
                 num_rounds, num_tokens = num_rounds + 1, num_tokens + min(gained, len(truth) - at)
                 at += gained
             walked.append((num_rounds, num_tokens))
         return Measurement(tuple(walked))
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the weights as the folder that they came from is written; what stays as it was
-        keeps every bit, the rest is rounded to the type that the config names."""
+        """Writes the weights as the folder that they came from is written, rounded to the type that
+        its config names."""
+
+    @abstractmethod
+    def _loss(self, batch: Batch) -> Tensor: ...
+
+    @abstractmethod
+    def _depths(self, tokens: Tensor, rows: Tensor, num_steps: int) -> list[int]:
+        """Element i is how many tokens of a greedy chain behind token i + 1 are those of the text.
+
+        Args:
+            tokens: `[1, N]` int64.
+            rows: `[1, N - 1, W]`.
+        """
+
+    def _write_config(self, folder: Path) -> torch.dtype:
+        """Writes the config of plain weights; returns their type."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = json.loads((self.folder / _CONFIG).read_text())
-        config.pop("quantization_config", None)
-        dtype = getattr(torch, config.get("torch_dtype") or "float32")
-        tensors = {}
-        for key, value in self._mean.items():
-            plain = value.detach().cpu().contiguous()
-            if not plain.is_floating_point():
-                tensors[key] = plain
-            else:
-                is_kept = key in self._frozen
-                tensors[f"{self.head.prefix}{key}"] = plain if is_kept else plain.to(dtype)
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        shutil.copyfile(self.folder / SHAPE_FILE, folder / SHAPE_FILE)
+        config = json.loads((self.folder / CONFIG_FILE).read_text())
+        config.pop(QUANTIZATION_CONFIG, None)
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     @property
     def _lm_head(self) -> Tensor:
@@ -236,10 +222,11 @@ class Student:
         lm_head = self._ends.lm_head
         return lm_head if self._device.type == "cuda" else lm_head.float()
 
-    def _rows(self, example: Example, start: int) -> Tensor:
-        return example.rows[start:].to(self._device, torch.float32)
+    def _copied(self) -> State:
+        """Tensors that are one in the module are several here."""
+        return {name: value.clone() for name, value in self._module.state_dict().items()}
 
-    def _batch(self, examples: Sequence[Example], generator: torch.Generator) -> _Batch:
+    def _batch(self, examples: Sequence[Example], generator: torch.Generator) -> Batch:
         """Cuts a window at random where an example is longer."""
         window = self._teaching.window
         longest = min(max(len(each.token_ids) for each in examples), window)
@@ -256,60 +243,12 @@ class Student:
             firsts.append(max(each.num_prompt_tokens - start, 0))
             lengths.append(len(part))
         moved = (tokens, rows, torch.tensor(firsts), torch.tensor(lengths))
-        return _Batch(*(each.to(self._device) for each in moved))
-
-    def _loss(self, batch: _Batch) -> Tensor:
-        """The training-time test: row i of step k scores token i + k + 2."""
-        head, ends, teaching = self.head, self._ends, self._teaching
-        num_rows = batch.rows.shape[1]
-        hidden, tokens, unrolling = batch.rows, batch.token_ids[:, 1:], Unrolling(head.shape)
-        places = torch.arange(num_rows, device=self._device)
-        losses, weights = [], []
-        for step in range(teaching.unroll):
-            known = F.pad(tokens[:, step:], (0, step))
-            embedded = F.embedding(known, ends.embedding).float()
-            hidden = head.advance(embedded, hidden, unrolling)
-            scored = (places + step + 2).unsqueeze(0)
-            is_scored = (scored < batch.lengths[:, None]) & (scored >= batch.firsts[:, None])
-            if not bool(is_scored.any()):
-                break
-            logits = head.scores(hidden[is_scored], self._lm_head)
-            losses.append(self._divergence(batch, logits, is_scored, step))
-            weights.append(teaching.decay**step)
-        if not losses:
-            return hidden.sum() * 0.0
-        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-        assert isinstance(total, Tensor)
-        return total / sum(weights)
-
-    def _divergence(self, batch: _Batch, logits: Tensor, is_scored: Tensor, step: int) -> Tensor:
-        if self._has_states:
-            states = F.pad(batch.rows[:, step + 1 :], (0, 0, 0, step + 1))[is_scored]
-            aim = F.linear(states, self._lm_head)
-            return divergence(logits, aim, self._teaching.hard)
-        truth = F.pad(batch.token_ids[:, step + 2 :], (0, step + 1))[is_scored]
-        if self._draft_ids is not None:
-            truth = self._draft_ids[truth]
-        if not bool((truth != _IGNORED).any()):
-            return logits.sum() * 0.0
-        return F.cross_entropy(logits.float(), truth, ignore_index=_IGNORED)
-
-    def _mapped_ids(self) -> Tensor | None:
-        """`[V]`, the draft id of each token; None where all are drafted."""
-        size = self.head.shape.draft_vocab_size
-        if size is None:
-            return None
-        draft_ids = torch.arange(size, device=self._device)
-        mapped = torch.full((self.head.shape.vocab_size,), _IGNORED, device=self._device)
-        mapped[self.head.target_ids(draft_ids)] = draft_ids
-        return mapped
+        return Batch(*(each.to(self._device) for each in moved))
 
     def _new_optimisers(self) -> Optimisers:
         self._num_updates = 0
-        rate, decay = self._teaching.rate, self._teaching.weight_decay
-        if rate is None:
-            rate = _RATE / self.head.shape.hidden_size
-        return Optimisers(self.head, OptimiserKind.ADAMW, rate=rate, decay=decay)
+        decay = self._teaching.weight_decay
+        return Optimisers(self._module, OptimiserKind.ADAMW, rate=self._rate, decay=decay)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         is_on = self._device.type == "cuda"

@@ -129,6 +129,9 @@ class ScriptedDrafter:
     def flush_prefix_cache(self) -> int:
         return 7
 
+    def retire_prefix_cache(self) -> None:
+        """Nothing is shared."""
+
     def gauges(self) -> Mapping[str, float]:
         return {"slot_count": float(self.num_slots)}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.draft.events import WeightsUpdated
+from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import LOG_FILE, Learner, Lessons
 from services.draft.learner.student import Measurement, Student, Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
@@ -68,8 +69,8 @@ def _examples(step: int = STEP) -> list[Example]:
     return [_example(first, step) for first in range(VOCAB_SIZE)]
 
 
-def _student(folder: Path) -> Student:
-    return Student(folder, ENDS, Teaching(unroll=3, rate=1e-2, batch_size=8, window=20))
+def _student(folder: Path) -> HeadStudent:
+    return HeadStudent(folder, ENDS, Teaching(unroll=3, rate=1e-2, batch_size=8, window=20))
 
 
 class Drafts:
@@ -237,7 +238,7 @@ def test_the_first_updates_are_small(tmp_path: Path) -> None:
     """Without a warm-up the first step of AdamW moves each weight by the whole rate."""
     folder, moved = _head(tmp_path / "head", Algorithm.EAGLE), []
     for warm_up in (1, 20):
-        student = Student(folder, ENDS, Teaching(rate=1e-2, window=20, warm_up=warm_up))
+        student = HeadStudent(folder, ENDS, Teaching(rate=1e-2, window=20, warm_up=warm_up))
         before = student.state()["fc.weight"]
         student.learn(_examples()[:8], torch.Generator().manual_seed(0))
         moved.append(float((student.state()["fc.weight"] - before).abs().max()))

@@ -1,48 +1,35 @@
-"""Other weights in a head that runs.
+"""Other weights in a draft model that runs.
 
-They are copied into the tensors that are there, so CUDA graphs, and whoever borrowed the head, go
-on with the addresses that they know. What the target was told of stays: the projection of features
-that it applies, and the tokens that the head can draft.
+They are copied into the tensors that are there, so CUDA graphs, and whoever borrowed a head, go on
+with the addresses that they know. What the target was told of a head stays: the projection of
+features that it applies, and the tokens that the head can draft.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
-from shared.models.config import ModelConfig
-from shared.models.heads.head import DraftHead
-from shared.models.heads.target_tensors import TargetTensors
 
 _FIXED = ("feature_spec.projection", "vocabulary.token_ids")
 # Not learnt: tables of positions, and scratch memory of products.
-_NO_WEIGHTS = frozenset({"config", "rotary", "counters"})
+_NO_WEIGHTS = frozenset({"config", "rotary", "sliding_rotary", "counters"})
 
 
-class LentTensors(TargetTensors):
-    """The target's tensors as a running head has them, so that they are not read again."""
-
-    def __init__(self, head: DraftHead, target: ModelConfig) -> None:
-        self._head, self._config = head, target
+class Model(Protocol):
+    """A tree of dataclasses and tuples with tensors."""
 
     @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    def embedding(self) -> Tensor:
-        return self._head.embedding
-
-    def lm_head(self) -> Tensor:
-        return self._head.vocabulary.lm_head.dense()
+    def config(self) -> object: ...
 
 
-class HeadSwap:
-    """Weights that were read, checked against the head that runs.
+class WeightSwap:
+    """Weights that were read, checked against the model that runs.
 
     Args:
         new: of the same config, on the same device; it is of no use afterwards.
@@ -52,12 +39,12 @@ class HeadSwap:
             is not finite; the message names the weight.
     """
 
-    def __init__(self, running: DraftHead, new: DraftHead) -> None:
+    def __init__(self, running: Model, new: Model) -> None:
         if new.config != running.config:
-            raise CheckpointError("config.json is not that of the head that runs")
+            raise CheckpointError("config.json is not that of the model that runs")
         places, sources = dict(_tensors(running, "")), dict(_tensors(new, ""))
         for name in sorted(places.keys() ^ sources.keys()):
-            where = "the head that runs" if name in places else "the new weights"
+            where = "the model that runs" if name in places else "the new weights"
             raise CheckpointError(f"{name} is in {where} alone")
         for name, place in places.items():
             _check(name, place, sources[name])
@@ -76,11 +63,13 @@ def _check(name: str, place: Tensor, source: Tensor) -> None:
         return
     if source.shape != place.shape or source.dtype != place.dtype:
         raise CheckpointError(
-            f"{name} has shape {list(source.shape)} in {source.dtype}; that of the head that runs "
+            f"{name} has shape {list(source.shape)} in {source.dtype}; that of the model that runs "
             f"has {list(place.shape)} in {place.dtype}"
         )
     if name in _FIXED and not torch.equal(place, source):
-        raise CheckpointError(f"{name} differs from that of the head that runs, which a target has")
+        raise CheckpointError(
+            f"{name} differs from that of the model that runs, which a target has"
+        )
     plain = source.to_dense() if source.is_mkldnn else source
     if plain.is_floating_point() and not bool(plain.float().isfinite().all()):
         raise CheckpointError(f"{name} holds numbers that are not finite")

@@ -1,0 +1,125 @@
+"""A head that learns.
+
+Its rows are those that a draft in service reads: what `fc` makes of an EAGLE-3 head's layers, whose
+`fc` the target applies and which stays as it is, or the target's final states. The latter tell the
+target's whole distribution; beside the former there is only the token that the target drew.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from services.draft.learner.student import Batch, Student, Teaching
+from services.draft.training.acceptance import accepted_depth
+from services.draft.training.drafting import TargetEnds, recurrent_chains
+from services.draft.training.head_shape import Algorithm
+from services.draft.training.heads import SHAPE_FILE, WEIGHTS_FILE, load_head
+from services.draft.training.objectives import divergence
+from services.draft.training.recurrent_head import Eagle3Head, RecurrentHead, Unrolling
+from shared.errors import CheckpointError
+
+_IGNORED = -100
+_RATE = 0.5
+"""Learning rate times hidden size: 1e-3 for the demo's 512, which AdamW learnt fastest with among
+2e-4, 1e-3 and 2e-3, and 1.2e-4 for 4,096."""
+
+
+class HeadStudent(Student):
+    """An EAGLE, EAGLE-3 or MTP head.
+
+    Raises:
+        CheckpointError: the folder holds no head that `services.draft.training` wrote, or one that
+            drafts blocks.
+    """
+
+    def __init__(self, folder: Path, ends: TargetEnds, teaching: Teaching) -> None:
+        head = load_head(folder)
+        if not isinstance(head, RecurrentHead):
+            raise CheckpointError(f"{folder}: heads of blocks are not taught in service")
+        self.head = head.to(ends.embedding.device).train()
+        self._frozen: list[str] = []
+        if isinstance(head, Eagle3Head):
+            head.fc.requires_grad_(False)
+            self._frozen = [name for name in head.state_dict() if name.startswith("fc.")]
+        self._has_states = head.shape.algorithm is not Algorithm.EAGLE3
+        super().__init__(head, folder, ends, teaching, rate=_RATE / head.shape.hidden_size)
+        self._draft_ids = self._mapped_ids()
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.head.shape.feature_layers
+
+    @property
+    def projection(self) -> Tensor | None:
+        return self.head.fc.weight if isinstance(self.head, Eagle3Head) else None
+
+    def save(self, folder: Path) -> None:
+        """What stays as it was keeps every bit."""
+        dtype = self._write_config(folder)
+        tensors = {}
+        for key, value in self._mean.items():
+            plain = value.detach().cpu().contiguous()
+            if not plain.is_floating_point():
+                tensors[key] = plain
+            else:
+                is_kept = key in self._frozen
+                tensors[f"{self.head.prefix}{key}"] = plain if is_kept else plain.to(dtype)
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        shutil.copyfile(self.folder / SHAPE_FILE, folder / SHAPE_FILE)
+
+    def _depths(self, tokens: Tensor, rows: Tensor, num_steps: int) -> list[int]:
+        chains = recurrent_chains(self.head, self._ends, tokens[:, 1:], rows, num_steps).tolist()
+        text = tokens[0].tolist()
+        return [accepted_depth(chain, text[place + 2 :]) for place, chain in enumerate(chains)]
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """The training-time test: row i of step k scores token i + k + 2."""
+        head, ends, teaching = self.head, self._ends, self._teaching
+        num_rows = batch.rows.shape[1]
+        hidden, tokens, unrolling = batch.rows, batch.token_ids[:, 1:], Unrolling(head.shape)
+        places = torch.arange(num_rows, device=self._device)
+        losses, weights = [], []
+        for step in range(teaching.unroll):
+            known = F.pad(tokens[:, step:], (0, step))
+            embedded = F.embedding(known, ends.embedding).float()
+            hidden = head.advance(embedded, hidden, unrolling)
+            scored = (places + step + 2).unsqueeze(0)
+            is_scored = (scored < batch.lengths[:, None]) & (scored >= batch.firsts[:, None])
+            if not bool(is_scored.any()):
+                break
+            logits = head.scores(hidden[is_scored], self._lm_head)
+            losses.append(self._divergence(batch, logits, is_scored, step))
+            weights.append(teaching.decay**step)
+        if not losses:
+            return hidden.sum() * 0.0
+        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+        assert isinstance(total, Tensor)
+        return total / sum(weights)
+
+    def _divergence(self, batch: Batch, logits: Tensor, is_scored: Tensor, step: int) -> Tensor:
+        if self._has_states:
+            states = F.pad(batch.rows[:, step + 1 :], (0, 0, 0, step + 1))[is_scored]
+            aim = F.linear(states, self._lm_head)
+            return divergence(logits, aim, self._teaching.hard)
+        truth = F.pad(batch.token_ids[:, step + 2 :], (0, step + 1))[is_scored]
+        if self._draft_ids is not None:
+            truth = self._draft_ids[truth]
+        if not bool((truth != _IGNORED).any()):
+            return logits.sum() * 0.0
+        return F.cross_entropy(logits.float(), truth, ignore_index=_IGNORED)
+
+    def _mapped_ids(self) -> Tensor | None:
+        """`[V]`, the draft id of each token; None where all are drafted."""
+        size = self.head.shape.draft_vocab_size
+        if size is None:
+            return None
+        draft_ids = torch.arange(size, device=self._device)
+        mapped = torch.full((self.head.shape.vocab_size,), _IGNORED, device=self._device)
+        mapped[self.head.target_ids(draft_ids)] = draft_ids
+        return mapped
