@@ -1,4 +1,4 @@
-"""How many tokens a round committed, over time."""
+"""History of the tokens committed a round."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutput:
-    """What holds the output of a request while it is generated, and what checks it at its end.
+    """The grammar that constrains a request's output, and the schemas that check it at its end.
 
     Attributes:
         grammar: None lets it be anything.

@@ -41,7 +41,7 @@ _CANCEL = re.compile(r"/v1/responses/[^/]+/cancel")
 
 
 class Reply(NamedTuple):
-    """What one worker answered; `status` is 503 where it did not."""
+    """The answer of one worker; `status` is 503 if it did not answer."""
 
     status: int
     media_type: str
@@ -74,7 +74,7 @@ class ForAllWorkers:
 
 
 def _is_from_client(scope: Scope) -> bool:
-    """What comes in over a worker's own socket has no port."""
+    """Whether a request came over the public port; a worker's own socket has no port."""
     return scope["type"] == "http" and scope["server"] is not None and bool(scope["server"][1])
 
 

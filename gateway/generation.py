@@ -16,7 +16,7 @@ from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Which prompt tokens get log probabilities.
+    """Selects the prompt tokens that get log probabilities.
 
     Attributes:
         start: position of the first one; the token at position 0 has none.

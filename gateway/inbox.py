@@ -1,4 +1,4 @@
-"""Where the events of one HTTP request wait until its task reads them."""
+"""A queue for the events of one HTTP request until its task reads them."""
 
 from __future__ import annotations
 

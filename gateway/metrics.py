@@ -53,7 +53,7 @@ class SpeculationTotals:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Of one HTTP request.
+    """Times of one HTTP request.
 
     Attributes:
         begin_s, first_token_s: of the monotonic clock.

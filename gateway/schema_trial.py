@@ -16,7 +16,7 @@ _MAX_CHARACTERS = 500
 
 
 class Verdict(TypedDict):
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         valid: None where the check could not be made.

@@ -224,7 +224,7 @@ class GatewaySettings(DialingSettings):
 
     @property
     def key_limits(self) -> KeyLimits:
-        """Of keys that have none of their own."""
+        """Limits of API keys that have none of their own."""
         return KeyLimits(
             self.key_requests_per_minute, self.key_tokens_per_minute, self.key_max_concurrent
         )

@@ -1,4 +1,4 @@
-"""Where the workers of one gateway find each other."""
+"""The folder in which the workers of one gateway find each other."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from shared.tls import ClientTls, ServerTls
 
 @dataclass(frozen=True, slots=True)
 class CertFolder:
-    """Where the files of one authority lie."""
+    """The folder with the files of one certificate authority."""
 
     path: Path
 

@@ -121,7 +121,7 @@ class EmbeddedDraft:
 
     @property
     def algorithm(self) -> str:
-        """Of its drafter."""
+        """Name of the drafter's algorithm."""
         return self._worker.algorithm
 
     def take_weights(self, folder: Path, version: str) -> float:

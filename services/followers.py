@@ -67,7 +67,7 @@ class Seat:
 
     @property
     def name(self) -> str:
-        """Of the process."""
+        """Name of the process."""
         return f"{self.service}-{self.rank}"
 
     def join(self, settings: FollowerSettings) -> TensorGroup:

@@ -77,7 +77,7 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
 
 
 async def _at_once() -> bool:
-    """Of what no request waits for."""
+    """The readiness check of a process that no request needs."""
     return True
 
 

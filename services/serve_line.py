@@ -1,4 +1,4 @@
-"""Which service each flag of `outrider serve` belongs to.
+"""Assigns each flag of `outrider serve` to the service that it belongs to.
 
 A flag of one service goes there. Of those that several services have, SGLang's meaning decides:
 `--host` and `--port` are those of HTTP, `--dtype` holds for target and draft. `--target-X`,

@@ -16,7 +16,7 @@ NO_DRAFT = "NONE"
 
 
 class Placement(enum.Enum):
-    """Where the draft runs."""
+    """Placement of the draft: in a process of its own, or in the target's."""
 
     AUTO = "auto"
     REMOTE = "remote"

@@ -67,7 +67,7 @@ class KvDtype(enum.Enum):
 
 
 class LoadFormat(enum.Enum):
-    """Which weight files of a folder are read; `auto` prefers safetensors."""
+    """Format of the weight files to read; `auto` prefers safetensors."""
 
     AUTO = "auto"
     SAFETENSORS = "safetensors"

@@ -13,7 +13,7 @@ from shared.tls import ClientTls, ServerTls, checked_client_tls, checked_server_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings(ProcessSettings):
-    """Of a process that serves gRPC."""
+    """Settings of a process that serves gRPC."""
 
     tls_cert: Path | None = setting(
         None, "certificate chain of the servers (PEM); no TLS when unset", is_shared=True
@@ -54,7 +54,7 @@ class ServiceSettings(ProcessSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialingSettings(ServiceSettings):
-    """Of a process that dials targets."""
+    """Settings of a process that connects to targets."""
 
     target_tls_ca: Path | None = setting(
         None, "certificate authority of the targets (PEM); no TLS when unset", is_shared=True

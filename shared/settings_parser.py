@@ -20,7 +20,7 @@ _CONFIG = "--config"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What was given.
+    """The words of a command line, sorted.
 
     Attributes:
         flags: texts of each declared flag, under its own name; none for one that lacks its value.

@@ -40,7 +40,7 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Whom a client trusts, and what it shows. Files are PEM.
+    """The authority that a client trusts, and its own certificate. Files are PEM.
 
     Attributes:
         ca: certificates that may have signed the server's.

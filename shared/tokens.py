@@ -144,7 +144,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When generation ends.
+    """Conditions that end generation.
 
     Attributes:
         max_output_tokens: at least 1.
@@ -428,7 +428,7 @@ class Verdict:
 
 
 class FinishReason(enum.Enum):
-    """Why generation ended."""
+    """The reason why generation ended."""
 
     STOP = "stop"
     LENGTH = "length"

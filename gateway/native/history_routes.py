@@ -1,4 +1,4 @@
-"""What the playground draws over time."""
+"""Routes of the time series that the playground draws."""
 
 from __future__ import annotations
 

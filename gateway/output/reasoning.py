@@ -1,4 +1,4 @@
-"""Where reasoning ends and the answer begins."""
+"""Splits an output into reasoning and answer."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class OutputCall(Answered):
 
 
 class IncompleteDetails(Answered):
-    """Why a response is not complete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
@@ -94,14 +94,14 @@ class TextSettings(Answered):
 
 
 class InputTokensDetails(Answered):
-    """Of `input_tokens`."""
+    """The parts of `input_tokens`."""
 
     cached_tokens: NonNegativeInt
     cache_write_tokens: NonNegativeInt
 
 
 class OutputTokensDetails(Answered):
-    """Of `output_tokens`; predicted tokens are those of drafts."""
+    """The parts of `output_tokens`; prediction tokens are those that drafts proposed."""
 
     reasoning_tokens: NonNegativeInt
     accepted_prediction_tokens: NonNegativeInt

@@ -1,4 +1,4 @@
-"""Where a response goes that has ended."""
+"""Stores a response that has ended."""
 
 from __future__ import annotations
 

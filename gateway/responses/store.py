@@ -93,7 +93,7 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class ChatFilter:
-    """Which chats are asked for.
+    """A filter for stored chats.
 
     Attributes:
         after: the id of the one before them; None begins with the first.

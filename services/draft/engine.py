@@ -184,7 +184,7 @@ class DraftEngine:
 
     @property
     def fan_out(self) -> FanOut:
-        """Which verdicts are prepared for."""
+        """The verdicts to prepare candidates for."""
         return self._rounds.fan_out
 
     def set_fan_out(self, fan_out: FanOut) -> Future[None]:

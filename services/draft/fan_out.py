@@ -9,7 +9,7 @@ MAX_BUDGET = 64
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """Where conditional candidates go.
+    """Distributes conditional candidates over possible verdicts.
 
     The likeliest verdicts get one each: a verdict's probability is that of the path to its node
     times that of the bonus token after it, see `RankShares`. So fan-out falls off geometrically

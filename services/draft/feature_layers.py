@@ -1,4 +1,4 @@
-"""Which hidden states of its target a head reads, from the configs alone."""
+"""The target layers whose hidden states a head reads, from the configs alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folders a drafter is loaded from when none is named: the demo's."""
+"""Default folders of the drafters: the demo's."""
 
 from __future__ import annotations
 

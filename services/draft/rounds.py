@@ -72,7 +72,7 @@ class Rounds:
 
     @property
     def fan_out(self) -> FanOut:
-        """Which verdicts are prepared for; may be replaced between steps."""
+        """The verdicts to prepare candidates for; may be replaced between steps."""
         return self._fan_out
 
     @fan_out.setter

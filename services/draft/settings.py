@@ -236,14 +236,14 @@ class DraftSettings(DialingSettings):
 
     @property
     def model_folder(self) -> Path:
-        """Of a drafter that has a model."""
+        """Folder of the drafter's model; only for drafters that have one."""
         if self.speculative_draft_model_path is not None:
             return self.speculative_draft_model_path
         return default_model_folder(self.algorithm, self.target_folder)
 
     @property
     def target_folder(self) -> Path:
-        """Of the target that a draft head belongs to."""
+        """Folder of the target that a draft head belongs to."""
         return self.target_model_path or DEMO_TARGET
 
     @property
@@ -296,7 +296,7 @@ class DraftSettings(DialingSettings):
 
     @property
     def fan_out(self) -> FanOut:
-        """Which verdicts are prepared for."""
+        """The verdicts to prepare candidates for."""
         return FanOut(self.speculative_outcome_budget)
 
     @property

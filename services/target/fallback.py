@@ -18,7 +18,7 @@ MAX_TOKENS_AT_ONCE = 256
 
 
 class Fallback(enum.Enum):
-    """Where trees come from that no draft has."""
+    """Source of trees for sequences without a draft's tree."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -26,7 +26,7 @@ class Fallback(enum.Enum):
 
 @dataclass(slots=True)
 class _Text:
-    """Where a sequence ends in the index, and its tree for that state."""
+    """The position of a sequence in the index, and its tree at that position."""
 
     cursor: Cursor
     num_tokens: int = 0

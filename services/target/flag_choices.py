@@ -21,7 +21,7 @@ class VerificationChoice(enum.Enum):
 
 
 class DraftPlacement(enum.Enum):
-    """Where drafts run."""
+    """Placement of drafts."""
 
     REMOTE = "remote"
     EMBEDDED = "embedded"

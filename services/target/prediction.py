@@ -75,7 +75,7 @@ class Prediction:
         return inside[:_MAX_PLACES]
 
     def _near(self) -> Iterator[int]:
-        """Where it is if little was changed: tokens replaced one by one, left out, or put in."""
+        """Yields positions after a small edit: tokens replaced, left out, or inserted."""
         if not 0 < self._num_lost <= _MAX_REPLACED:
             return
         yield self._lost_at + self._num_lost

@@ -9,7 +9,7 @@ from shared.tokens import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """Where a round's candidates came from.
+    """The draft that proposed a round's candidates, and its response time.
 
     Attributes:
         algorithm: of the draft that has the sequence.

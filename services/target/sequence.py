@@ -154,7 +154,7 @@ class Sequence:
 
     @property
     def failure(self) -> OutriderError | None:
-        """Why the sequence cannot go on."""
+        """The reason why the sequence cannot continue."""
         return None if self.matcher is None else self.matcher.failure
 
     def banned_token_ids(self, path: SequenceOf[int]) -> frozenset[int]:

@@ -14,7 +14,7 @@ _LATEST_START = 16
 
 @dataclass(frozen=True, slots=True)
 class _Thought:
-    """Where an output stands in its thoughts.
+    """The progress of an output's reasoning.
 
     Attributes:
         num_tokens: of the output.

@@ -1,4 +1,4 @@
-"""When the weights of a target and of its drafts were replaced, for whoever shows it."""
+"""Times at which the weights of a target and of its drafts were replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the weights of an update come from, in one of the processes that share a model.
+"""Receives the weights of an update in one of the processes that share a model.
 
 Everything here may block, and runs beside the steps: on a worker thread.
 """
@@ -107,7 +107,7 @@ class WeightStager:
 
     @property
     def num_processes(self) -> int:
-        """That share the model."""
+        """Number of processes that share the model."""
         group = self._decoder.group
         return 1 if group is None else group.size
 

@@ -1,4 +1,4 @@
-"""Which weights are in force."""
+"""The version of the weights in force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the environment says that Triton's kernels run: on CUDA, or in Triton's interpreter.
+"""Reads from the environment whether Triton's kernels run on CUDA or in Triton's interpreter.
 
 The interpreter computes a kernel's programs one after the other with numpy: far too slow to serve,
 and right to test the kernels where there is no GPU. `TRITON_INTERPRET=1` asks for it.

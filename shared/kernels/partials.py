@@ -28,7 +28,7 @@ class Partials:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the sum."""
+        """Shape of the sum."""
         return self.parts.shape[1:]
 
     def view(self, *shape: int) -> Partials:

@@ -1,4 +1,4 @@
-"""Which experts compute a row, and with what weight: one kernel on CUDA, plain torch elsewhere."""
+"""Chooses each row's experts and their weights: one kernel on CUDA, plain torch elsewhere."""
 
 from __future__ import annotations
 

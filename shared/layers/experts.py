@@ -139,7 +139,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """Where rows go, and what the first products of their experts make of them.
+    """The experts of each row, and the results of their first products.
 
     Attributes:
         weights: `[T, k]`.

@@ -65,7 +65,7 @@ class WeightFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredScales:
-    """Where the scales of a weight in few bits are."""
+    """Key and file of the scales of a quantised weight."""
 
     key: str
     path: Path
@@ -73,7 +73,7 @@ class StoredScales:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Which file of a folder holds which tensor.
+    """Maps each tensor of a folder to its file.
 
     Attributes:
         folder: the model folder.

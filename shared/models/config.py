@@ -174,7 +174,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Of what is rotated by `rope`."""
+        """Size of the part of a head that `rope` rotates."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     def layer_turns_apart(self, layer: int) -> bool:

@@ -47,7 +47,7 @@ _NORMS = {
 
 @dataclass(frozen=True, slots=True)
 class DecoderKeys:
-    """Where a checkpoint keeps the decoder.
+    """Key prefixes of the decoder in a checkpoint.
 
     Attributes:
         root: what the keys of embedding, layers and norm begin with.

@@ -35,7 +35,7 @@ class ExpertKeys:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """Where a family's experts depart from others'.
+    """Properties in which the experts of model families differ.
 
     Attributes:
         scores: function of the router's logits.

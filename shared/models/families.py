@@ -14,7 +14,7 @@ from shared.models.rope_config import RopeDefaults
 
 
 class WindowRule(enum.Enum):
-    """Which layers look back over a sliding window only."""
+    """Rule for the layers that attend to a sliding window only."""
 
     NEVER = "never"
     EVERY_LAYER = "every layer, if the config has a window"
@@ -23,7 +23,7 @@ class WindowRule(enum.Enum):
 
 
 class NormPlacement(enum.Enum):
-    """Where a block of a layer is normed."""
+    """Position of the norms of a layer's blocks."""
 
     BEFORE = "its input"
     AFTER = "its output"
@@ -41,7 +41,7 @@ class QkNorm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where a family departs from Llama.
+    """Properties in which a model family differs from Llama.
 
     Attributes:
         qkv_bias: whether queries, keys and values have a bias; None asks the config.

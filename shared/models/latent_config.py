@@ -28,12 +28,12 @@ class LatentConfig:
 
     @property
     def query_dim(self) -> int:
-        """Of a head's query and key."""
+        """Size of a head's query and key."""
         return self.straight_dim + self.rotary_dim
 
     @property
     def row_dim(self) -> int:
-        """Of a token's row of the cache."""
+        """Size of a token's row in the KV cache."""
         return self.latent_dim + self.rotary_dim
 
 

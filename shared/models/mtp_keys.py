@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its next-token layers (MTP): which spelling, and which layers."""
+"""Finds a checkpoint's next-token layers (MTP): their spelling and their numbers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """Where the two tensors of a weight in 4 bits are."""
+    """Keys of the two tensors of a 4-bit weight."""
 
     blocks: str
     scales: str

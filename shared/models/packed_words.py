@@ -23,7 +23,7 @@ _NUM_BITS = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class WordKeys:
-    """Where the words and the shape of a weight are."""
+    """Keys of a packed weight's words and of its shape."""
 
     words: str
     shape: str

@@ -1,4 +1,4 @@
-"""Which part of a decoder's tensors one process of a tensor group holds."""
+"""The part of a decoder's tensors that one process of a tensor group holds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Shard:
 
     @property
     def of_experts(self) -> Shard:
-        """Which part of every expert is here."""
+        """The part of every expert that this process holds."""
         return WHOLE if self.spreads_experts else self
 
     def experts(self, num_experts: int) -> range:

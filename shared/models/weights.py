@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must hold, as data, and reading them into fused tensors."""
+"""Lists the tensors that a checkpoint must hold, and reads them into fused tensors."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class NgramOptions:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where a text ends in the trie.
+    """The position of a text's end in the trie.
 
     Attributes:
         nodes: element i is the node of the last i + 1 tokens taken in, None if it was evicted.

@@ -75,7 +75,7 @@ class SentTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where weights come from: one of them.
+    """The source of new weights; exactly one attribute is set.
 
     Attributes:
         folder: of a checkpoint, and the format of its files.

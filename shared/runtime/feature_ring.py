@@ -32,7 +32,7 @@ class FeatureRingWriter:
 
     @property
     def address(self) -> RingAddress:
-        """Where the draft finds it."""
+        """Address under which the draft opens the ring."""
         return self.memory.address
 
     @property

@@ -1,4 +1,4 @@
-"""What draft code on CUDA does alike, whatever model drafts."""
+"""CUDA code that all kinds of drafts share."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What the largest graph holds.
+    """Sizes of the largest graph.
 
     Attributes:
         max_rows: rows of a forward.

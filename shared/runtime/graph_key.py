@@ -1,4 +1,4 @@
-"""What tells CUDA graphs of forwards apart, and which of them there are."""
+"""Keys of the CUDA graphs of forwards, and the list of graphs to capture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEWEST_ROWS_OF_TREES = 24
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What tells graphs apart.
+    """The properties by which a graph is chosen.
 
     Attributes:
         num_rows: rows of the bucket.

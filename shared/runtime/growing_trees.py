@@ -1,4 +1,4 @@
-"""What a pass grows, while the device is at work on it and when the host reads it."""
+"""The trees of a pass, while the device computes them and when the host reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.tokens import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class PassTree:
-    """What a pass computed for one sequence.
+    """The results of a pass for one sequence.
 
     Attributes:
         levels: tokens of the nodes whose rows are computed, and the places of their parents in the

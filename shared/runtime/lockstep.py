@@ -32,7 +32,7 @@ class Pipe(Protocol):
 
 
 class Follower(Protocol):
-    """What computes along; `ModelRunner` does."""
+    """A runner that repeats the forwards of another process, such as `ModelRunner`."""
 
     @property
     def device(self) -> torch.device: ...

@@ -1,4 +1,4 @@
-"""How many KV pages a device can hold beside the weights."""
+"""Computes the number of KV pages that fit on a device beside the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model reads of sequences whose trees it grows in one pass, laid out for the device."""
+"""Inputs of sequences whose trees grow in one pass, laid out for the device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OpenSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenInputs:
-    """What S slots read.
+    """The inputs of S slots.
 
     Attributes:
         state: has one page table.

@@ -1,4 +1,4 @@
-"""What comes out of a pass part by part, as tensors that take one copy to the host each."""
+"""Packs the results of a pass, part by part, into tensors that take one copy to the host each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PackedTrees:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """What is known of computed rows.
+    """Candidates and states of computed rows.
 
     Attributes:
         numbers: `[S, 2 N W]` int32, the tokens that may follow N rows, then the bits of their

@@ -1,4 +1,4 @@
-"""What tells passes of one model and shape apart."""
+"""Kinds of passes of one model and shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """What a pass does, and how.
+    """The properties by which passes differ.
 
     Attributes:
         num_choices: see `TreeDraft`.

@@ -29,7 +29,7 @@ ANY = -1
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a round of a sequence ends.
+    """A possible outcome of a sequence's round.
 
     Attributes:
         row: of its tree, the last that is accepted; 0 is the root.

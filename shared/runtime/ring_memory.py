@@ -26,7 +26,7 @@ class RingUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RingAddress:
-    """How another process finds the memory; one of both is set.
+    """The address of the memory for other processes; exactly one attribute is set.
 
     Attributes:
         shared_file: random part of the name of a file in shared memory.

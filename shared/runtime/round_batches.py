@@ -87,7 +87,7 @@ class RoundTree:
 
 @dataclass(frozen=True, slots=True)
 class _FixedRows:
-    """What B sequences of R rows each always have."""
+    """The constant inputs of B sequences of R rows each."""
 
     query_starts: Tensor
     is_causal: Tensor

@@ -62,7 +62,7 @@ class CapturedRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutput:
-    """What a round leaves on the device.
+    """The results of a round on the device.
 
     Attributes:
         result: see `CommittedRound`.

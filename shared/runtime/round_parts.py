@@ -1,4 +1,4 @@
-"""Which code runs the two parts of a round."""
+"""Chooses the code that runs each of the two parts of a round."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class RoundRunner:
 
     @property
     def sequence_ids(self) -> frozenset[int]:
-        """Who takes part in the next round."""
+        """The sequences that take part in the next round."""
         return frozenset(self._slots.placed)
 
     def holds(self, sequence_id: int) -> bool:
@@ -115,7 +115,7 @@ class RoundRunner:
 
     @property
     def num_placed(self) -> int:
-        """How many take part in the next round."""
+        """Number of sequences that take part in the next round."""
         return len(self._slots.placed)
 
     @property

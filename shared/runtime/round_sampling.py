@@ -19,7 +19,7 @@ _MAX_CUT_ROWS = 512
 
 
 class RoundSampling(enum.Enum):
-    """What the slots of a round need: each kind does the work of those before it, and more.
+    """The sampling that the slots of a round need; each kind includes those before it.
 
     The rule is the coupled one; `LaneSampling` draws for lanes with penalties, bias or bans.
     """

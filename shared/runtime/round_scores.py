@@ -27,7 +27,7 @@ _NOISE_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class BestTokens:
-    """What is known of R rows' next tokens.
+    """The best next tokens of R rows.
 
     Attributes:
         keys: `[R, L, K]` int64, L lists of K tokens each, best first, the best among them.

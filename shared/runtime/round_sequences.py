@@ -76,7 +76,7 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRound:
-    """What a round did to one sequence.
+    """The result of a round for one sequence.
 
     Attributes:
         token_ids: committed, the bonus token last; at least one.

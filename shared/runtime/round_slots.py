@@ -1,4 +1,4 @@
-"""Which sequence is in which slot of the state of rounds, as the host knows it."""
+"""The host's map from sequences to slots of the round state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What speculative rounds keep of their sequences on the device, one *slot* a sequence.
+"""The device state of speculative rounds, one *slot* a sequence.
 
 A round reads it, and its last kernel writes what the next round starts from, so rounds follow one
 another without the host. A slot without a sequence computes in the padding page.
@@ -192,7 +192,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SlotSequence:
-    """What a slot takes of a sequence.
+    """The part of a sequence that its slot holds.
 
     Attributes:
         num_tokens: committed.

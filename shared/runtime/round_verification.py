@@ -27,7 +27,7 @@ RESULT_COUNTS = 2
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTrees:
-    """What the target's forward makes of the trees.
+    """The output of the target's forward over the trees.
 
     Attributes:
         logits: `[S * T, V]` of any float type.
@@ -39,7 +39,7 @@ class VerifiedTrees:
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """What a round did.
+    """The tokens that a round committed.
 
     Attributes:
         result: `[S, 2 + W]` int64: tokens committed, nodes drafted, and the tokens, 0 behind them.

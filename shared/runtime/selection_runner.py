@@ -86,7 +86,7 @@ class SelectionRunner:
 
     @property
     def sequence_ids(self) -> frozenset[int]:
-        """Who has a slot."""
+        """The sequences that have a slot."""
         return frozenset(self._slots.placed)
 
     @property
@@ -177,8 +177,8 @@ class SelectionRunner:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What the body queues comes behind the upload of the last round's trees, and everything
-        that was queued before, and beside that round. It may read what earlier rounds committed."""
+        """Runs the body's kernels after the upload of the last round's trees and after all earlier
+        work, in parallel to that round. They may read the results of earlier rounds."""
         if self._stream is None or self._uploaded is None:
             yield
             return

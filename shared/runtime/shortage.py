@@ -1,4 +1,4 @@
-"""What to say where a device has no memory left: how much is missing, and what to lower."""
+"""Messages for a device without free memory: how much is missing, and which setting to lower."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What did not fit. Both are None where nobody said.
+    """The allocation that did not fit; None for sizes that are unknown.
 
     Attributes:
         wanted_bytes: of the one tensor that did not fit; more may be wanted behind it.

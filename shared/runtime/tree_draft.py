@@ -33,7 +33,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedRows:
-    """What is known of the root and the L levels of K nodes that were computed behind it.
+    """Candidates and states of the root and of L computed levels of K nodes.
 
     Attributes:
         choices: what may follow each row, `[S, 1 + L * K, W]`.
@@ -68,7 +68,7 @@ class Growth(Protocol):
 
     @property
     def scores(self) -> Scores:
-        """Of the rows that were added."""
+        """Scores of the rows that were added."""
 
     def add(self, logits: Tensor) -> None:
         """Adds the children of the root, later of the last beam, from logits `[S * N, Vd]`."""

@@ -1,4 +1,4 @@
-"""What growing trees in one pass takes of a device's memory."""
+"""Computes the device memory that a pass over growing trees takes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from shared.speculation.tree_rows import TreeRows
 
 @dataclass(frozen=True, slots=True)
 class UnwrittenTrees:
-    """What becomes of S trees of T rows; see `TreeRows` and `ForwardBatch`.
+    """Output tensors for S trees of T rows; see `TreeRows` and `ForwardBatch`.
 
     Attributes:
         batch_tokens, positions, slots: `[S, T]` int64.

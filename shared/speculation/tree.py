@@ -1,4 +1,4 @@
-"""Where the rows of a token tree stand: row 0 is the root, row i + 1 is node i.
+"""Layout of the rows of a token tree: row 0 is the root, row i + 1 is node i.
 
 The root is the last committed token, whose KV is computed in the same forward as the nodes'.
 """

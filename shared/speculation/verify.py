@@ -1,4 +1,4 @@
-"""Which candidates the target accepts, and the bonus token after them.
+"""Computes the accepted candidates and the bonus token after them.
 
 Row 0 of a sequence is the root (its last committed token) and row i + 1 is node i. Every row has
 drawn a token or has a distribution to draw from; the walk starts at the root and follows accepted

@@ -1,4 +1,4 @@
-"""Which verdicts get a branch."""
+"""Chooses the verdicts to prepare a branch for."""
 
 from __future__ import annotations
 

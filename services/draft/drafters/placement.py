@@ -1,4 +1,4 @@
-"""Where a drafter's weights and KV go: device, context and pages, from the settings."""
+"""Device, context length and KV pages of a drafter, from the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a head borrows of its target, kept as the target has it when its weights change."""
+"""The target's embedding and lm_head that a head uses, updated with the target's weights."""
 
 from __future__ import annotations
 

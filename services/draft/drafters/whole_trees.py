@@ -1,4 +1,4 @@
-"""Which sequences have trees that one pass of the device can grow, and the batches it takes."""
+"""Selects sequences whose trees one pass on the device can grow, and builds its batches."""
 
 from __future__ import annotations
 

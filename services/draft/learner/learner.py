@@ -34,7 +34,7 @@ Raises: OutriderError if a draft refuses them or cannot be reached; some may hav
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """When to train, and when to swap.
+    """The rules for training and for swapping weights.
 
     Attributes:
         out: folder of the versions, and of the log.
@@ -139,7 +139,7 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """Of the weights that serve; 0 are those of the start."""
+        """Version of the weights that serve; 0 is the one at the start."""
         return self._served.version
 
     def begin(self) -> None:

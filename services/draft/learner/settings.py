@@ -120,7 +120,7 @@ class LearnerSettings(DialingSettings):
 
     @property
     def model_folder(self) -> Path:
-        """Of the head."""
+        """Folder of the head."""
         return self.speculative_draft_model_path or default_model_folder(
             self.speculative_algorithm, self.target_folder
         )

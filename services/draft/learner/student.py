@@ -55,7 +55,7 @@ class Teaching:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a draft gains on some examples.
+    """Accepted lengths of a draft on some examples.
 
     Attributes:
         walked: rounds and tokens of each, the bonus included.

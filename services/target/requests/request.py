@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Which prompt tokens get log probabilities.
+    """Selects the prompt tokens that get log probabilities.
 
     Attributes:
         start: position of the first one; the token at position 0 has none.
@@ -300,7 +300,7 @@ Event = Started | PromptScored | Delta | Finished | Failed
 
 
 class EventSink(Protocol):
-    """Where the events of one or more requests go.
+    """Receives the events of one or more requests.
 
     `deliver` is called on the engine thread, once a step, and must not block.
     """

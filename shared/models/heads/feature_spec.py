@@ -1,4 +1,4 @@
-"""Which hidden states of the target a draft head reads."""
+"""The hidden states of the target that a draft head reads."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Table(enum.Enum):
 
 
 class TargetTensors(Protocol):
-    """Where a head gets the target's embedding and lm_head from; either may never be asked for."""
+    """Source of the target's embedding and lm_head for a head; each is loaded only on demand."""
 
     @property
     def config(self) -> ModelConfig: ...

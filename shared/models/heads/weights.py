@@ -23,7 +23,7 @@ TOKEN_MASK_KEY = "t2d"
 
 @dataclass(frozen=True, slots=True)
 class HeadKeys:
-    """Where the tensors of one checkpoint are.
+    """Keys of the tensors in one checkpoint.
 
     Attributes:
         folder: of the checkpoint, for messages.
