@@ -48,7 +48,10 @@ class GatewaySettings(DialingSettings):
     )
 
     workers: int = setting(
-        1, "processes behind the port; limits of keys hold in each", minimum=1, maximum=64
+        1,
+        "processes behind the port; each enforces the limits of keys on its own",
+        minimum=1,
+        maximum=64,
     )
 
     target: tuple[str, ...] = setting(
@@ -59,7 +62,7 @@ class GatewaySettings(DialingSettings):
         "HOST:PORT of a target's maintenance port; repeat for several; port plus one when unset",
     )
     remote_operators: bool = setting(
-        False, "operators' keys may change weights and hold generation from other hosts, too"
+        False, "operators' keys may change weights and pause generation from other hosts, too"
     )
     tokenizer: Path = setting(
         DEMO_MODEL,
@@ -99,8 +102,8 @@ class GatewaySettings(DialingSettings):
     key_max_concurrent: int | None = setting(None, "open requests for each key", minimum=1)
     never_learn_from: tuple[str, ...] = setting(
         (),
-        "name of a key whose requests no draft may learn from, `anonymous` where there are no "
-        "keys; repeat for several",
+        "name of a key whose requests no draft may learn from; `anonymous` if no keys are set; "
+        "repeat for several",
     )
     cors_origin: tuple[str, ...] = setting(
         (),
@@ -111,10 +114,10 @@ class GatewaySettings(DialingSettings):
         "off", "where responses and conversations are kept: off, memory, or an SQLite file"
     )
     response_store_bytes: int = setting(
-        _STORE.max_bytes, "most bytes kept; the oldest go first", minimum=2**20
+        _STORE.max_bytes, "most bytes stored; the oldest entries are deleted first", minimum=2**20
     )
     response_store_hours: float = setting(
-        _STORE.max_age_s / 3600.0, "how long something is kept after its last change", minimum=0.001
+        _STORE.max_age_s / 3600.0, "time that an entry is kept after its last change", minimum=0.001
     )
 
     retry_window_s: float = setting(

@@ -25,7 +25,8 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSettings(SglangSettings):
-    """Starts target, drafts and gateway here; takes the flags of all, and SGLang's lines."""
+    """Starts target, drafts and gateway on this host. Accepts the flags of all three services, and
+    SGLang's launch lines."""
 
     speculative_algorithm: tuple[str, ...] = setting(
         (),
@@ -36,14 +37,14 @@ class LauncherSettings(SglangSettings):
     )
     placement: Placement = setting(
         Placement.AUTO,
-        "remote: the draft is a process; embedded: it lives in the target's; auto: embedded for "
-        "a head on a GPU, and where the model's GPUs are all there are, else remote",
+        "remote: the draft is its own process; embedded: it runs in the target's; auto: embedded "
+        "for a head on a GPU, or if the target uses every GPU, else remote",
         aliases=("draft",),
     )
     speculative_online_training: bool = setting(
         False,
-        "start a learner, which trains the head of the draft on what the target answers; its "
-        "flags are variables, OUTRIDER_LEARNER_…",
+        "start a learner, which trains the draft's head on the target's answers; set its flags by "
+        "variables, OUTRIDER_LEARNER_…",
     )
     certs: Path | None = setting(
         None, "folder that `make certs` wrote: TLS on every connection, mutual between services"

@@ -25,13 +25,15 @@ class SglangSettings:
         False, "no effect: architectures are built in, and code of a checkpoint is never run"
     )
     cuda_graph_bs: tuple[int, ...] = setting(
-        (), "the largest is --cuda-graph-max-bs; sizes below are chosen here", minimum=1
+        (),
+        "the largest is taken as --cuda-graph-max-bs; smaller sizes are chosen automatically",
+        minimum=1,
     )
     disable_cuda_graph_padding: bool = setting(
         False, "no effect: graphs are captured for chosen sizes, and steps between them are padded"
     )
     enable_multi_layer_eagle: bool = setting(
-        False, "EAGLE and NEXTN are the target's next-token layers, however many: MTP"
+        False, "EAGLE and NEXTN use the target's next-token layers (MTP), one or several"
     )
     enable_metrics: bool = setting(
         False, "no effect: the gateway has /metrics; --target-metrics-port opens the target's"
@@ -46,10 +48,10 @@ class SglangSettings:
         None, "no effect: tokens are sent as soon as a step has them"
     )
     schedule_policy: str | None = setting(
-        None, "no effect: requests run in the order of their arrival, prefixes are always shared"
+        None, "no effect: requests run in order of arrival, and prefixes are always shared"
     )
     schedule_conservativeness: float | None = setting(
-        None, "no effect: a sequence is admitted when pages for it are free"
+        None, "no effect: a sequence is admitted when enough KV pages are free"
     )
     max_prefill_tokens: int | None = setting(
         None, "no effect: --chunked-prefill-size bounds the prompt tokens of a step"
@@ -61,16 +63,16 @@ class SglangSettings:
         None, "no effect: requests have --request-timeout-s, and a dead engine ends its process"
     )
     moe_runner_backend: str | None = setting(
-        None, "no effect: products with experts have one implementation"
+        None, "no effect: expert layers have one implementation"
     )
     speculative_moe_runner_backend: str | None = setting(
-        None, "no effect: products with experts have one implementation, of drafts as well"
+        None, "no effect: expert layers have one implementation, in drafts as well"
     )
     moe_a2a_backend: str | None = setting(
-        None, "no effect: --tp-size cuts every expert, so that no rows are exchanged"
+        None, "no effect: --tp-size splits every expert, so no rows are exchanged"
     )
     speculative_moe_a2a_backend: str | None = setting(
-        None, "no effect: --tp-size cuts every expert, so that no rows are exchanged"
+        None, "no effect: --tp-size splits every expert, so no rows are exchanged"
     )
     disable_shared_experts_fusion: bool = setting(
         False, "no effect: shared experts are a product of their own"
@@ -83,8 +85,8 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "--dp-size": "replicas are targets of their own: start each with `outrider target`, and "
         "one gateway with `outrider gateway --target A --target B`",
-        "--pp-size": "layers are not spread over GPUs; --tp-size cuts every matrix",
-        "--enable-dp-attention": "a process of --tp-size has some heads of all requests; "
+        "--pp-size": "layers are not spread over GPUs; --tp-size splits every matrix over them",
+        "--enable-dp-attention": "a process of --tp-size computes some heads of all requests; "
         "leave the flag out",
         "--enable-eplb": "experts are not moved between GPUs; leave the flag out",
         "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "

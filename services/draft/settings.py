@@ -64,7 +64,7 @@ class DraftSettings(DialingSettings):
         None, "port of Prometheus metrics; none when unset", minimum=0, maximum=65535
     )
     exit_when_refused: bool = setting(
-        False, "end when every target has refused this draft for good, instead of asking again"
+        False, "exit when every target has refused this draft permanently, instead of retrying"
     )
     worker_id: str | None = setting(None, "name of this worker; generated when unset")
     speculative_algorithm: Algorithm = setting(
@@ -89,7 +89,7 @@ class DraftSettings(DialingSettings):
     )
     speculative_attention_mode: AttentionMode = setting(
         AttentionMode.PREFILL,
-        "accepted for SGLang's sake, no effect: one kernel serves prefill, decode and trees",
+        "no effect, accepted for SGLang: one kernel serves prefill, decode and trees",
     )
     speculative_draft_attention_backend: AttentionBackend = setting(
         AttentionBackend.AUTO,
@@ -140,7 +140,7 @@ class DraftSettings(DialingSettings):
     )
     speculative_outcome_budget: int = setting(
         0,
-        "outcomes of a sequence to prepare trees for while the target verifies; 0 drafts after it",
+        "outcomes per sequence to prepare trees for during verification; 0 drafts after it",
         minimum=0,
         maximum=MAX_BUDGET,
     )

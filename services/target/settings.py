@@ -81,8 +81,8 @@ class TargetSettings(ServiceSettings):
     )
     ep_size: int = setting(
         1,
-        "1 cuts every expert into --tp-size parts; that number itself gives each GPU some whole "
-        "experts",
+        "1 splits every expert over the GPUs of --tp-size; the value of --tp-size gives each GPU "
+        "whole experts",
         aliases=("ep", "expert-parallel-size"),
         minimum=1,
         maximum=64,
@@ -128,7 +128,7 @@ class TargetSettings(ServiceSettings):
         256, "largest batch that runs as a CUDA graph", minimum=1, maximum=256
     )
     disable_cuda_graph: bool = setting(
-        False, "run no step as a CUDA graph; leaves out rounds on the device, which are graphs"
+        False, "use no CUDA graphs; also disables rounds on the device, which need them"
     )
     disable_overlap_schedule: bool = setting(
         False, "read the results of each step before launching the next"
@@ -168,17 +168,17 @@ class TargetSettings(ServiceSettings):
     )
     max_draft_sequences: int = setting(256, "most sequences assigned to one draft", minimum=1)
     speculative_fallback: Fallback = setting(
-        Fallback.NONE, "ngram: without a draft's tree, verify one of n-grams of the sequence"
+        Fallback.NONE, "ngram: if no draft has a tree, verify one from the sequence's own n-grams"
     )
     speculative_adaptive: bool = setting(
         False,
-        "choose shapes of trees, or plain steps, by measured speed; else drafts choose",
+        "choose tree shapes, or plain steps, by measured speed; otherwise drafts choose shapes",
     )
     speculative_adaptive_config: Path | None = setting(
         None, "JSON file of candidate steps by batch size, as SGLang has it"
     )
     candidate_wait_ms: float = setting(
-        250.0, "longest wait for a draft's trees before a step goes without", minimum=0.0
+        250.0, "longest wait for a draft's trees before a step without them", minimum=0.0
     )
     candidate_wait_always: bool = setting(
         False, "wait for trees even while plain steps bring more tokens a second"

@@ -38,7 +38,7 @@ class LearnerSettings(DialingSettings):
     )
     speculative_algorithm: Algorithm = setting(
         Algorithm.EAGLE3,
-        "of the draft",
+        "algorithm of the draft",
         aliases=("speculative-algo", "algorithm"),
         choices=tuple(each.value for each in TAUGHT),
     )
@@ -66,11 +66,11 @@ class LearnerSettings(DialingSettings):
         0.25, "share of each batch from older traffic and --replay", minimum=0.0, maximum=0.9
     )
     busy_share: float = setting(
-        1.0, "share of the time to train in; the rest is slept", minimum=0.01, maximum=1.0
+        1.0, "share of the time spent on training", minimum=0.01, maximum=1.0
     )
     lesson_updates: int = setting(20, "updates of the weights between measurements", minimum=1)
-    lesson_tokens: int = setting(2000, "new tokens that a lesson waits for", minimum=1)
-    max_lessons: int | None = setting(None, "end after so many lessons", minimum=1)
+    lesson_tokens: int = setting(2000, "new tokens before the next lesson begins", minimum=1)
+    max_lessons: int | None = setting(None, "exit after this many lessons", minimum=1)
     min_gain: float = setting(
         0.02, "tokens a round that new weights must gain on held-out traffic", minimum=0.0
     )
@@ -87,7 +87,7 @@ class LearnerSettings(DialingSettings):
     unroll: int = setting(4, "tokens drafted from the head's own states in training", minimum=1)
     dtype: Dtype = setting(
         Dtype.AUTO,
-        "of the drafts, so that the target keeps one set of features for all; auto: the "
+        "element type of the drafts, so that one set of features serves all; auto: the "
         "checkpoint's on a GPU, float32 on a CPU",
         synonyms=DTYPE_SYNONYMS,
     )
