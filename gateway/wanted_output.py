@@ -96,7 +96,7 @@ class WantedOutput:
             message = "logprob_token_ids is set; it needs logprobs"
             raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
         if asked and self.hides_output and not self.keeps_likeliest:
-            message = "logprob_token_ids is set; it needs output, and max_tokens is 0"
+            message = "logprob_token_ids applies to output tokens, and max_tokens is 0"
             raise InvalidArgument.of("OUTPUT_EMPTY", "logprob_token_ids", message)
         return check_named(asked, self.model)
 

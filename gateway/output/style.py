@@ -176,7 +176,7 @@ class ChatOutput:
             InvalidArgument: the model may call, which the grammar would forbid without a word.
         """
         if self.toolbox is not None:
-            message = f"tools are set beside a {asked.kind.value}, which cannot be one of two"
+            message = f"tools cannot be combined with a constraint of kind {asked.kind.value}"
             raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", "tools", message)
         return asked
 

@@ -162,7 +162,7 @@ class WeightStager:
         try:
             self._groups[terms.name] = _joined(terms, rank, backend)
         except (RuntimeError, ValueError, OSError) as error:
-            message = f"the group {terms.name!r} did not come together: {error}"
+            message = f"the group {terms.name!r} could not be formed: {error}"
             raise FailedPrecondition(message, reason="WEIGHT_GROUP_FAILED") from error
 
     def leave(self, name: str) -> None:

@@ -41,12 +41,12 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
     attention, shape = layer.attention, layer.attention.shape
     if not isinstance(attention, Attention):
         raise CheckpointError(
-            "--kv-cache-dtype is fp8_e4m3; a cache of latent vectors cannot be held in 8 bits"
+            "--kv-cache-dtype is fp8_e4m3; it is not supported for latent attention"
         )
     if shape.is_special or attention.narrow is not None:
         raise CheckpointError(
-            "--kv-cache-dtype is fp8_e4m3; a model with caps, sinks or two kinds of heads needs a "
-            "cache of more bits"
+            "--kv-cache-dtype is fp8_e4m3; it is not supported for models with soft caps, sinks or "
+            "two kinds of heads"
         )
     channels = _channel_bounds(layer, attention.qkv).view(-1, shape.head_dim)
     values = channels[-shape.num_kv_heads :]
@@ -64,8 +64,8 @@ def _channel_bounds(layer: DecoderLayer, qkv: Linear) -> Tensor:
     """Returns `[N]`, the largest size of each output of the product of queries, keys, values."""
     if layer.attention_norm is None:
         raise CheckpointError(
-            "--kv-cache-dtype is fp8_e4m3; this model has no norm before its attention, so that "
-            "its keys and values have no bound"
+            "--kv-cache-dtype is fp8_e4m3; it needs a norm before attention, which bounds keys and "
+            "values, and this model has none"
         )
     norm = layer.attention_norm.weight.float()
     weight = qkv.dense().float() * norm
