@@ -21,7 +21,7 @@ from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.embedded_problems import check_drafter
-from services.target.control.adaptive_config import DEFAULT_CONFIG
+from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.process import attachment_terms

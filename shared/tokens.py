@@ -305,6 +305,10 @@ class TreeShape:
         return self.num_draft_tokens - 1
 
 
+Choice = TreeShape | None
+"""What steps are: rounds with trees of a shape; None is plain steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeWish:
     """The target's request for a draft's next tree of a sequence.

@@ -8,7 +8,7 @@ from services.target.draft_metrics import wanted_figures
 from services.target.drafts.attachment import AttachmentStatus
 from services.target.engine_gauges import EngineGauges
 from services.target.settings import TargetSettings
-from services.target.step_report import Gain, shape_name
+from services.target.step_report import shape_name
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.settings import shown_settings
 
@@ -27,12 +27,6 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
         "paused_sequence_count": gauges.num_paused,
         "probe_seconds": gauges.probe_s,
         "speculation_on": float(gauges.speculates),
-        **{
-            f"{name}_of_{size}_sequences": value
-            for size, gain in gauges.gains.items()
-            for name, value in _gain_values(gain).items()
-        },
-        **{f"step_ms_of_{rows}_rows": 1e3 * each for rows, each in gauges.step_s.items()},
         "round_step_count": 0 if shape is None else shape.num_steps,
         "round_topk": 0 if shape is None else shape.topk,
         "round_draft_token_count": 0 if shape is None else shape.num_draft_tokens,
@@ -58,14 +52,6 @@ def target_settings(settings: TargetSettings) -> Mapping[str, str]:
     return {**shown_settings(settings), "verification-mode": settings.verification.value}
 
 
-def _gain_values(gain: Gain) -> Mapping[str, float]:
-    return {
-        "speculation_gain": gain.mean,
-        "speculation_gain_deviation": gain.deviation,
-        "speculation_trials": float(gain.num_trials),
-    }
-
-
 def attachment_message(status: AttachmentStatus) -> pb.Attachment:
     """Returns the message about one draft."""
     attachment = status.attachment
@@ -87,9 +73,8 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
     )
     for name, value in wanted_figures(status).items():
         setattr(message, name, value)
-    turnarounds = attachment.turnarounds
-    message.turnaround_duration.FromNanoseconds(_ns(turnarounds.turnaround_s.value))
-    message.draft_duration.FromNanoseconds(_ns(turnarounds.draft_s.value))
+    message.turnaround_duration.FromNanoseconds(_ns(attachment.timeout.response_s or 0.0))
+    message.draft_duration.FromNanoseconds(_ns(attachment.report.draft_s or 0.0))
     message.attach_time.FromNanoseconds(_ns(identity.attach_time_s))
     return message
 

@@ -6,7 +6,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.draw import Decision
-from services.target.fallback_order import FallbackOrder
+from services.target.fallback import OwnTrees
 from services.target.requests.request import Delta, Failed, Finished
 from services.target.requests.subscriptions import Subscriptions
 from services.target.round_trace import RoundTrace
@@ -26,7 +26,7 @@ class Committer:
         leases: KvLeases,
         subscriptions: Subscriptions,
         attachments: Attachments,
-        fallback_order: FallbackOrder,
+        own_trees: OwnTrees,
         version: WeightVersion,
         features: FeatureFeed,
         routes: FeatureSpec | None,
@@ -39,7 +39,7 @@ class Committer:
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
-        self._fallback_order = fallback_order
+        self._own_trees = own_trees
 
     def commit(
         self,
@@ -61,6 +61,7 @@ class Committer:
         sequence, has_tree = entry.sequence, bool(entry.tree.token_ids)
         was_verified = has_tree and self._attachments.assignments.has_tree(sequence)
         was_prompt, was_predicted = not sequence.has_output, sequence.prediction is not None
+        since_s = None if was_prompt else sequence.decided_s
         committed = sequence.commit(decision.token_ids)
         accepted = decision.accepted_nodes[: len(committed)]
         trace = self._trace(entry, accepted, start_s, now_s)
@@ -69,8 +70,8 @@ class Committer:
         sequence.num_computed += min(len(accepted), len(committed) - 1)
         sequence.stats.num_rounds += 1
         if has_tree:
-            if not was_predicted:
-                self._fallback_order.counted(len(committed), is_local=not was_verified)
+            if not (was_predicted or was_verified):
+                self._own_trees.counted(len(committed))
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
@@ -93,6 +94,7 @@ class Committer:
             committed,
             tuple(entry.node_indices[node] for node in accepted),
             was_verified=was_verified,
+            since_s=since_s,
             now_s=now_s,
         )
         return len(committed)

@@ -15,9 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.clock import Clock
-from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
 from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
 from services.target.engine_gauges import EngineGauges
@@ -55,9 +54,9 @@ class Engine:
         on_step: called after each step on the engine thread.
         overlaps: whether steps are launched before the last one is read, where they can be.
         fallback: drafts where no draft does; None where nobody should.
-        waits_always: see `FallbackOrder`.
-        speculation: decides on tree requests; by default whatever they send.
-        lanes: which trees may be chosen for lanes, where no shape is pinned.
+        waits_always: trees are wanted of every draft, whatever they bring.
+        adaptive: trees to choose from, where no shape is pinned; None leaves remote drafts their
+            own shape.
         selection: of rounds on the device with trees that remote drafts push; None has none.
 
     Attributes:
@@ -78,8 +77,7 @@ class Engine:
         overlaps: bool = True,
         fallback: NgramFallback | None = None,
         waits_always: bool = True,
-        speculation: SpeculationController | None = None,
-        lanes: AdaptiveConfig = DEFAULT_CONFIG,
+        adaptive: AdaptiveConfig | None = None,
         selection: RoundLimits | None = None,
     ) -> None:
         self.limits = limits
@@ -97,10 +95,8 @@ class Engine:
             overlaps=overlaps,
             fallback=fallback,
             waits_always=waits_always,
-            speculation=speculation or SpeculationController(None),
-            lanes=lanes,
+            adaptive=adaptive,
             selection=selection,
-            rest=self._rest,
         )
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
@@ -315,11 +311,6 @@ class Engine:
             logger.exception("a command failed behind the engine")
             return False
         return True
-
-    def _rest(self, longest_s: float) -> None:
-        """Waits for a command, and runs none. By hand nobody else wants the interpreter."""
-        if self._thread is not None:
-            self._inbox.await_command(longest_s)
 
     def _wait(self) -> None:
         """Runs the next commands, or prepares for later steps while there are none."""

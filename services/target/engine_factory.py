@@ -9,12 +9,11 @@ from collections.abc import Callable
 import torch
 
 from services.followers import Followers
-from services.target.control.adaptive_config import (
+from services.target.adaptive_config import (
     DEFAULT_CONFIG,
     AdaptiveConfig,
     read_adaptive_config,
 )
-from services.target.control.speculation_controller import SpeculationController
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.inbox import Inbox
@@ -80,8 +79,7 @@ def build_engine(
         overlaps=not settings.disable_overlap_schedule,
         fallback=_fallback(settings),
         waits_always=settings.candidate_wait_always,
-        speculation=SpeculationController(adaptive_config(settings)),
-        lanes=adaptive_config(settings) or DEFAULT_CONFIG,
+        adaptive=adaptive_config(settings),
         selection=_selection(settings, built.runner.device, limits),
     )
     if followers is not None:
@@ -126,7 +124,7 @@ def _verifier(settings: TargetSettings) -> Verifier:
 
 
 def adaptive_config(settings: TargetSettings) -> AdaptiveConfig | None:
-    """Returns what speculation may choose from; None where nothing is chosen.
+    """Returns the trees to choose from; None where `--speculative-adaptive` is off.
 
     Raises:
         SettingsError: the file is wrong.

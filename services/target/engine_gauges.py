@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.target.control.regime import Stance
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.round_standing import RoundStanding
 from services.target.scheduler import Scheduler
-from services.target.step_report import Gain
 from shared.kv.leases import KvLeases
-from shared.tokens import TreeShape
+from shared.tokens import Choice, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +20,9 @@ class EngineGauges:
         num_drafted_for: running sequences for which trees are wanted.
         num_paused: running sequences that have a draft, but go without trees.
         probe_s: time that probes and trials have cost beyond plain decoding.
-        speculates: whether the controller lets speculation run now, or has no say in it.
-        gains: what it knows of the gain over plain decoding, by about how many sequences decode.
-        step_s: usual time of a decode step, by its rows.
+        speculates: whether trees are wanted of drafts; also where there are none.
         round_shape: of the trees of rounds on the device; None while there are none.
-        round_s: usual time of such a round, by shape and sequences.
+        round_s: usual time of a round by shape, None for plain steps, and sequences.
     """
 
     num_waiting: int
@@ -39,10 +35,8 @@ class EngineGauges:
     num_paused: int
     probe_s: float
     speculates: bool
-    gains: Mapping[int, Gain]
-    step_s: Mapping[int, float]
     round_shape: TreeShape | None
-    round_s: Mapping[tuple[TreeShape, int], float]
+    round_s: Mapping[tuple[Choice, int], float]
 
 
 def engine_gauges(
@@ -58,7 +52,7 @@ def engine_gauges(
         standing: of rounds with a lent head.
         selected_shape: of the round under way whose trees the device selects; None without one.
     """
-    assignments, controller = attachments.assignments, attachments.controller
+    assignments, policies = attachments.assignments, attachments.drafts.policies
     return EngineGauges(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
@@ -68,10 +62,11 @@ def engine_gauges(
         num_held_pages=leases.num_held_pages,
         num_drafted_for=assignments.num_drafted_for + standing.num_drafted_for,
         num_paused=assignments.num_paused + standing.num_paused,
-        probe_s=controller.budget.spent_s + standing.probe_s,
-        speculates=controller.stance is Stance.ON,
-        gains=controller.gains(),
-        step_s=controller.step_times.measured(),
+        probe_s=sum(each.trial_s for each in policies) + standing.probe_s,
+        speculates=attachments.pays is not False,
         round_shape=standing.shape or selected_shape,
-        round_s=standing.round_s,
+        round_s={
+            **{key: s for each in policies for key, s in each.times.measured().items()},
+            **standing.round_s,
+        },
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from services.target.drafts.kept import narrowed
 from services.target.sequence import Sequence
 from shared.ngram.index import Cursor, NgramIndex, NgramOptions
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
@@ -61,3 +62,59 @@ class NgramFallback:
             return EMPTY_TREE
         text.num_tokens = len(sequence.token_ids)
         return self._index.grow(text.cursor, sequence.token_ids, SHAPE)
+
+
+@dataclass(slots=True)
+class OwnRounds:
+    """Rounds that verified an n-gram tree of the target.
+
+    Attributes:
+        num_committed: tokens of these rounds, bonus included.
+    """
+
+    num_rounds: int = 0
+    num_committed: int = 0
+
+
+class OwnTrees:
+    """The target's trees for rounds without a draft's: of the request's prediction, or of n-grams.
+    Owned by the engine thread.
+
+    Args:
+        fallback: the source of n-gram trees; None without.
+    """
+
+    def __init__(self, fallback: NgramFallback | None = None) -> None:
+        self._fallback = fallback
+        self._rounds = OwnRounds()
+
+    @property
+    def has_fallback(self) -> bool:
+        return self._fallback is not None
+
+    def tree(self, sequence: Sequence) -> TokenTree:
+        """Returns the tree for the current round, cut to what the request allows, perhaps empty."""
+        if sequence.request.speculation_disabled:
+            return EMPTY_TREE
+        tree = EMPTY_TREE if sequence.prediction is None else sequence.prediction.tree()
+        if self._fallback is not None and not tree.token_ids:
+            tree = self._fallback.tree(sequence)
+        allowed = narrowed(tree, sequence.request.num_draft_tokens)
+        return tree if allowed is None else allowed.tree
+
+    def counted(self, num_committed: int) -> None:
+        """A round that verified such a tree was committed."""
+        # Without a fallback the tree is of a draft that has left since the step began.
+        if self.has_fallback:
+            self._rounds.num_rounds += 1
+            self._rounds.num_committed += num_committed
+
+    def take(self) -> OwnRounds:
+        """Returns what n-gram trees did since the last call."""
+        rounds, self._rounds = self._rounds, OwnRounds()
+        return rounds
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        if self._fallback is not None:
+            self._fallback.forget(sequence)

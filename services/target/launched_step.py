@@ -41,11 +41,6 @@ class LaunchedStep:
         """Rows of sequences that had more than one token to compute."""
         return sum(entry.num_rows for entry in self.plan.scheduled if entry.num_rows > 1)
 
-    def is_like(self, other: LaunchedStep) -> bool:
-        """Whether they compute as many rows of either kind."""
-        own, others = self.num_prompt_rows, other.num_prompt_rows
-        return (self.num_rows, own) == (other.num_rows, others)
-
     def computes(self, sequence: Sequence) -> bool:
         """Whether rows of `sequence` are in flight."""
         return any(entry.sequence is sequence for entry in self.plan.scheduled)

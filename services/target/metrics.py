@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.engine import Engine
 from services.target.settings import TargetSettings
-from services.target.step_report import StepReport, shape_name
+from services.target.step_report import SpeculationCounts, StepReport, shape_name
 from shared.errors import OutriderError
 from shared.telemetry.round_log import RoundLog
 from shared.telemetry.vllm_metrics import EngineFigures
@@ -32,15 +31,11 @@ class TargetMetrics:
     | `outrider_target_drafted_tokens` | tree nodes verified | |
     | `outrider_target_accepted_tokens` | tree nodes accepted | acceptance: over drafted |
     | `outrider_target_busy_seconds` | seconds of steps | share of the time: its rate |
-    | `outrider_target_waiting_seconds` | seconds in which all sequences await a draft | its rate |
     | `outrider_target_paused_rounds` | rounds | without a tree, because plain steps are faster |
-    | `outrider_target_probe_rounds` | rounds | with a tree, to measure whether it pays |
+    | `outrider_target_probe_rounds` | rounds | of trials: what they bring is measured |
     | `outrider_target_fallback_rounds` | rounds | with an n-gram tree of the target |
     | `outrider_target_fallback_tokens` | tokens of those rounds | a round: over these |
-    | `outrider_target_cut_nodes` | tree nodes | drafted, not verified: they do not pay |
     | `outrider_target_device_rounds` | rounds on the device by `shape` | share: over rounds |
-    | `outrider_target_speculation_trials` | trials | trials while speculation is off |
-    | `outrider_target_speculation_off_seconds` | seconds of steps | while speculation is off |
     | `outrider_target_preemptions` | sequences | near 0 is good |
     | `outrider_target_lookahead_hits` | verdicts | the next tree was here |
     | `outrider_target_lookahead_misses` | verdicts | trees were here, none fits |
@@ -79,25 +74,17 @@ class TargetMetrics:
         self._discarded = counter("discarded_sequences", "Sequences computed once after their end.")
         self._host_gap = counter("host_gap_seconds", "Time the device waited for the host.")
         self._busy = counter("busy_seconds", "Time of steps.")
-        self._waiting = counter(
-            "waiting_seconds", "Time in which all sequences waited for a draft."
-        )
         self._paused = counter(
             "paused_rounds", "Rounds without a tree because plain steps are faster."
         )
-        self._probes = counter("probe_rounds", "Rounds with a tree to measure whether it pays.")
+        self._probes = counter("probe_rounds", "Rounds of trials, which measure what they bring.")
         self._fallback_rounds = counter(
             "fallback_rounds", "Rounds that verified an n-gram tree of the target."
         )
         self._fallback_tokens = counter("fallback_tokens", "Tokens committed by these rounds.")
-        self._cut = counter(
-            "cut_nodes", "Drafted nodes that were not verified because they do not pay."
-        )
         self._device_rounds = counter(
             "device_rounds", "Rounds on the device, each of one sequence.", "shape"
         )
-        self._trials = counter("speculation_trials", "Trials of speculation while it is off.")
-        self._off = counter("speculation_off_seconds", "Time of steps while speculation is off.")
         self._seconds = Histogram(
             "outrider_target_step_seconds",
             "Duration of a step.",
@@ -155,12 +142,8 @@ class TargetMetrics:
         self._follows_hits = report.outcomes.is_all_hits
 
     def _observe_speculation(self, counts: SpeculationCounts) -> None:
-        self._waiting.inc(counts.waiting_s)
         self._paused.inc(counts.num_paused_rounds)
         self._probes.inc(counts.num_probe_rounds)
-        self._cut.inc(counts.num_cut_nodes)
-        self._trials.inc(counts.num_trials)
-        self._off.inc(counts.off_s)
 
     def _observe_outcomes(self, outcomes: OutcomeTally) -> None:
         for (position, rank), count in outcomes.hits.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.target.control.adaptive_config import adaptive_problems
+from services.target.adaptive_config import adaptive_problems
 from services.target.fallback import Fallback
 from services.target.flag_choices import (
     DeviceRoundsChoice,
@@ -172,7 +172,7 @@ class TargetSettings(ServiceSettings):
     )
     speculative_adaptive: bool = setting(
         False,
-        "choose tree shapes, or plain steps, by measured speed; otherwise drafts choose shapes",
+        "choose the depth of remote drafts' trees by measured speed; otherwise it is their own",
     )
     speculative_adaptive_config: Path | None = setting(
         None, "JSON file of candidate steps by batch size, as SGLang has it"
@@ -181,7 +181,7 @@ class TargetSettings(ServiceSettings):
         250.0, "longest wait for a draft's trees before a step without them", minimum=0.0
     )
     candidate_wait_always: bool = setting(
-        False, "wait for trees even while plain steps bring more tokens a second"
+        False, "want trees even while plain steps bring more tokens a second"
     )
 
     max_grammar_bytes: int = setting(

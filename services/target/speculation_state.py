@@ -81,7 +81,8 @@ class SpeculationState:
         return replace(status, idle=idle)
 
     def _compare(self, now_s: float, *, has_drafts: bool) -> None:
-        source = self._lanes if self._lanes.pays is not None else self._attachments.controller
+        has_lanes = self._lanes.pays is not None
+        source: Comparison = self._lanes if has_lanes else self._attachments
         pays = source.pays if has_drafts else None
         if pays is None:
             self.detail = "" if not has_drafts else self.detail
@@ -111,6 +112,4 @@ def _own_idle(draft: Attachment, now_s: float) -> Idle | None:
         return Idle(IdleReason.WARMING_UP, "it is warming up (CUDA graphs, kernels)")
     if draft.timeout.is_cold:
         return Idle(IdleReason.SILENT, "it does not answer; the target steps without its trees")
-    if draft.backoff.is_on:
-        return Idle(IdleReason.LATE, "its trees arrive too late; the target steps without them")
     return None

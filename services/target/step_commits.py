@@ -8,7 +8,7 @@ from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
-from services.target.fallback_order import FallbackOrder
+from services.target.fallback import OwnTrees
 from services.target.launched_step import LaunchedStep
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_plan import ScheduledSequence
@@ -28,14 +28,14 @@ class StepCommits:
         *,
         committer: Committer,
         attachments: Attachments,
-        fallback_order: FallbackOrder,
+        own_trees: OwnTrees,
         clock: Clock,
         forget: Callable[[TargetSequence], None],
         release: Callable[[TargetSequence], None],
     ) -> None:
         self._committer = committer
         self._attachments = attachments
-        self._fallback_order = fallback_order
+        self._own_trees = own_trees
         self._clock = clock
         self._forget = forget
         self._release = release
@@ -53,14 +53,13 @@ class StepCommits:
         now_s = self._clock()
         start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
         num_committed = 0
-        self._fallback_order.stepped(now_s - start_s)
         for entry, decision in decided:
             num_committed += self._committer.commit(entry, decision, start_s, now_s)
             if entry.sequence.finish_reason is not None:
                 self._forget(entry.sequence)
         for sequence in step.retired:
             self._release(sequence)
-        own = self._fallback_order.take_own()
+        own = self._own_trees.take()
         self._reports.append(
             StepReport(
                 duration_s=now_s - start_s,
@@ -74,7 +73,7 @@ class StepCommits:
                 num_accepted=sum(len(decision.accepted_nodes) for _, decision in decided),
                 num_preempted=len(step.plan.preempted),
                 outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.controller.take_counts(),
+                speculation=self._attachments.verdicts.take_counts(),
                 num_discarded=len(step.retired),
                 num_fallback_rounds=own.num_rounds,
                 num_fallback_committed=own.num_committed,

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.clock import Clock
 from services.target.committer import Committer
-from services.target.control.adaptive_config import AdaptiveConfig
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_store import FeatureSpec, FeatureStores
 from services.target.engine_gauges import EngineGauges, engine_gauges
-from services.target.fallback import NgramFallback
-from services.target.fallback_order import FallbackOrder
+from services.target.fallback import NgramFallback, OwnTrees
 from services.target.host_gap import HostGap
 from services.target.launched_step import LaunchedStep
 from services.target.launcher import Launcher
@@ -37,7 +35,6 @@ from services.target.rounds.selection_steps import SelectionSteps, Turn
 from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
-from services.target.step_account import StepAccount
 from services.target.step_commits import StepCommits
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
@@ -68,15 +65,14 @@ class StepLoop:
         overlaps: bool,
         fallback: NgramFallback | None,
         waits_always: bool,
-        speculation: SpeculationController,
-        lanes: AdaptiveConfig,
+        adaptive: AdaptiveConfig | None,
         selection: RoundLimits | None,
-        rest: Callable[[float], None],
     ) -> None:
         self._runner = runner
         self._leases = leases
         self._scheduler = scheduler
         self._clock = clock
+        self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
         stores = FeatureStores(
@@ -85,8 +81,8 @@ class StepLoop:
             hidden_size=config.hidden_size,
             device=runner.device,
         )
-        self._fallback_order = FallbackOrder(fallback, waits_always=waits_always)
-        self.attachments = Attachments(self._fallback_order, speculation)
+        self._own_trees = OwnTrees(fallback)
+        self.attachments = Attachments(adaptive, waits_always=waits_always)
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()
         self.new_sequences = NewSequences(
@@ -101,7 +97,7 @@ class StepLoop:
             leases,
             self._subscriptions,
             self.attachments,
-            self._fallback_order,
+            self._own_trees,
             version,
             self._features,
             routes,
@@ -116,32 +112,27 @@ class StepLoop:
             make_rounds=factory.rounds_of,
             forget=self._forget,
             runs_ahead=overlaps,
-            config=lanes,
+            config=adaptive or DEFAULT_CONFIG,
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
         self._commits = StepCommits(
             committer=committer,
             attachments=self.attachments,
-            fallback_order=self._fallback_order,
+            own_trees=self._own_trees,
             clock=clock,
             forget=self._forget,
             release=scheduler.release,
         )
-        self._account = StepAccount(self._commits, self.attachments, clock, on_step, rest)
         # A target with trees of its own decides between two steps which to verify.
-        has_trees = self._fallback_order.has_fallback
+        has_trees = self._own_trees.has_fallback
         self._selections = SelectionSteps(
             rounds=None if selection is None or has_trees else factory.selected_rounds(selection),
             scheduler=scheduler,
             attachments=self.attachments,
             features=self._features,
             commits=SelectionCommits(
-                committer,
-                self.attachments,
-                self._fallback_order,
-                self._commits.report,
-                self._forget,
+                committer, self.attachments, self._commits.report, self._forget
             ),
             clock=clock,
             host_gap=self._host_gap,
@@ -192,12 +183,7 @@ class StepLoop:
         turn = self._selections.step()
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
-            began_s = self._selections.began_s if turn is Turn.DONE else None
-            self._account.end(
-                now_s if began_s is None else began_s,
-                is_timed=began_s is not None,
-                idle_s=self._idle_s(),
-            )
+            self._report()
             now_s = self._clock()  # a planned step begins behind that
         if turn is Turn.ELSEWHERE or self._has_others:
             return self._step(now_s, is_aside=turn is not Turn.ELSEWHERE) or turn is Turn.DONE
@@ -226,11 +212,10 @@ class StepLoop:
             others = [each for each in others if not self._scheduler.lanes.holds(each)]
         else:
             self.attachments.readiness.judge(others, now_s)
-        is_late = not self._runs_ahead()  # a draft has attached since the launch, or is asked again
-        if is_late:
+        if not self._runs_ahead():  # a draft has attached since the launch, or is asked again
             self._settle()
         if not is_aside or others:
-            self.attachments.readiness.prepare(others, now_s)
+            self.attachments.readiness.gather(filter(_decodes, others), now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
@@ -244,10 +229,6 @@ class StepLoop:
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
         has_round = self._rounds.launch(is_alone=not plan.scheduled)
         self._subscriptions.deliver()  # what the turn before left until the device computes
-        launched = self._in_flight
-        # Launching one step and committing the one before takes as long as either if they are
-        # alike: on a CPU launching is computing, so that the time is the launched step's.
-        is_alike = last is None or (launched is not None and last.is_like(launched))
         if last is not None:
             self._commit(last)
         if not self._runs_ahead():
@@ -258,11 +239,7 @@ class StepLoop:
         is_computing = self._in_flight is not None or self._rounds.is_under_way
         if is_computing or not self._runner.computes_aside or idle_s > 0.0:
             self._subscriptions.deliver()  # what nothing is launched before waits for nothing
-        if has_round:
-            self._account.end_aside()
-        else:
-            is_timed = is_alike and not is_late and not is_aside
-            self._account.end(now_s, is_timed=is_timed, idle_s=idle_s)
+        self._report()
         was_busy = bool(plan.scheduled or plan.preempted or last is not None or has_round)
         if not was_busy and not is_aside:
             self._host_gap.wait()
@@ -271,7 +248,12 @@ class StepLoop:
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """The tree for a sequence's current round: its draft's, else the target's own."""
         tree = self.attachments.assignments.tree(sequence)
-        return tree if tree.token_ids else self._fallback_order.tree(sequence)
+        return tree if tree.token_ids else self._own_trees.tree(sequence)
+
+    def _report(self) -> None:
+        """Hands out the reports of the steps that were committed."""
+        for report in self._commits.take_reports():
+            self._on_step(report)
 
     def _idle_s(self) -> float:
         """How long every sequence awaits a draft from now on; 0 if there is anything to do."""
@@ -348,7 +330,7 @@ class StepLoop:
         if self._in_flight is None:
             return True
         depends_on_drafts = (
-            self.attachments.assignments.needs_every_step or self._fallback_order.has_fallback
+            self.attachments.assignments.needs_every_step or self._own_trees.has_fallback
         )
         if not self._overlaps or depends_on_drafts:
             return False
@@ -407,8 +389,13 @@ class StepLoop:
         self._selections.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
-        self._fallback_order.forget(sequence)
+        self._own_trees.forget(sequence)
         if self._in_flight is not None and self._in_flight.computes(sequence):
             self._in_flight.retired.append(sequence)
         else:
             self._scheduler.release(sequence)
+
+
+def _decodes(sequence: TargetSequence) -> bool:
+    """Whether the prompt is read."""
+    return sequence.num_uncomputed == 1

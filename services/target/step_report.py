@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
-from shared.tokens import TreeShape
+from shared.tokens import Choice, TreeShape
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Rounds since the counts were taken.
+
+    Attributes:
+        num_paused_rounds: without a tree, because plain steps are faster or are tried.
+        num_probe_rounds: of trials.
+    """
+
+    num_paused_rounds: int = 0
+    num_probe_rounds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +41,7 @@ class StepReport:
         outcomes: how drafts foresaw the verdicts of the step, and which of their trees came late
             for the one before.
         num_discarded: sequences that had ended when the step was read; their rows were for nothing.
-        speculation: what the controller did since the report before.
+        speculation: rounds since the report before.
         num_fallback_rounds: of `num_rounds`, those with a tree of the target's own.
         num_fallback_committed: tokens that these committed, bonus included.
         round_shape: of the trees where the step was a round on the device; else None.
@@ -53,21 +65,8 @@ class StepReport:
     num_fallback_committed: int = 0
 
 
-def shape_name(shape: TreeShape) -> str:
-    """Returns a shape as figures name it: steps, top-k and draft tokens."""
+def shape_name(shape: Choice) -> str:
+    """Returns a shape as figures name it: steps, top-k and draft tokens; `plain` without one."""
+    if shape is None:
+        return "plain"
     return f"{shape.num_steps}_{shape.topk}_{shape.num_draft_tokens}"
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """The measured speed-up of speculation over plain decoding.
-
-    Attributes:
-        mean: 0.1 is 1.1 times as fast.
-        deviation: standard deviation of the mean.
-        num_trials: of speculation where it was off.
-    """
-
-    mean: float
-    deviation: float
-    num_trials: int

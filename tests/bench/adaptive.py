@@ -1,7 +1,7 @@
-"""`python -m tests.bench.adaptive`: what the goodput controller makes of hardware, text and load.
+"""`python -m tests.bench.adaptive`: what the policy makes of hardware, text and load.
 
 Serves each scenario by the clock of its cost model, plainly, with shapes that are pinned, and with
-the controller, and prints tokens a second over plain decoding. Takes no notice of the machine.
+the policy, and prints tokens a second over plain decoding. Takes no notice of the machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG
 from shared.models.decoder import Decoder
 from shared.tokens import TreeShape
 from tests.helpers.engines import tiny_decoder
@@ -93,7 +93,7 @@ def on_two_gpus(right: float, size: int = 1, capture_s: float = 0.3) -> Split:
         hit_rate=0.92, capture_s=capture_s,
     )  # fmt: skip
     return Split(
-        pair_step, (draft,), lambda now_s: size, num_tokens=128, attended_s=0.0011, noise=0.05
+        pair_step, (draft,), lambda now_s: size, num_tokens=128, attended_s=0.00004, noise=0.05
     )
 
 
@@ -198,22 +198,21 @@ def compare(
 ) -> Comparison:
     """Serves a scenario in every way."""
     split, duration_s = scenario.split, scenario.duration_s
-    off = SpeculationController(None)
     return Comparison(
         scenario,
-        serve(decoder, split, duration_s, off, is_plain=True, seed=seed),
+        serve(decoder, split, duration_s, None, is_plain=True, seed=seed),
         {
             depth: serve(
                 decoder,
                 split,
                 duration_s,
-                SpeculationController(None),
+                None,
                 pinned=TreeShape(depth, 1, depth + 1),
                 seed=seed,
             )
             for depth in depths
         },
-        serve(decoder, split, duration_s, SpeculationController(), seed=seed),
+        serve(decoder, split, duration_s, DEFAULT_CONFIG, seed=seed),
     )
 
 

@@ -126,7 +126,7 @@ def _bytes(one: Pass, direction: str) -> float:
 def account(compared: Compared) -> str:
     """Returns what target and draft did in a step, by mode."""
     header = (
-        *("ms a step", "all", "target busy", "awaits draft", "device awaits host"),
+        *("ms a step", "all", "target busy", "device awaits host"),
         *("draft after verdict", "draft ahead", "draft busy", "steps ahead"),
     )
     return table(header, [_account_row(mode, compared.middle(mode)) for mode in compared.modes])
@@ -139,7 +139,6 @@ def _account_row(mode: Mode, one: Pass) -> tuple[str, ...]:
         mode.name,
         f"{whole_ms:.2f}",
         f"{one.ms_a_step('outrider_target_busy_seconds_total'):.2f}",
-        f"{one.ms_a_step('outrider_target_waiting_seconds_total'):.2f}",
         f"{one.ms_a_step('outrider_target_host_gap_seconds_total'):.2f}",
         f"{one.ms_a_step(_BATCHES):.2f}",
         f"{one.ms_a_step(_AHEAD):.2f}",

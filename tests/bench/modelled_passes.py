@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG
 from shared.models.decoder import Decoder
 from tests.bench.adaptive import on_two_gpus
 from tests.helpers.engines import build_engine, tiny_decoder
@@ -45,7 +45,7 @@ class ModelledPair:
         self._engine = build_engine(
             decoder,
             clock=self._clock,
-            speculation=SpeculationController(),
+            adaptive=DEFAULT_CONFIG,
             make_runner=lambda decoder, pool: KnownRunner(decoder, pool, self._clock, world),
             num_pages=4000,
             max_running=64,

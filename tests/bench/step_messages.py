@@ -118,7 +118,9 @@ class StepMessages:
         verdicts = self.attachments.verdicts
         for sequence in self.sequences:
             verdicts.count_round(sequence, 2, was_verified=True, now_s=now_s)
-            verdicts.decided(sequence, committed, (0, 1), was_verified=True, now_s=now_s)
+            verdicts.decided(
+                sequence, committed, (0, 1), was_verified=True, since_s=None, now_s=now_s
+            )
 
     def _said(self) -> list[bytes]:
         [(_, message)] = self.attachments.drafts.take_messages()

@@ -15,8 +15,7 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
-from services.target.control.adaptive_config import DEFAULT_CONFIG
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.engine import Engine
 from services.target.inbox import Inbox
@@ -168,7 +167,7 @@ def _engine(runner: ModelRunner, times: StepTimes, drafting: Drafting | None) ->
         inbox=Inbox(1024),
         clock=time.perf_counter,
         on_step=times.observe,
-        speculation=SpeculationController() if drafting and drafting.is_chosen else None,
+        adaptive=DEFAULT_CONFIG if drafting and drafting.is_chosen else None,
     )
 
 

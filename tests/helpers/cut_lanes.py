@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
@@ -56,7 +56,7 @@ class CutTarget:
             self.runner,
             self._leases(num_pages),
             on_step=on_step,
-            speculation=None if other_trees is None else SpeculationController(),
+            adaptive=None if other_trees is None else DEFAULT_CONFIG,
         )
         is_pinned, trees = other_trees is None, other_trees or {}
         engine.attach(lending(self.whole, SilentDraft(), TREE, trees, is_pinned=is_pinned))

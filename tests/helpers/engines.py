@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
@@ -112,7 +112,7 @@ def build_engine(
     fallback: NgramFallback | None = None,
     poisons_free_pages: bool = False,
     clock: Callable[[], float] | None = None,
-    speculation: SpeculationController | None = None,
+    adaptive: AdaptiveConfig | None = None,
     make_runner: Callable[[Decoder, KvPool], ModelRunner] | None = None,
     selects: bool = False,
     waits_always: bool = True,
@@ -143,7 +143,7 @@ def build_engine(
         clock=clock,
         overlaps=overlaps,
         fallback=fallback,
-        speculation=speculation,
+        adaptive=adaptive,
         selects=selects,
         waits_always=waits_always,
     )
@@ -163,7 +163,7 @@ def engine_over(
     clock: Callable[[], float] | None = None,
     overlaps: bool = True,
     fallback: NgramFallback | None = None,
-    speculation: SpeculationController | None = None,
+    adaptive: AdaptiveConfig | None = None,
     selects: bool = False,
     waits_always: bool = True,
 ) -> Engine:
@@ -182,7 +182,7 @@ def engine_over(
         on_step=on_step,
         overlaps=overlaps,
         fallback=fallback,
-        speculation=speculation,
+        adaptive=adaptive,
         selection=RoundLimits(max_running, max_context_tokens) if selects else None,
         waits_always=waits_always,
     )

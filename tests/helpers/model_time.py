@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
@@ -188,14 +188,14 @@ def timed_engine(
     decoder: Decoder,
     clock: ModelClock,
     step_s: StepTime,
-    speculation: SpeculationController | None,
+    adaptive: AdaptiveConfig | None,
     **options: int,
 ) -> Engine:
     """Returns an engine whose forwards take `step_s`."""
     return build_engine(
         decoder,
         clock=clock,
-        speculation=speculation,
+        adaptive=adaptive,
         make_runner=lambda decoder, pool: TimedRunner(decoder, pool, clock, step_s),
         **options,  # type: ignore[arg-type]
     )

@@ -1,6 +1,6 @@
 """A target and its drafts by the clock of a cost model: the real engine, with nothing computed.
 
-Everything that decides is real (step loop, scheduler, verifier, controller); forwards and drafts
+Everything that decides is real (step loop, scheduler, verifier, policy); forwards and drafts
 take the time that a `Split` says, and every answer is known beforehand. So minutes of serving take
 seconds, and the same ones whatever the machine does.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from services.draft.preparation import Preparation
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
@@ -478,7 +478,7 @@ def serve(
     decoder: Decoder,
     split: Split,
     duration_s: float,
-    controller: SpeculationController,
+    adaptive: AdaptiveConfig | None,
     *,
     is_plain: bool = False,
     pinned: TreeShape | None = None,
@@ -488,14 +488,14 @@ def serve(
 
     Args:
         is_plain: without drafts.
-        pinned: shape of every tree; None does what the controller wants.
+        pinned: shape of every tree; None does what the policy wants.
     """
     clock = ModelClock()
     world = World(split, clock, seed)
     engine = build_engine(
         decoder,
         clock=clock,
-        speculation=controller,
+        adaptive=adaptive,
         make_runner=lambda decoder, pool: KnownRunner(decoder, pool, clock, world),
         num_pages=4000,
         max_running=64,

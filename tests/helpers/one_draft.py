@@ -102,7 +102,11 @@ def commit(
     now_s: float = 0.0,
 ) -> None:
     """Commits a round as the engine does."""
+    since_s = sequence.decided_s if sequence.has_output else None
     sequence.commit(tokens)
+    sequence.decided_s = now_s
     verdicts = attachments.verdicts
     verdicts.count_round(sequence, len(accepted), was_verified=was_verified, now_s=now_s)
-    verdicts.decided(sequence, tokens, accepted, was_verified=was_verified, now_s=now_s)
+    verdicts.decided(
+        sequence, tokens, accepted, was_verified=was_verified, since_s=since_s, now_s=now_s
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.target.control.speculation_counts import SpeculationCounts
 from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.step_report import StepReport
+from services.target.step_report import SpeculationCounts, StepReport
 
 
 def step_report(**facts: Any) -> StepReport:

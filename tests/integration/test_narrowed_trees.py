@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.draft.fan_out import FanOut
-from services.target.control.adaptive_config import AdaptiveConfig, Candidates
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.fallback import NgramFallback
 from services.target.requests.request import Delta, GenerationRequest
 from services.target.step_report import StepReport
@@ -82,9 +81,11 @@ def test_trees_are_cut_and_no_token_changes(
     num_rounds: list[int] = []
     for num_draft_tokens in (None, 3, 2, 1):
         reports: list[StepReport] = []
-        controller = SpeculationController(ALWAYS_ON) if is_adaptive else None
         engine = build_engine(
-            decoder, on_step=reports.append, poisons_free_pages=True, speculation=controller
+            decoder,
+            on_step=reports.append,
+            poisons_free_pages=True,
+            adaptive=ALWAYS_ON if is_adaptive else None,
         )
         drafter = standalone(decoder)
         WiredDraft(engine, drafter, shape, budget).attach()
@@ -109,7 +110,7 @@ def test_any_size_beside_others_behind_a_bad_network_changes_nothing(
         decoder,
         num_pages=(200, 40)[seed % 2],
         selects=True,
-        speculation=SpeculationController(ALWAYS_ON) if seed // 2 else None,
+        adaptive=ALWAYS_ON if seed // 2 else None,
     )
     is_right = seed in (0, 3)
     drafter = standalone(decoder if is_right else other_decoder)
@@ -124,7 +125,7 @@ def test_any_size_beside_others_behind_a_bad_network_changes_nothing(
     largest = [_largest_tree(collector, [key]) for key in range(3)]
     assert largest[0] <= 1
     assert largest[1] <= 2
-    if not seed // 2:  # else the controller decides on the others
+    if not seed // 2:  # else the policy decides on the others
         assert largest[2] > 2
 
 

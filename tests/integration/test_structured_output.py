@@ -30,7 +30,7 @@ from tests.gateway.driving import error_of, events, eventually, http_client
 FLAGS = [
     *("--port", "0", "--maintenance-port", "0", "--device", "cpu", "--served-model-name", "demo"),
     *("--max-total-tokens", "4096", "--context-length", "640", "--max-grammar-bytes", "20000"),
-    *("--draft", "embedded", "--speculative-algorithm", "NGRAM", "--speculative-adaptive=false"),
+    *("--draft", "embedded", "--speculative-algorithm", "NGRAM", "--candidate-wait-always"),
 ]
 SCHEMA = {
     "type": "object",

@@ -52,7 +52,12 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
     spans = {name: KeptSpans(name) for name in ("gateway", "target", "draft")}
     sha256 = tokenizer_sha256(folder)
     settings = TargetSettings(
-        model_path=folder, port=0, device="cpu", max_total_tokens=1024, context_length=256
+        model_path=folder,
+        port=0,
+        device="cpu",
+        max_total_tokens=1024,
+        context_length=256,
+        candidate_wait_always=True,  # the sequence stays at the draft
     )
     target = TargetProcess(
         build_engine(settings, lambda report: None),

@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -187,7 +186,7 @@ class Soak:
             on_step=self.figures.add,
             overlaps=overlaps,
             fallback=None if selects or choices else NgramFallback(),
-            speculation=SpeculationController(choices),
+            adaptive=choices,
             selects=selects,
         )
         early = random.Random(0)

@@ -8,17 +8,26 @@ verdict, so that a block on its way is not drafted again.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
-from services.target.control.course import Course
-from services.target.control.kept import Kept, narrowed
 from services.target.drafts.attachment import Attachment
+from services.target.drafts.kept import Kept, narrowed
 from services.target.drafts.outcome_tally import Foreseen
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns, ConditionKey, Run
 from shared.speculation_limits import OUTCOMES
-from shared.tokens import EMPTY_TREE, Candidate, Outcome, TokenTree, TreeWish, Verdict
+from shared.tokens import (
+    ANY_TREE,
+    EMPTY_TREE,
+    Candidate,
+    Choice,
+    Outcome,
+    TokenTree,
+    TreeShape,
+    TreeWish,
+    Verdict,
+)
 
 MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest
 """Conditional candidates kept for one sequence and round; more are dropped."""
@@ -45,48 +54,80 @@ class Assignment:
         asked_s: when the last verdict went out; None before the first.
         heard_s: when the candidate for the current round came; None while there is none.
         candidate: for the current round.
-        prefers_local: the current round does not wait, because the target has a better tree, or the
-            draft has said that its own will be late.
+        asked: the tree request of the current round.
+        is_excused: the current round does not wait, because the draft reads a prompt, or has said
+            that its tree will be late.
         allowed: the part of its tree that the request allows; None is all of it.
-        kept: nodes of the whole tree that are worth verifying; None for all.
-        course: acceptance estimate and tree request of the sequence at this draft.
         is_stepping: a step is computing the current round, so its tree is chosen.
         stale_in_round: something for another state arrived since the last verdict.
         late: came for the current round while a step was computing it.
         rest: the subtree, for the current round, of the tree that was late for the previous one.
-        num_heard: unconditional candidates that were current.
+        is_moved: the sequence had output when it came to the draft, which then has to catch up.
+        num_heard: unconditional candidates that came, for whichever round.
+        num_asked: trees asked for since it came to the draft, or since a pause.
         num_features_sent: position after the last feature row that was sent; None before any.
     """
 
     attachment: Attachment
     sequence: Sequence
-    course: Course
     deadline_s: float
+    asked: TreeWish = ANY_TREE
     asked_s: float | None = None
     heard_s: float | None = None
     candidate: Candidate | None = None
-    prefers_local: bool = False
+    is_excused: bool = True
     allowed: Kept | None = None
-    kept: Kept | None = None
     is_stepping: bool = False
     stale_in_round: bool = False
     late: Candidate | None = None
     rest: TokenTree = EMPTY_TREE
+    is_moved: bool = field(init=False)
     num_heard: int = 0
+    num_asked: int = 1
     num_features_sent: int | None = None
     _pushed: dict[ConditionKey, tuple[CandidateColumns, int]] = field(default_factory=dict)
     _sealed: dict[ConditionKey, Candidate] = field(default_factory=dict)
     _decided: _Decided | None = None
 
-    @property
-    def tree(self) -> TokenTree:
-        """The tree for the current round, perhaps empty."""
-        return self._part(self.kept)
+    def __post_init__(self) -> None:
+        self.is_moved = self.sequence.has_output
 
     @property
-    def allowed_tree(self) -> TokenTree:
+    def tree(self) -> TokenTree:
         """As much of the current round's tree as the request allows, perhaps empty."""
-        return self._part(self.allowed)
+        if self.candidate is None:
+            return EMPTY_TREE
+        return self.candidate.tree if self.allowed is None else self.allowed.tree
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether trees are wanted whatever they bring, because the request set their depth."""
+        return self.sequence.request.num_draft_steps is not None
+
+    @property
+    def wish(self) -> TreeWish:
+        """The tree request for the next round."""
+        request, base = self.sequence.request, self.attachment.base_shape
+        steps = request.num_draft_steps
+        if steps is not None and not self.attachment.policy.is_pinned:
+            num_nodes = steps if base.topk == 1 else max(steps, base.max_node_count)
+            wish = TreeWish(TreeShape(steps, base.topk, num_nodes + 1))
+        else:
+            wish = self.attachment.policy.wish
+        if request.num_outcomes is None or wish.is_paused:
+            return wish
+        return replace(wish, num_outcomes=request.num_outcomes)
+
+    @property
+    def choice(self) -> Choice:
+        """What the current round was asked to be."""
+        return None if self.asked.is_paused else self.asked.shape or self.attachment.base_shape
+
+    @property
+    def shape(self) -> TreeShape:
+        """Of the current round's tree, as far as is known."""
+        grown = None if self.candidate is None else self.candidate.shape
+        return grown or self.asked.shape or self.attachment.base_shape
 
     @property
     def is_announced(self) -> bool:
@@ -95,11 +136,8 @@ class Assignment:
 
     def as_drafted(self, nodes: SequenceOf[int]) -> tuple[int, ...]:
         """Returns nodes of `tree` as indices into the tree that the draft sent."""
-        return tuple(nodes if self.kept is None else (self.kept.nodes[node] for node in nodes))
-
-    def cut(self, kept: Kept | None) -> None:
-        """Has only part of `allowed_tree` verified; None is all of it."""
-        self.kept = self.allowed if kept is None else kept.within(self.allowed)
+        allowed = self.allowed
+        return tuple(nodes if allowed is None else (allowed.nodes[node] for node in nodes))
 
     def receive(self, candidate: Candidate, now_s: float) -> None:
         """A candidate for the current round arrived."""
@@ -108,7 +146,7 @@ class Assignment:
 
     def go_without(self, now_s: float) -> None:
         """The current round waits no longer for a tree."""
-        self.prefers_local, self.deadline_s = True, now_s
+        self.is_excused, self.deadline_s = True, now_s
 
     def was_warming(self, now_s: float) -> bool:
         """Whether the draft has prepared something since the last verdict went out."""
@@ -122,17 +160,9 @@ class Assignment:
         return now_s - self.asked_s
 
     @property
-    def waited_s(self) -> float:
-        """The time that the current round waited for its candidate, whether it came or not."""
-        if self.asked_s is None:
-            return 0.0
-        return max((self.deadline_s if self.heard_s is None else self.heard_s) - self.asked_s, 0.0)
-
-    @property
     def is_missed(self) -> bool:
         """Whether the current round goes without a candidate that was waited for."""
-        was_asked = self.asked_s is not None and not self.course.asked.is_paused
-        return self.candidate is None and was_asked and not self.prefers_local
+        return self.candidate is None and not (self.asked.is_paused or self.is_excused)
 
     def fences(self, run: Run) -> bool:
         """Whether candidates are for the current state of the sequence."""
@@ -177,11 +207,10 @@ class Assignment:
         self,
         committed_token_ids: tuple[int, ...],
         accepted_node_indices: tuple[int, ...],
-        wish: TreeWish,
         *,
         was_verified: bool,
     ) -> tuple[Verdict, Foreseen | None]:
-        """Moves on to the next round, which `sequence.round` is already.
+        """Moves on to the next round, which `sequence.round` is already, and asks for its tree.
 
         Args:
             accepted_node_indices: into the tree as it was drafted.
@@ -197,6 +226,8 @@ class Assignment:
         key = accepted[-1] if accepted else -1, committed_token_ids[-1], verified_id or 0
         selected = self._pushed_for(key)
         outcome, next_id = self._outcome(selected, was_verified=was_verified)
+        self.asked = wish = self.wish
+        self.num_asked = 0 if wish.is_paused else self.num_asked + 1
         verdict = Verdict(
             self.sequence.sequence_id,
             round_,
@@ -212,7 +243,7 @@ class Assignment:
         self._decided = _Decided(round_, num_tokens - len(committed_token_ids), key)
         self._pushed.clear()
         self._sealed.clear()
-        self.candidate = self.allowed = self.kept = None
+        self.candidate = self.allowed = None
         if selected is not None:
             self._take(selected)
         late, self.late, self.rest = self.late, None, EMPTY_TREE
@@ -232,7 +263,7 @@ class Assignment:
     @property
     def is_late(self) -> bool:
         """Whether the draft is at work on the current round's tree."""
-        return self.candidate is None and not self.course.asked.is_paused
+        return self.candidate is None and not self.asked.is_paused
 
     @property
     def needs_every_step(self) -> bool:
@@ -242,7 +273,7 @@ class Assignment:
     @property
     def is_idle(self) -> bool:
         """Whether no tree is wanted, neither for this round nor for the next."""
-        return self.course.asked.is_paused and self.course.wish.is_paused
+        return self.asked.is_paused and self.wish.is_paused
 
     @property
     def has_pushed(self) -> bool:
@@ -253,13 +284,6 @@ class Assignment:
         """Has a candidate for the current round."""
         self.candidate = candidate
         self.allowed = narrowed(candidate.tree, self.sequence.request.num_draft_tokens)
-        self.cut(None)
-        self.course.grown = candidate.shape
-
-    def _part(self, kept: Kept | None) -> TokenTree:
-        if self.candidate is None:
-            return EMPTY_TREE
-        return self.candidate.tree if kept is None else kept.tree
 
     def _pushed_for(self, key: ConditionKey) -> Candidate | None:
         if key in self._sealed:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from services.target.control.regime import Stance
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.attachment import Attachment, OpenedSequence
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.sequence import Sequence
 from shared.tokens import EMPTY_TREE, TokenTree
 
+MIN_KINDS = 2
+MIN_KIND_GAIN = 1.1
+"""A kind of draft must be this much faster for a sequence to move there."""
+
 
 class Assignments:
     """Sequences that have a draft, each at one. Owned by the engine thread."""
 
-    def __init__(self, drafts: DraftRegistry, controller: SpeculationController) -> None:
+    def __init__(self, drafts: DraftRegistry) -> None:
         self._drafts = drafts
-        self._controller = controller
         self._by_sequence_id: dict[int, Assignment] = {}
         self._num_looked = 0
+
+    def __len__(self) -> int:
+        return len(self._by_sequence_id)
 
     def __iter__(self) -> Iterator[Assignment]:
         return iter(self._by_sequence_id.values())
@@ -29,12 +34,17 @@ class Assignments:
     @property
     def num_paused(self) -> int:
         """Sequences that have a draft, but go without trees at the moment."""
-        return sum(each.course.asked.is_paused for each in self)
+        return sum(each.asked.is_paused for each in self)
 
     @property
     def num_drafted_for(self) -> int:
         """Sequences for which trees are wanted at the moment."""
         return len(self._by_sequence_id) - self.num_paused
+
+    @property
+    def are_trees_wanted(self) -> bool:
+        """Whether a tree is wanted for the next round of any sequence."""
+        return any(not each.wish.is_paused for each in self)
 
     @property
     def needs_every_step(self) -> bool:
@@ -64,16 +74,20 @@ class Assignments:
         return bool(self.candidate_tree(sequence).token_ids)
 
     def assign(self, sequence: Sequence, now_s: float) -> None:
-        """Hands a sequence to a draft with room, if it wants one: of the kind that promises most
-        for it, and there more to faster ones."""
+        """Hands a sequence to a draft with room, if it wants one and trees are wanted: of the kind
+        that is fastest, and there to the one that answers soonest."""
         willing = self._willing(sequence)
         heard = [each for each in willing if not each.is_avoided(now_s)]
         if willing:
-            self._place(sequence, self._controller.best_draft(sequence, heard or willing), now_s)
+            self._place(sequence, _best(heard or willing), now_s)
 
-    def any_joins(self, running: Iterable[Sequence]) -> bool:
-        """Whether `follow` would hand out any of these, for which no draft was ready before."""
-        return any(self._willing(sequence) for sequence in running)
+    def any_moves(self, running: SequenceOf[Sequence], now_s: float) -> bool:
+        """Whether `follow` would hand out or take back any of these, or `leave_silent` move one."""
+        if any(_was_left(each) for each in self):
+            return True
+        if len(self) < len(running) and any(map(self._willing, running)):
+            return True
+        return any(self._refuges(each) for each in self._left_alone(now_s))
 
     def leave_silent(self, now_s: float) -> None:
         """Takes sequences from drafts that do not answer to others that do and have room."""
@@ -81,11 +95,7 @@ class Assignments:
             sequence, others = assignment.sequence, self._refuges(assignment)
             if others:
                 self._close(assignment)
-                self._place(sequence, self._controller.best_draft(sequence, others), now_s)
-
-    def any_leaves(self, now_s: float) -> bool:
-        """Whether `leave_silent` would take a sequence anywhere."""
-        return any(self._refuges(each) for each in self._left_alone(now_s))
+                self._place(sequence, _best(others), now_s)
 
     def _left_alone(self, now_s: float) -> list[Assignment]:
         if not self._drafts.are_some_silent:
@@ -105,21 +115,16 @@ class Assignments:
         return self._takers(sequence)
 
     def _takers(self, sequence: Sequence) -> list[Attachment]:
-        return [
-            each
-            for each in self._drafts.live
-            if each.takes(sequence) and self._controller.admits(sequence, each)
-        ]
+        return [each for each in self._drafts.live if _is_wanted(each, sequence)]
 
-    def follow(self, running: Iterable[Sequence], now_s: float) -> None:
-        """Hands out the sequences that have no draft while speculation runs, and takes back those
-        at drafts once it is off."""
-        if self._controller.stance is not Stance.OFF:
+    def follow(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """Takes sequences back from drafts of which no trees are wanted any more, and hands out
+        those that have no draft where trees are wanted."""
+        for assignment in list(filter(_was_left, self)):
+            self._close(assignment)
+        if len(self) < len(running):
             for sequence in running:
                 self.assign(sequence, now_s)
-        elif self._by_sequence_id:
-            for assignment in [each for each in self if each.course.fixed_wish is None]:
-                self._close(assignment)
 
     def hand_over(self, attachment: Attachment, now_s: float) -> None:
         """A draft has left: others with room take its sequences."""
@@ -140,7 +145,6 @@ class Assignments:
 
     def close(self, sequence: Sequence) -> None:
         """Ends a sequence at its draft."""
-        self._controller.forget(sequence)
         for attachment in self._drafts.live:
             attachment.released.discard(sequence.sequence_id)
         assignment = self.get(sequence.sequence_id)
@@ -148,9 +152,9 @@ class Assignments:
             self._close(assignment)
 
     def move_one(self, held: SequenceOf[Assignment], now_s: float) -> None:
-        """Takes a sequence to a draft of another kind, if that promises it more. One is looked at
-        a step, in turn."""
-        if not held:
+        """Takes a sequence to a draft of another kind that is faster, or not known yet. One is
+        looked at a step, in turn."""
+        if not held or len(self._drafts.policies) < MIN_KINDS:
             return
         self._num_looked += 1
         assignment = held[self._num_looked % len(held)]
@@ -161,17 +165,21 @@ class Assignments:
             each
             for each in self._drafts.live
             if each.kind != own.kind
-            and each.takes(sequence)
-            and self._controller.is_better(each, assignment.course)
+            and _is_wanted(each, sequence)
+            and _speed(each) > MIN_KIND_GAIN * _speed(own)
         ]
-        if others:
+        is_known = own.policy.speed is not None
+        if others and is_known and not assignment.is_bound:
             self._close(assignment)
-            self._place(sequence, self._controller.best_draft(sequence, others), now_s)
+            self._place(sequence, _best(others), now_s)
 
     def _place(self, sequence: Sequence, attachment: Attachment, now_s: float) -> None:
         """Opens a sequence at a draft."""
+        # A first tree is never waited for: the draft may have a long prompt to read.
+        assignment = Assignment(attachment, sequence, now_s)
+        assignment.asked = assignment.wish
+        self._by_sequence_id[sequence.sequence_id] = assignment
         attachment.sequence_ids.add(sequence.sequence_id)
-        course = self._controller.course(attachment, sequence)
         attachment.outbox_opened.append(
             OpenedSequence(
                 sequence.sequence_id,
@@ -179,14 +187,12 @@ class Assignments:
                 sequence.num_prompt_tokens,
                 sequence.sampling,
                 sequence.round,
-                course.asked,
+                assignment.asked,
                 request_id=sequence.request.request_id,
                 traceparent=sequence.request.traceparent,
                 cache_salt=sequence.request.cache_salt,
             )
         )
-        # A first tree is never waited for: the draft may have a long prompt to read.
-        self._by_sequence_id[sequence.sequence_id] = Assignment(attachment, sequence, course, now_s)
 
     def _close(self, assignment: Assignment) -> None:
         """Takes a sequence from its draft, and says so there."""
@@ -197,3 +203,28 @@ class Assignments:
         sequence_id = assignment.sequence.sequence_id
         del self._by_sequence_id[sequence_id]
         assignment.attachment.sequence_ids.remove(sequence_id)
+
+
+def _is_wanted(attachment: Attachment, sequence: Sequence) -> bool:
+    """Whether a draft may have a sequence, and trees of it are wanted."""
+    if not attachment.takes(sequence):
+        return False
+    return sequence.request.num_draft_steps is not None or attachment.policy.is_on
+
+
+def _was_left(assignment: Assignment) -> bool:
+    """Whether no trees are wanted of the draft any more."""
+    return not (assignment.is_bound or assignment.attachment.policy.is_on)
+
+
+def _speed(attachment: Attachment) -> float:
+    """Returns the tokens a second of a sequence. Of an unknown kind one sequence finds that out."""
+    speed = attachment.policy.speed
+    if speed is None:
+        return 0.0 if attachment.sequence_ids else math.inf
+    return speed
+
+
+def _best(drafts: Iterable[Attachment]) -> Attachment:
+    """Returns the draft of the fastest kind that would keep a sequence waiting least."""
+    return min(drafts, key=lambda each: (-_speed(each), each.load))

@@ -6,9 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.target.control.fan_outs import FanOut, FanOuts
-from services.target.control.turnarounds import Turnarounds
-from services.target.drafts.backoff import Backoff
+from services.target.drafts.draft_policy import DraftPolicy
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.draft_warm_up import DraftWarmUp
 from services.target.drafts.feature_rows import FeatureRows
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
     from shared.errors import OutriderError
 
 
-MOST_HELD_VERDICTS = 16
-"""Verdicts of a paused sequence that go out together."""
+SHORTEST_RESPONSE_S = 0.001
+"""Drafts that answer sooner count as equally fast."""
 
 UNSAID_SHAPE = TreeShape(3, 1, 4)
 """Taken for the shape of a draft that did not say."""
@@ -129,7 +127,6 @@ class IdleReason(enum.Enum):
 
     PLAIN_IS_FASTER = "plain_is_faster"
     SILENT = "silent"
-    LATE = "late"
     WARMING_UP = "warming_up"
 
 
@@ -175,10 +172,8 @@ class Attachment:
         report: what it last said of itself.
         sender: sends it hidden states.
         outcomes: how well it foresees verdicts, over its life.
-        backoff: whether it gets no tree requests for a while.
+        policy: what drafts of its kind are asked for; set when it is added.
         warm_up: whether it makes CUDA graphs or compiles kernels now.
-        turnarounds: how long it takes to answer a verdict.
-        fan_outs: for how many verdicts it is asked to prepare.
         rounds: what it lends for rounds on the device; None when it drafts by itself alone.
         refusal: why it was not added; set before its port is closed.
         learns: it is told of sequences that have ended, and drafts for none.
@@ -190,7 +185,6 @@ class Attachment:
     timeout: DraftTimeout
     feature_spec: FeatureSpec | None = None
     sender: HiddenStateSender = field(default_factory=InlineSender)
-    fan_outs: FanOuts = field(default_factory=FanOuts)
     rounds: RoundSource | None = None
     refusal: OutriderError | None = None
     learns: bool = False
@@ -198,9 +192,8 @@ class Attachment:
     report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)
-    backoff: Backoff = field(default_factory=Backoff)
+    policy: DraftPolicy = field(init=False)
     warm_up: DraftWarmUp = field(default_factory=DraftWarmUp)
-    turnarounds: Turnarounds = field(default_factory=Turnarounds)
     sequence_ids: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     outbox_opened: list[OpenedSequence] = field(default_factory=list)
@@ -209,10 +202,13 @@ class Attachment:
     outbox_features: list[FeatureRows] = field(default_factory=list)
     outbox_weights: WeightVersion | None = None
 
+    def __post_init__(self) -> None:
+        self.policy = DraftPolicy(self.base_shape, is_always_on=True)
+
     @property
-    def kind(self) -> tuple[str, str]:
-        """Drafts of one kind propose alike: those of one algorithm and model."""
-        return self.identity.algorithm, self.identity.model_id
+    def kind(self) -> tuple[str, str, TreeShape]:
+        """Drafts of one kind propose alike: those of one algorithm, model and shape."""
+        return self.identity.algorithm, self.identity.model_id, self.base_shape
 
     @property
     def reads_features(self) -> bool:
@@ -229,23 +225,14 @@ class Attachment:
         return self.identity.shape or UNSAID_SHAPE
 
     @property
-    def fan_out(self) -> FanOut | None:
-        """The choice for the sequences it has; None for a draft that never drafted ahead."""
-        if not self.outcomes.has_any:
-            return None
-        return self.fan_outs.of(len(self.sequence_ids))
-
-    @property
     def load(self) -> tuple[float, int]:
         """Orders drafts by how long they would keep one sequence more waiting."""
         size = len(self.sequence_ids) + 1
-        turnaround_s = self.turnarounds(self.base_shape.num_steps, size)
-        return size * turnaround_s, size
+        return size * max(self.timeout.response_s or 0.0, SHORTEST_RESPONSE_S), size
 
     def is_silent(self, now_s: float) -> bool:
         """Whether it does not answer, and is not tried again yet."""
-        is_left = self.timeout.has_no_chance(now_s) or self.backoff.lasts(now_s)
-        return self.timeout.is_cold and is_left and not self.backoff.is_trying
+        return self.timeout.has_no_chance(now_s)
 
     def is_avoided(self, now_s: float) -> bool:
         """Whether other drafts come first for a sequence: it is silent, or one that it has already
@@ -278,18 +265,13 @@ class Attachment:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything to tell that cannot wait: more than verdicts on paused
-        sequences, or many of those. Waking the draft with each step costs a fast target on the same
-        processors a part of it."""
-        others = bool(self.outbox_opened or self.outbox_closed or self.outbox_features)
-        others = others or self.outbox_weights is not None
-        many = len(self.outbox_verdicts) >= MOST_HELD_VERDICTS * len(self.sequence_ids)
-        is_empty = not (others or self.outbox_verdicts)
-        is_held = not (others or many) and all(e.wish.is_paused for e in self.outbox_verdicts)
-        return not (is_empty or is_held)
+        """Whether there is anything to tell."""
+        outboxes = self.outbox_opened, self.outbox_closed, self.outbox_features
+        has_verdicts = bool(self.outbox_verdicts)
+        return has_verdicts or any(outboxes) or self.outbox_weights is not None
 
     def take_message(self) -> DraftMessage | None:
-        """Empties the outbox; None while there is nothing that cannot wait."""
+        """Empties the outbox; None while there is nothing in it."""
         if not self.is_due:
             return None
         outboxes: tuple[list[Any], ...] = (

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import AdaptiveConfig
+from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.candidate_intake import CandidateIntake
@@ -19,17 +20,18 @@ from services.target.drafts.feature_needs import FeatureNeeds
 from services.target.drafts.outcome_tally import RecentOutcomes
 from services.target.drafts.readiness import Readiness
 from services.target.drafts.verdicts import Verdicts
-from services.target.fallback_order import FallbackOrder
 from services.target.sequence import Sequence
-from services.target.step_report import StepReport
-from shared.tokens import TreeShape, TreeWish
+from shared.tokens import TreeShape
 
 
 class Attachments:
     """All that the engine does with drafts. Owned by the engine thread.
 
+    Args:
+        config: trees to choose from; None leaves a draft its own.
+        waits_always: trees are wanted of every draft, whatever they bring.
+
     Attributes:
-        controller: decides on tree requests, and on the parts of trees to verify.
         drafts: who is attached.
         assignments: which sequence is at which draft, with which tree.
         intake: takes what drafts push.
@@ -39,27 +41,29 @@ class Attachments:
         outcomes: how verdicts were foreseen.
     """
 
-    def __init__(
-        self,
-        fallback_order: FallbackOrder | None = None,
-        controller: SpeculationController | None = None,
-    ) -> None:
-        """`fallback_order` says what to do in a round without a candidate; by default it waits."""
-        self.controller = controller or SpeculationController(None)
+    def __init__(self, config: AdaptiveConfig | None = None, *, waits_always: bool = True) -> None:
         self.outcomes = RecentOutcomes()
-        self.drafts = DraftRegistry()
-        self.assignments = Assignments(self.drafts, self.controller)
+        self.drafts = DraftRegistry(config, waits_always=waits_always)
+        self.assignments = Assignments(self.drafts)
         self.intake = CandidateIntake(self.drafts, self.assignments, self.outcomes)
-        self.readiness = Readiness(self.drafts, self.assignments, self.controller)
-        self.verdicts = Verdicts(
-            self.assignments, self.controller, fallback_order or FallbackOrder(), self.outcomes
-        )
+        self.readiness = Readiness(self.drafts, self.assignments)
+        self.verdicts = Verdicts(self.drafts, self.assignments, self.outcomes)
         self.feature_needs = FeatureNeeds(self.assignments)
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether trees of any kind of draft are faster than plain steps; None while unknown."""
+        known = [each.pays for each in self.drafts.policies if each.pays is not None]
+        return any(known) if known else None
+
+    def comparison(self) -> str:
+        """Returns the figures behind `pays`."""
+        known = [each for each in self.drafts.policies if each.pays is not None]
+        return "; ".join(each.comparison() for each in known)
 
     def attach(self, attachment: Attachment, sequences: Iterable[Sequence], now_s: float) -> None:
         """Adds a draft and hands it the running sequences that have none."""
         self.drafts.add(attachment)
-        self.controller.drafts_changed()
         for sequence in sequences:
             self.assignments.assign(sequence, now_s)
 
@@ -67,7 +71,6 @@ class Attachments:
         """Removes a draft; its sequences move to others that have room, or go on alone."""
         attachment = self.drafts.remove(attachment_id)
         if attachment is not None:
-            self.controller.drafts_changed()
             self.assignments.hand_over(attachment, now_s)
         return attachment
 
@@ -75,50 +78,24 @@ class Attachments:
         """Returns the drafts, oldest first, with their tree requests."""
         return tuple(map(self._status, self.drafts.live))
 
-    def end_step(
-        self,
-        reports: SequenceOf[StepReport],
-        start_s: float,
-        now_s: float,
-        *,
-        is_timed: bool = True,
-    ) -> None:
-        """All verdicts since `start_s` have been sent.
-
-        Args:
-            reports: of the steps that were; none where the loop only waits or fills.
-            is_timed: whether the time since `start_s` is that of the step.
-        """
-        for report in reports:
-            # Of two steps in one go it is unknown which took how long.
-            is_alone = is_timed and len(reports) == 1
-            duration_s = (now_s - start_s) / len(reports)
-            self.controller.end_step(report, duration_s, is_timed=is_alone)
-        self.controller.rest(now_s)
-
-    def end_rest(self, now_s: float) -> None:
-        """Since the end of the last step there was nothing to do but to wait."""
-        self.controller.wake(now_s, was_idle=True)
-        self.controller.rest(now_s)
-
     def _status(self, attachment: Attachment) -> AttachmentStatus:
-        wishes = [each.course.asked for each in self.assignments if each.attachment is attachment]
-        counts = [wish.num_outcomes for wish in wishes if wish.num_outcomes is not None]
+        own = [each for each in self.assignments if each.attachment is attachment]
+        counts = [count for each in own if (count := each.asked.num_outcomes) is not None]
         return AttachmentStatus(
             attachment,
-            self._wanted_shape(attachment, wishes),
-            sum(wish.is_paused for wish in wishes),
-            tuple(self.controller.level_rates(attachment)),
+            _wanted_shape(attachment, own),
+            sum(each.asked.is_paused for each in own),
+            tuple(attachment.policy.level_rates()),
             num_outcomes=max(counts, default=None),
         )
 
-    def _wanted_shape(
-        self, attachment: Attachment, wishes: SequenceOf[TreeWish]
-    ) -> TreeShape | None:
-        own = attachment.report.pinned_shape or attachment.base_shape
-        if wishes:
-            shapes = Counter(wish.shape or own for wish in wishes if not wish.is_paused)
-            return shapes.most_common(1)[0][0] if shapes else None
-        if attachment.report.pinned_shape is not None or not self.controller.is_adaptive:
-            return own
-        return self.controller.wanted_shape(attachment)
+
+def _wanted_shape(attachment: Attachment, own: SequenceOf[Assignment]) -> TreeShape | None:
+    """Returns the shape that most sequences ask for, or would; None while no tree is wanted."""
+    pinned = attachment.report.pinned_shape
+    if own:
+        base = pinned or attachment.base_shape
+        asked = [each.asked for each in own if not each.asked.is_paused]
+        shapes = Counter(wish.shape or base for wish in asked)
+        return shapes.most_common(1)[0][0] if shapes else None
+    return pinned or attachment.policy.choice

@@ -30,8 +30,8 @@ class CandidateIntake:
         if attachment is None:
             return
         attachment.report = offer.report
-        if attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming):
-            attachment.backoff.end()
+        attachment.policy.is_pinned = offer.report.pinned_shape is not None
+        attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming)
         if attachment.warm_up.is_on(offer.arrived_s):
             self._wait_no_more(attachment, offer.arrived_s)
         if len(offer.candidates):
@@ -73,6 +73,7 @@ def _take(
     """Takes a candidate for the current round, whatever the last verdict was."""
     timeout = assignment.attachment.timeout
     is_current = assignment.fences(run)
+    assignment.num_heard += 1
     if not is_current or assignment.is_stepping:
         assignment.attachment.counters.num_stale_candidates += 1
         assignment.stale_in_round = True
@@ -88,5 +89,4 @@ def _take(
 
 def _response_s(assignment: Assignment, now_s: float) -> float | None:
     """Time since the verdict; None for a first tree, which waits for the prompt as well."""
-    assignment.num_heard += 1
     return None if assignment.num_heard == 1 else assignment.response_s(now_s)

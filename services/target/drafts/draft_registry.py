@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftMessage
+from services.target.drafts.draft_policy import DraftPolicy
 from shared.errors import InvalidArgument
 
 
 class DraftRegistry:
     """Attached drafts by their attachment id. Owned by the engine thread.
+
+    Args:
+        config: trees to choose from; None leaves a draft its own.
+        waits_always: trees are wanted of every draft, whatever they bring.
 
     Attributes:
         algorithms: of the live drafts, sorted, each once. Replaced, never changed, so that other
@@ -15,7 +21,9 @@ class DraftRegistry:
         known_algorithms: of every draft that ever attached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: AdaptiveConfig | None = None, *, waits_always: bool = True) -> None:
+        self._config = config
+        self._waits_always = waits_always
         self.algorithms: tuple[str, ...] = ()
         self.known_algorithms: set[str] = set()
         self._attachments: dict[str, Attachment] = {}
@@ -32,9 +40,9 @@ class DraftRegistry:
         return len(drafts) > 1 and any(each.timeout.is_cold for each in drafts)
 
     @property
-    def num_kinds(self) -> int:
-        """Kinds of drafts that are attached: those of one kind propose alike."""
-        return len({attachment.kind for attachment in self._attachments.values()})
+    def policies(self) -> tuple[DraftPolicy, ...]:
+        """The policies of the kinds of drafts that are attached."""
+        return tuple({each.kind: each.policy for each in self._attachments.values()}.values())
 
     def get(self, attachment_id: str) -> Attachment | None:
         """Returns a draft; None when it has left."""
@@ -42,6 +50,14 @@ class DraftRegistry:
 
     def add(self, attachment: Attachment) -> None:
         """A draft attached."""
+        known = next((each for each in self.live if each.kind == attachment.kind), None)
+        if known is None:
+            attachment.policy = DraftPolicy(
+                attachment.base_shape, self._config, is_always_on=self._waits_always
+            )
+        else:
+            attachment.policy = known.policy
+            attachment.policy.drafts_changed()
         self._attachments[attachment.identity.attachment_id] = attachment
         self.known_algorithms.add(attachment.identity.algorithm)
         self._publish_algorithms()

@@ -19,14 +19,12 @@ class DraftWarmUp:
     _since_s: float | None = None
     _until_s: float = -math.inf
 
-    def report(self, now_s: float, *, is_warming: bool) -> bool:
-        """Takes a report of the draft; returns whether a warm-up has just ended."""
+    def report(self, now_s: float, *, is_warming: bool) -> None:
+        """Takes a report of the draft."""
         since_s = self._since_s
         self._since_s = (now_s if since_s is None else since_s) if is_warming else None
-        if is_warming or since_s is None:
-            return False
-        self._until_s = min(now_s, since_s + LONGEST_S)
-        return True
+        if not is_warming and since_s is not None:
+            self._until_s = min(now_s, since_s + LONGEST_S)
 
     def is_on(self, now_s: float) -> bool:
         """Whether a warm-up is under way."""

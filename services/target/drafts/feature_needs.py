@@ -34,20 +34,9 @@ class FeatureNeeds:
         self._assignments = assignments
 
     def unmet(self) -> list[FeatureNeed]:
-        """Returns the sequences with computed positions that their draft has no features of. Those
-        of an idle sequence go out with its verdicts, which are held until something is due."""
-        lacking = [
-            (each.is_idle, need)
-            for each in self._assignments
-            if each.attachment.reads_features
-            for need in (_need(each),)
-            if need.end > (need.start or 0)
-        ]
-        # Rows of one sequence take the verdicts on all others along. A draft is asked once, as it
-        # looks at all verdicts that are held.
-        called = {need.attachment for is_idle, need in lacking if not is_idle}
-        called |= {each for each in {need.attachment for _, need in lacking} if each.is_due}
-        return [need for _, need in lacking if need.attachment in called]
+        """Returns the sequences with computed positions that their draft has no features of."""
+        needs = (_need(each) for each in self._assignments if each.attachment.reads_features)
+        return [need for need in needs if need.end > (need.start or 0)]
 
     def fill(self, need: FeatureNeed, rows: FeatureRows) -> None:
         """Puts rows into the draft's next message."""

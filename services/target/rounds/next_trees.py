@@ -113,9 +113,6 @@ class TreeForecast:
     def _join(self, sequence: Sequence, trees: NextTrees, now_s: float) -> None:
         """A sequence that sits out takes part in the next round if it waits for nothing."""
         if self._readiness.is_ready(sequence, now_s):
-            assignment = self._assignment(sequence)
-            if assignment is not None:
-                assignment.cut(None)  # rounds verify trees whole
             tree = self._assignments.tree(sequence)
             trees.add(sequence, tree, num_tokens=len(sequence.token_ids))
 
@@ -141,8 +138,8 @@ class TreeForecast:
             return not verified.token_ids
         if not assignment.is_announced:
             # Its draft answers verdicts only, which is waited for unless the draft is silent, or
-            # slower than plain steps.
-            return not (assignment.attachment.timeout.is_cold or assignment.prefers_local)
+            # has to read a prompt first.
+            return not (assignment.attachment.timeout.is_cold or assignment.is_excused)
         return assignment.has_pushed
 
     def _assignment(self, sequence: Sequence) -> Assignment | None:

@@ -13,11 +13,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.target.control.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
-from shared.tokens import TreeShape
-
-Choice = TreeShape | None
-"""None is plain steps."""
+from services.target.acceptance import Acceptance
+from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
+from shared.tokens import Choice, TreeShape
 
 MIN_GAIN = 1.03
 """A choice must promise this much more than the one in force to replace it."""
@@ -32,10 +30,6 @@ OFFSET_SMOOTHING = 0.1
 """Weight of a round in what steps take beyond the table."""
 PROBE_WORTH = 0.9
 """What promises less than this share of the choice in force, when it is hopeful, is not tried."""
-MEMORY = 0.98
-"""Share of its weight that a round's acceptance keeps when its level is tried again."""
-FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0
-"""Acceptance that a level is taken to have before anything is known, and the trials it is worth."""
 HOPE = 0.15
 """Added to the acceptance of what was not seen for a while, to find out whether it is tried."""
 
@@ -57,58 +51,16 @@ class CostTable:
         times = self.plain if choice is None else self.rounds.get(choice, {})
         return _between(times, num_lanes)
 
-    def measured(self) -> dict[tuple[TreeShape, int], float]:
-        """Returns the seconds of rounds by shape and lanes."""
+    def measured(self) -> dict[tuple[Choice, int], float]:
+        """Returns the seconds of steps by choice and lanes."""
+        choices: list[Choice] = [None, *self.rounds]
         return {
-            (shape, num_lanes): seconds
-            for shape, times in self.rounds.items()
-            for num_lanes, seconds in times.items()
+            (choice, num_lanes): seconds
+            for choice in choices
+            for num_lanes, seconds in (
+                self.plain if choice is None else self.rounds[choice]
+            ).items()
         }
-
-
-@dataclass(slots=True)
-class _Level:
-    """Trials of one level of a tree, older ones weighing less."""
-
-    trials: float = 0.0
-    hits: float = 0.0
-
-
-class Acceptance:
-    """How often a level is accepted where the one before was, by breadth and kind of sampling."""
-
-    def __init__(self) -> None:
-        self._levels: dict[tuple[int, bool], list[_Level]] = {}
-
-    def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
-        """Counts rounds with trees of a shape by the nodes that each accepted."""
-        if not accepted:
-            return
-        levels = self._levels.setdefault((shape.topk, is_greedy), [])
-        depth = min(shape.num_steps, shape.max_node_count)
-        levels.extend(_Level() for _ in range(len(levels), depth))
-        for index, level in enumerate(levels[:depth]):
-            num_trials = sum(count >= index for count in accepted)
-            if not num_trials:
-                break
-            level.trials = MEMORY * level.trials + num_trials
-            level.hits = MEMORY * level.hits + sum(count > index for count in accepted)
-
-    def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
-        """Returns the tokens that a round is expected to commit, bonus included.
-
-        A breadth that was never tried promises what the next one that was does.
-        """
-        tried = [topk for topk, kind in self._levels if kind is is_greedy]
-        nearest = min(tried, key=lambda topk: abs(math.log2(topk / shape.topk)), default=0)
-        levels = self._levels.get((nearest, is_greedy), [])
-        total, survival, rate = 1.0, 1.0, FIRST_RATE
-        for index in range(min(shape.num_steps, shape.max_node_count)):
-            level = levels[index] if index < len(levels) else _Level()
-            rate = (level.hits + FIRST_WEIGHT * rate) / (level.trials + FIRST_WEIGHT)
-            survival *= min(rate + hope, 1.0)
-            total += survival
-        return total
 
 
 class LanePolicy:

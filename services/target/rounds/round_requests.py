@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.control.adaptive_config import MAX_DRAFT_TOKENS
+from services.target.adaptive_config import MAX_DRAFT_TOKENS
 from services.target.requests.request import GenerationRequest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.tokens import TreeShape
+from shared.tokens import Choice, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class RoundStanding:
         num_drafted_for: sequences that take part.
         num_paused: sequences that step plainly because that pays more.
         probe_s: time that probes have cost.
-        round_s: usual time of a round, by shape and sequences.
+        round_s: usual time of a step, by choice and sequences.
     """
 
     shape: TreeShape | None
     num_drafted_for: int
     num_paused: int
     probe_s: float
-    round_s: Mapping[tuple[TreeShape, int], float]
+    round_s: Mapping[tuple[Choice, int], float]

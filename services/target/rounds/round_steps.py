@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.clock import Clock
 from services.target.committer import Committer
-from services.target.control.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.device_rounds import DeviceRounds
@@ -203,10 +203,9 @@ class RoundSteps:
             return shapes[0] if shapes else rounds.shape
         num_greedy = sum(each.sampling.is_greedy for each in suited)
         shape = policy.choose(num_greedy, len(suited) - num_greedy, shapes, self._clock())
-        self._attachments.controller.count_rounds(
-            num_paused=0 if shape else len(suited),
-            num_probes=len(suited) if shape and policy.is_probing else 0,
-        )
+        counts = self._attachments.verdicts.counts
+        counts.num_paused_rounds += 0 if shape else len(suited)
+        counts.num_probe_rounds += len(suited) if shape and policy.is_probing else 0
         return shape
 
     def _close_assignments(self, sequences: Iterable[Sequence]) -> None:
@@ -327,7 +326,7 @@ class RoundSteps:
                 num_accepted=num_accepted,
                 num_preempted=0,
                 outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.controller.take_counts(),
+                speculation=self._attachments.verdicts.take_counts(),
                 num_discarded=num_guests - len(decided),
                 round_shape=rounds.shape,
             )

@@ -8,7 +8,6 @@ from collections.abc import Sequence as SequenceOf
 from services.target.committer import Committer
 from services.target.drafts.attachments import Attachments
 from services.target.draw import Decision
-from services.target.fallback_order import FallbackOrder
 from services.target.rounds.selected_round import SelectedRound, as_step
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
@@ -28,13 +27,11 @@ class SelectionCommits:
         self,
         committer: Committer,
         attachments: Attachments,
-        fallback_order: FallbackOrder,
         report: Callable[[StepReport], None],
         forget: Callable[[Sequence], None],
     ) -> None:
         self._committer = committer
         self._attachments = attachments
-        self._fallback_order = fallback_order
         self._report = report
         self._forget = forget
         self._committed_s = 0.0
@@ -53,7 +50,6 @@ class SelectionCommits:
             next_round: launched already, with trees that were prepared for the end of this one.
         """
         start_s, self._committed_s = max(round_.start_s, self._committed_s), now_s
-        self._fallback_order.stepped(now_s - start_s)
         num_rounds = num_committed = num_drafted = num_accepted = num_gone = 0
         for sequence, result in results:
             if sequence is None:
@@ -83,7 +79,7 @@ class SelectionCommits:
                 num_accepted=num_accepted,
                 num_preempted=0,
                 outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.controller.take_counts(),
+                speculation=self._attachments.verdicts.take_counts(),
                 num_discarded=num_gone,
                 round_shape=round_.shape,
             )

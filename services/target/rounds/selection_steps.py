@@ -79,19 +79,11 @@ class SelectionSteps:
         self._wait = RoundWait()
         self._read_s = 0.0
         self._launched: deque[SelectedRound] = deque()
-        self._began_s: float | None = None
-        self._has_captured = False
 
     @property
     def is_under_way(self) -> bool:
         """Whether a round is launched and not read."""
         return bool(self._launched)
-
-    @property
-    def began_s(self) -> float | None:
-        """When the round began that the last step has committed; None where that was none, or where
-        the step took longer because graphs were captured."""
-        return None if self._has_captured else self._began_s
 
     @property
     def shape(self) -> TreeShape | None:
@@ -153,12 +145,12 @@ class SelectionSteps:
             WAITING where there is nothing to do but to wait for the device or for drafts, and
             ELSEWHERE where no lane draws in this turn.
         """
-        rounds, self._began_s, self._has_captured = self._rounds, None, False
+        rounds = self._rounds
         if rounds is None or not self._is_open:
             return Turn.ELSEWHERE
         if self._launched:
             return self._go_on(rounds)
-        return self._launch_ready(rounds, is_idle=True)
+        return self._launch_ready(rounds)
 
     def settle(self) -> None:
         """Reads and commits the rounds under way, and takes all lanes from those who have them."""
@@ -203,22 +195,15 @@ class SelectionSteps:
             self.settle()
             rounds.turn_to(store)
 
-    def _launch_ready(self, rounds: SelectedRounds, *, is_idle: bool) -> Turn:
-        """Launches a round of the sequences that wait for nothing.
-
-        Args:
-            is_idle: nothing was under way when the turn began.
-        """
-        now_s, lanes = self._clock(), self._lanes(rounds)
+    def _launch_ready(self, rounds: SelectedRounds) -> Turn:
+        """Launches a round of the sequences that wait for nothing."""
+        lanes = self._lanes(rounds)
         if not lanes:
             return Turn.ELSEWHERE
         trees = self._forecast.of_ready(lanes)
         if not trees.prepared:
             self._host_gap.wait()
             return Turn.WAITING
-        if is_idle:
-            # Else the time since the last turn was that of a round, which nobody waited for.
-            self._attachments.controller.wake(now_s, was_idle=True)
         shape = self._prepare(rounds, trees)
         if shape is None:
             # Planned steps need fewer pages, and may preempt.
@@ -226,7 +211,7 @@ class SelectionSteps:
             self.settle()
             return Turn.ELSEWHERE
         self._launch(rounds, shape, trees)
-        self._revise(trees)
+        self._attachments.readiness.begin_rounds(trees.sure)
         return Turn.DONE
 
     def _go_on(self, rounds: SelectedRounds) -> Turn:
@@ -248,7 +233,7 @@ class SelectionSteps:
         """Launches a round behind one that was read, if it can be. Mostly all sequences wait for
         their drafts, which are yet to be told: nobody gives up waiting before that."""
         if self._forecast.is_any_here(self._lanes(rounds)):
-            self._launch_ready(rounds, is_idle=False)
+            self._launch_ready(rounds)
         else:
             self._host_gap.wait()
 
@@ -261,9 +246,9 @@ class SelectionSteps:
         known = [each.timeout.response_s or 0.0 for each in self._attachments.drafts.live]
         if self._early.pays(trees.hit_rates, min(known, default=0.0)):
             self._launch(rounds, shape, trees)
-            self._revise(trees)
+            self._attachments.readiness.begin_rounds(trees.sure)
             return
-        self._revise(trees)
+        self._attachments.readiness.begin_rounds(trees.sure)
         if rounds.has_chosen():
             self._host_gap.read(self._clock())
             self._launch(rounds, shape, trees)
@@ -273,16 +258,8 @@ class SelectionSteps:
         num_captured = rounds.num_captured
         shape = rounds.prepare(trees.prepared)
         if rounds.num_captured != num_captured:
-            self._has_captured = True
-            self._attachments.controller.found_cold()
+            self._attachments.readiness.disregard()
         return shape
-
-    def _revise(self, trees: NextTrees) -> None:
-        """Revises what is wanted of drafts, trees being chosen. The device waits for none of it, so
-        it comes behind the launch, or while the round under way computes."""
-        readiness = self._attachments.readiness
-        readiness.prepare_round(self._scheduler.running, self._clock())
-        readiness.begin_rounds(trees.sure)
 
     def _launch(self, rounds: SelectedRounds, shape: TreeShape, trees: NextTrees) -> None:
         rounds.launch()
@@ -302,4 +279,3 @@ class SelectionSteps:
         duration_s = self._commits.commit(round_, results, next_round, now_s)
         self._early.timed(duration_s)
         self._wait.timed(duration_s)
-        self._began_s = now_s - duration_s

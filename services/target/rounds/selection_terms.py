@@ -20,13 +20,14 @@ class SelectionTerms:
 
     @property
     def are_met(self) -> bool:
-        """Whether lanes draw in this turn: a tree is wanted of a draft, and drafts read nothing
-        that the device has yet to write."""
+        """Whether lanes draw in this turn: a tree is wanted of a draft, drafts read nothing that
+        the device has yet to write, and no sequence is to come to a draft or to leave one, which
+        they do between planned steps."""
+        assignments = self._attachments.assignments
         return (
-            self._attachments.assignments.num_drafted_for > 0
+            assignments.are_trees_wanted
             and self.are_features_known
-            and self._verifies_whole_trees
-            and not self._any_moves()
+            and not assignments.any_moves(self._scheduler.running, self._clock())
         )
 
     @property
@@ -50,21 +51,3 @@ class SelectionTerms:
         if sequence.needs_host_before_next_step:
             return False
         return can_be_round(sequence.request, algorithm)
-
-    @property
-    def _verifies_whole_trees(self) -> bool:
-        """Whether a controller that chooses leaves all trees as they are, and drafts for all."""
-        controller, assignments = self._attachments.controller, self._attachments.assignments
-        if not controller.is_adaptive:
-            return True
-        are_fixed = all(each.course.fixed_wish is not None for each in assignments)
-        return not assignments.num_paused and (are_fixed or controller.verifies_whole_trees)
-
-    def _any_moves(self) -> bool:
-        """Whether a sequence is to leave a silent draft, or to come to one that has become ready
-        for it, which they do between steps of the general path."""
-        assignments = self._attachments.assignments
-        hands_out = self._attachments.controller.is_adaptive
-        if hands_out and assignments.any_joins(self._scheduler.running):
-            return True
-        return self._attachments.drafts.are_some_silent and assignments.any_leaves(self._clock())

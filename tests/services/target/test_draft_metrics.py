@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from services.target.admin_messages import attachment_message, wanted_gauges
-from services.target.control.fan_outs import NUM_FIRST_ROUNDS
-from services.target.control.told_rounds import ToldRounds
 from services.target.draft_metrics import WantedMetrics
 from services.target.drafts.attachments import Attachments
 from shared.tokens import NO_TREE, DraftReport, TreeShape, TreeWish
@@ -35,7 +32,7 @@ def _figures(attachments: Attachments) -> tuple[float | None, ...]:
     return tuple(scraped)
 
 
-def test_without_a_controller_it_is_the_draft_s_own_or_what_is_pinned() -> None:
+def test_with_no_sequence_asked_for_anything_it_is_the_draft_s_own_or_what_is_pinned() -> None:
     attachments, attachment, _ = with_one_draft()
     own = attachment.base_shape
     assert _figures(attachments) == (own.num_steps, own.topk, own.num_draft_tokens, None)
@@ -47,24 +44,10 @@ def test_it_is_what_the_sequences_were_asked_for_last() -> None:
     attachments, _, sequence = with_one_draft()
     assignment = attachments.assignments.get(sequence.sequence_id)
     assert assignment is not None
-    assignment.course.asked = TreeWish(TreeShape(7, 1, 8), num_outcomes=4)
+    assignment.asked = TreeWish(TreeShape(7, 1, 8), num_outcomes=4)
     assert _figures(attachments) == (7, 1, 8, 4)
-    assignment.course.asked = NO_TREE
+    assignment.asked = NO_TREE
     assert _figures(attachments) == (0, 0, 0, None)
-
-
-@pytest.mark.parametrize("is_adaptive", [False, True])
-def test_numbers_of_verdicts_are_tried_only_where_they_are_asked_for(is_adaptive: bool) -> None:
-    attachments, attachment, sequence = with_one_draft()
-    assignment = attachments.assignments.get(sequence.sequence_id)
-    assert assignment is not None
-    attachment.outcomes.count_late_hit()  # it drafts ahead
-    told, course = ToldRounds(is_adaptive=is_adaptive), assignment.course
-    for number in range(NUM_FIRST_ROUNDS + 8):
-        told.tell(course, 3)
-        told.end(0.01 * number, 3 * number)
-    assert _figures(attachments)[-1] == (4 if is_adaptive else None)
-    assert course.tries_fan_out == is_adaptive
 
 
 def test_a_request_fixes_the_number_of_verdicts() -> None:
@@ -75,11 +58,3 @@ def test_a_request_fixes_the_number_of_verdicts() -> None:
     [opened] = attachment.outbox_opened
     assert opened.wish.num_outcomes == 2
     assert _figures(attachments)[-1] == 2
-    assignment = attachments.assignments.get(sequence.sequence_id)
-    assert assignment is not None
-    attachment.outcomes.count_late_hit()
-    told = ToldRounds(is_adaptive=True)
-    for number in range(NUM_FIRST_ROUNDS + 8):
-        assert told.tell(assignment.course, 3).num_outcomes == 2
-        told.end(0.01 * number, 3 * number)
-    assert not assignment.course.tries_fan_out, "its rounds say nothing of other numbers"

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback
-from services.target.fallback_order import FEWEST_ROUNDS, ROUNDS_A_PROBE, FallbackOrder
+from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback, OwnRounds, OwnTrees
 from services.target.requests.request import ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
@@ -103,107 +102,20 @@ def test_long_prompt_is_taken_in_over_several_steps() -> None:
 
 
 def test_request_without_speculation_gets_none() -> None:
-    fallback_order = FallbackOrder(NgramFallback())
-    assert fallback_order.tree(_sequence([1, 2, 1, 2, 1], disabled=True)) == EMPTY_TREE
-    assert fallback_order.tree(_sequence([1, 2, 1, 2, 1, 2], 2)).token_ids
+    own = OwnTrees(NgramFallback())
+    assert own.tree(_sequence([1, 2, 1, 2, 1], disabled=True)) == EMPTY_TREE
+    assert own.tree(_sequence([1, 2, 1, 2, 1, 2], 2)).token_ids
 
 
-def _fallback_order(drafted: int, local: int, step_s: float) -> FallbackOrder:
-    fallback_order = FallbackOrder(NgramFallback())
-    fallback_order.stepped(step_s)
-    fallback_order.counted(local, is_local=True)
-    return _judged(fallback_order, drafted)
-
-
-def _judged(fallback_order: FallbackOrder, drafted: int) -> FallbackOrder:
-    """Shows as many rounds of a draft as it is judged by."""
-    for _ in range(FEWEST_ROUNDS):
-        fallback_order.counted(drafted, is_local=False)
-    return fallback_order
-
-
-@pytest.mark.parametrize(
-    ("drafted", "response_s", "expected"), [(4, 0.5, True), (4, 2.0, False), (2, 0.0, True)]
-)
-def test_draft_is_waited_for_when_that_promises_more_tokens_a_second(
-    drafted: int, response_s: float, expected: bool
-) -> None:
-    # The target's own trees bring 2 tokens a second.
-    fallback_order = _fallback_order(drafted, local=2, step_s=1.0)
-    assert fallback_order.waits(_sequence([1, 2, 1, 2, 1, 2]), response_s) is expected
-
-
-def test_draft_is_waited_for_where_the_target_has_no_tree() -> None:
-    fallback_order = _fallback_order(1, local=2, step_s=1.0)
-    assert fallback_order.waits(_sequence([1, 2, 3]), 100.0)
-    assert FallbackOrder().waits(_sequence([1, 2, 1, 2, 1, 2]), 100.0)
-
-
-def test_draft_that_does_not_pay_is_tried_again_now_and_then() -> None:
-    fallback_order, sequence = (
-        _fallback_order(1, local=2, step_s=1.0),
-        _sequence([1, 2, 1, 2, 1, 2]),
-    )
-    waits = [fallback_order.waits(sequence, 0.5) for _ in range(2 * ROUNDS_A_PROBE)]
-    assert waits.count(True) == 2
-
-
-@pytest.mark.parametrize(
-    ("response_s", "expected"), [(None, True), (2.9, True), (3.1, False)], ids=str
-)
-def test_draft_is_waited_for_while_that_is_faster_than_plain_steps(
-    response_s: float | None, expected: bool
-) -> None:
-    # Four tokens a round, and a second for a step.
-    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
-    assert fallback_order.waits(sequence, response_s)
-    fallback_order.stepped(1.0)
-    assert fallback_order.waits(sequence, response_s) is expected
-
-
-@pytest.mark.parametrize(("round_s", "expected"), [(3.9, True), (4.1, False)])
-def test_rounds_are_held_to_plain_steps_of_as_many_sequences(
-    round_s: float, expected: bool
-) -> None:
-    """Not to the steps of the moment, which verify trees, nor by the wait alone."""
-    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
-    fallback_order.took_plain(1.0, 40)
-    fallback_order.took_plain(0.1, 3)
-    for _ in range(50):
-        fallback_order.stepped(9.0)
-    fallback_order.took(round_s)
-    assert fallback_order.waits(sequence, 0.1, num_sequences=50) is expected
-    fallback_order.doubt()
-    assert fallback_order.waits(sequence, 0.1, num_sequences=50), "a trial begins"
-
-
-def test_a_draft_is_not_judged_by_a_few_rounds() -> None:
-    fallback_order, sequence = FallbackOrder(waits_always=False), _sequence([1, 2, 3])
-    fallback_order.stepped(1.0)
-    for _ in range(FEWEST_ROUNDS - 1):
-        fallback_order.counted(1, is_local=False)
-        assert fallback_order.waits(sequence, 0.5)
-    fallback_order.counted(1, is_local=False)
-    assert not fallback_order.waits(sequence, 0.5)
-    # What it brings from then on counts as much as that.
-    for _ in range(FEWEST_ROUNDS):
-        fallback_order.counted(3, is_local=False)
-    assert fallback_order.waits(sequence, 0.5)
-
-
-def test_a_draft_that_seldom_answers_is_worth_less() -> None:
-    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
-    fallback_order.stepped(1.0)
-    assert fallback_order.waits(sequence, 1.4, 0.5)
-    assert not fallback_order.waits(sequence, 1.6, 0.5)
-
-
-def test_the_slower_a_draft_the_rarer_it_is_tried_again() -> None:
-    fallback_order, sequence = _judged(FallbackOrder(waits_always=False), 4), _sequence([1, 2, 3])
-    fallback_order.stepped(1.0)
-    waits = [fallback_order.waits(sequence, 40.0) for _ in range(2000)]
-    # At most 4 % of the time: each of them costs 40 steps.
-    assert waits.count(True) == 2
+def test_only_rounds_with_n_gram_trees_are_counted() -> None:
+    own = OwnTrees(NgramFallback())
+    own.counted(3)
+    own.counted(1)
+    assert own.take() == OwnRounds(num_rounds=2, num_committed=4)
+    assert own.take() == OwnRounds()
+    without = OwnTrees()
+    without.counted(3)  # with the tree of a draft that has left
+    assert without.take() == OwnRounds()
 
 
 def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:

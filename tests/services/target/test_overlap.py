@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
 from services.target.host_gap import HostGap
@@ -367,33 +366,6 @@ def test_loop_that_runs_ahead_has_no_gap(decoder: Decoder, overlaps: bool, has_g
     engine = build_engine(decoder, on_step=reports.append, overlaps=overlaps)
     run(engine, [request([1, 2, 3], stop=StopParams(8))])
     assert (sum(report.host_gap_s for report in reports) > 0.0) is has_gap
-
-
-class _TimedRunner(ModelRunner):
-    """Takes ten seconds of a clock a forward, as a CPU that computes while it launches."""
-
-    def __init__(self, decoder: Decoder, pool: KvPool, now_s: list[float]) -> None:
-        super().__init__(decoder, pool)
-        self._now_s = now_s
-
-    def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
-        self._now_s[0] += 10.0
-        return super().run(batch, capture_layers=capture_layers)
-
-
-def test_a_step_whose_forward_ran_in_another_turn_is_not_timed(decoder: Decoder) -> None:
-    now_s, controller = [0.0], SpeculationController()
-    engine = build_engine(
-        decoder,
-        clock=lambda: now_s[0],
-        speculation=controller,
-        make_runner=lambda decoder, pool: _TimedRunner(decoder, pool, now_s),
-    )
-    for _ in range(3):  # the first token of each output comes out of its prompt's step
-        run(engine, [request([1, 2, 3], GREEDY, StopParams(2))])
-    assert controller.step_times.measured() == {}
-    run(engine, [request([1, 2, 3], GREEDY, StopParams(9))])
-    assert controller.step_times.measured() == {1: 10.0}
 
 
 class _AsideRunner(ModelRunner):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
 
-from services.target.control.course import Course, Population
-from services.target.drafts.attachment import Attachment
 from services.target.path_rules import DrawnChainRule
-from services.target.sequence import Sequence
 from shared.speculation.block_verification import BLOCK
 from shared.speculation.rejection import REJECTION, ChainRule, DrawnChain
 from shared.tokens import EMPTY_TREE, TokenTree
@@ -45,12 +40,3 @@ def test_a_chain_without_distributions_is_a_point_mass() -> None:
     rule, tree = DrawnChainRule(REJECTION, source), TokenTree((0,), (None,), (0.0,))
     [*paths] = rule(distribution.repeat(4000, 1), [tree] * 4000)
     assert 1100 < sum(len(path.node_indices) for path in paths) < 1300
-
-
-def test_cuts_know_nothing_of_what_was_drawn() -> None:
-    """Cut by its tokens' probabilities, a chain would favour the likely ones."""
-    course = Course(cast(Attachment, None), cast(Sequence, None), Population(), smoothing=0.1)
-    sure = torch.tensor([[0.99, 0.002, 0.002, 0.002, 0.002, 0.002]]).log().repeat(2, 1)
-    chains = [DrawnChain.of(tokens, sure) for tokens in ((0, 0), (5, 0), (5, 5))]
-    found = {tuple(course.acceptance(chain, node) for node in range(2)) for chain in chains}
-    assert len(found) == 1

@@ -356,7 +356,7 @@ async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
         assert all(0 < rate <= 1 for rate in listed.attachments[0].level_acceptances)
         assert listed.attachments[0].level_acceptances
         gauges = await _gauges(admin)
-        assert any(name.startswith("step_ms_of_") for name in gauges)
+        assert any(name.startswith("round_ms_of_") for name in gauges)
         assert gauges["wanted_step_count_of_attachment-1"] > 0
         draft.call.cancel()
         with pytest.raises(asyncio.CancelledError):

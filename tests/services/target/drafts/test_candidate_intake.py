@@ -79,12 +79,10 @@ def test_candidate_pushed_ahead_that_comes_after_its_verdict_is_taken() -> None:
     offer(attachments, [pushed_ahead(Condition(0, 8, 1)), pushed_ahead(Condition(None, 9, 1))], 0.1)
     assert not attachments.readiness.is_ready(sequence, 0.1), "neither is for that verdict"
     assert attachment.counters.num_stale_candidates == 2
-    assert attachment.fan_out is None
     offer(attachments, [pushed_ahead(Condition(0, 9, 1), late)], 0.1)
     assert attachments.readiness.is_ready(sequence, 0.1)
     assert attachments.assignments.candidate_tree(sequence) == late
     assert attachment.outcomes.num_late_hits == 1
-    assert attachment.fan_out is not None, "it drafts ahead, and may be told not to"
     commit(attachments, sequence, (4,), was_verified=True)
     offer(attachments, [pushed_ahead(Condition(0, 9, 1), late)], 0.2)
     assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE, (

@@ -9,7 +9,6 @@ from services.target.drafts.draft_timeout import (
     MISSES_UNTIL_COLD,
     SHORTEST_WAIT_S,
     STIRRING_FACTOR,
-    WAIT_PER_TRIED_RESPONSE,
     DraftTimeout,
 )
 
@@ -42,19 +41,6 @@ def test_chance_of_a_silent_draft_is_long_once_something_arrives() -> None:
     assert timeout.deadline_s(110.0) == pytest.approx(110.0 + STIRRING_FACTOR * SHORTEST_WAIT_S)
 
 
-def test_what_was_pushed_ahead_is_not_waited_for() -> None:
-    """A draft that foresees nearly every verdict is worth the wait for the one that it does not."""
-    timeout = DraftTimeout(1.0)
-    for _ in range(50):
-        timeout.heard(0.01)
-        for _ in range(9):
-            timeout.in_time()
-    assert timeout.usual_wait_s is not None
-    assert timeout.usual_wait_s < 0.004
-    assert timeout.response_s == pytest.approx(0.01)
-    assert timeout.answer_rate > 0.9
-
-
 def test_a_tree_that_was_pushed_ahead_breaks_a_silence() -> None:
     timeout = _cold()
     timeout.in_time()
@@ -80,52 +66,8 @@ def test_wait_follows_the_usual_response_time_within_its_bound() -> None:
     assert timeout.wait_s == 0.1
 
 
-def test_waits_in_vain_count() -> None:
-    timeout = DraftTimeout(0.1)
-    timeout.heard(0.02)
-    assert timeout.answer_rate == 1.0
-    for step in range(40):
-        timeout.missed(float(step), waited_s=0.08)
-        timeout.heard(0.02)
-    assert timeout.usual_wait_s == pytest.approx(0.04, abs=0.01)
-    assert timeout.answer_rate == pytest.approx(0.5, abs=0.1)
-    assert timeout.response_s == pytest.approx(0.02), "nobody waits longer for it"
-
-
 def test_rounds_of_one_step_count_as_one_miss() -> None:
     timeout = DraftTimeout(0.1)
     for _ in range(MISSES_UNTIL_COLD):
         timeout.missed(1.0)
     assert not timeout.is_cold
-
-
-@pytest.mark.parametrize(
-    ("affordable_s", "stirs", "given_s"),
-    [
-        (0.0, False, WAIT_PER_TRIED_RESPONSE * 0.015),
-        (0.04, False, 0.04),
-        (1.0, False, 0.06),
-        (1.0, True, STIRRING_FACTOR * 0.06),
-    ],
-    ids=str,
-)
-def test_try_is_as_long_as_it_may_cost(affordable_s: float, stirs: bool, given_s: float) -> None:
-    timeout = DraftTimeout(1.0)
-    timeout.heard(0.015)
-    if stirs:
-        timeout.stirred()
-    assert timeout.try_deadline_s(5.0, affordable_s) - 5.0 == pytest.approx(given_s)
-
-
-def test_first_answer_after_a_pause_says_more_than_those_before() -> None:
-    timeout = DraftTimeout(1.0)
-    timeout.heard(0.2)
-    for step in range(MISSES_UNTIL_COLD):
-        timeout.missed(float(step), waited_s=0.8)
-    timeout.doubt()
-    timeout.heard(None)
-    assert timeout.is_doubtful, "it was late by what the draft had to catch up"
-    timeout.heard(0.01)
-    assert not timeout.is_doubtful
-    assert timeout.usual_wait_s == timeout.response_s == pytest.approx(0.01)
-    assert timeout.answer_rate == 1.0

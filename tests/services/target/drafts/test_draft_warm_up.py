@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_warm_up import LONGEST_S, DraftWarmUp
-from services.target.fallback_order import FEWEST_ROUNDS, FallbackOrder
-from shared.tokens import DraftReport, TokenTree, TreeShape
+from shared.tokens import DraftReport
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
 
 BUSY, READY = DraftReport(is_warming=True), DraftReport()
@@ -20,10 +16,8 @@ STEP_S, WAIT_S = 0.01, 1.0
 class _Rounds:
     """A sequence at a draft that answers after 5 ms, unless it is warming."""
 
-    def __init__(self, controller: SpeculationController | None = None) -> None:
-        fallback_order = FallbackOrder(waits_always=False)
-        fallback_order.stepped(STEP_S)
-        self.attachments = Attachments(fallback_order, controller or SpeculationController(None))
+    def __init__(self) -> None:
+        self.attachments = Attachments(waits_always=False)
         self.draft, self.sequence = make_attachment(wait_s=WAIT_S), make_sequence()
         self.attachments.attach(self.draft, [self.sequence], 0.0)
         self.now_s = 0.0
@@ -91,21 +85,6 @@ def test_a_silent_draft_is_blamed() -> None:
         rounds.plain()
     assert rounds.draft.timeout.is_cold
     assert rounds.draft.counters.num_missed_rounds > 0
-    assert rounds.draft.outbox_verdicts[-1].wish.is_paused
-
-
-def test_a_draft_that_was_left_alone_is_tried_as_soon_as_it_is_ready() -> None:
-    """It took longer than anybody believes, and was taken for a silent one."""
-    rounds = _Rounds()
-    rounds.report(BUSY)
-    while not rounds.draft.outbox_verdicts[-1].wish.is_paused:
-        rounds.now_s = max(rounds.now_s, rounds.waits_until_s) + LONGEST_S
-        rounds.plain()
-    rounds.plain()
-    assert rounds.draft.outbox_verdicts[-1].wish.is_paused
-    rounds.report(READY)
-    rounds.plain()
-    assert not rounds.draft.outbox_verdicts[-1].wish.is_paused
 
 
 def test_a_tree_that_is_here_is_verified_all_the_same() -> None:
@@ -140,59 +119,23 @@ def test_what_overlaps_with_it_is_known_afterwards(
     assert warm_up.was_on(since_s, now_s) is expected
 
 
-def test_an_adaptive_target_waits_whatever_the_last_trees_took() -> None:
-    """Graphs, or a stall, made the draft slow: unless it is waited for, nobody learns better."""
-    controller = SpeculationController()
-    controller.referee.insist()
-    rounds = _Rounds(controller)
-    for _ in range(3):
-        rounds.now_s += 0.5
-        rounds.verified()
-    assert rounds.waits_until_s > rounds.now_s
-    fallback_order, usual_wait_s = (
-        rounds.attachments.verdicts._fallback_order,
-        rounds.draft.timeout.usual_wait_s,
-    )
-    for _ in range(FEWEST_ROUNDS):
-        fallback_order.counted(3, is_local=False)
-    assert not fallback_order.waits(rounds.sequence, usual_wait_s), (
-        "by what was waited it does not pay"
-    )
-
-
-def test_its_waits_are_left_out_of_what_a_tree_usually_takes() -> None:
+def test_its_rounds_say_nothing_about_what_trees_bring() -> None:
     rounds = _Rounds()
-    course = rounds.attachments.controller.course(rounds.draft, rounds.sequence)
-    costs = rounds.attachments.controller._costs
-    for each in range(6):
-        course.told_s, course.is_untold, course.num_asked = float(each), False, 2
-        costs.observe_wait(course, each + 0.1)
-    rounds.draft.warm_up.report(7.0, is_warming=True)
-    rounds.draft.warm_up.report(7.9, is_warming=False)
+    policy = rounds.draft.policy
+    policy.turn(1, rounds.now_s)
+    before = policy.times.measured()
+    rounds.report(BUSY)
     for _ in range(9):
-        course.told_s = 7.5
-        costs.observe_wait(course, 8.5)
-    assert costs.usual_wait_s(course) == pytest.approx(0.1)
-
-
-def test_a_tree_of_another_shape_than_was_wanted_counts_as_what_it_is() -> None:
-    """All of a chain of 2 was accepted where one of 7 was wanted: that says nothing of level 3."""
-    rounds = _Rounds(SpeculationController())
-    controller = rounds.attachments.controller
-    for shape, expected in ((TreeShape(2, 1, 3), 2), (None, 3)):
-        course = controller.course(rounds.draft, make_sequence(7))
-        course.asked = replace(course.asked, shape=TreeShape(7, 1, 8))
-        course.grown = shape
-        before = _num_tried(controller, rounds)
-        tree = TokenTree.chain([5, 6])
-        controller.observe_round(course, tree, (0, 1), (0, 1), max_levels=20)
-        assert _num_tried(controller, rounds) - before == pytest.approx(expected, abs=0.2)
-
-
-def _num_tried(controller: SpeculationController, rounds: _Rounds) -> float:
-    """Returns how many levels of the draft's kind were put to the test."""
-    counts = controller.course(rounds.draft, make_sequence(8)).population.chains.counts
-    return sum(counts.num_trials(level) for level in range(8))
+        rounds.plain()
+    rounds.now_s += 0.001
+    rounds.report(READY)
+    rounds.plain()  # it overlaps with the warm-up
+    policy.turn(1, rounds.now_s)
+    assert policy.times.measured() == before
+    rounds.now_s += 1.0
+    rounds.plain()
+    policy.turn(1, rounds.now_s)
+    assert policy.times.measured() != before, "negative control"
 
 
 def test_what_overlaps_with_it_is_known_when_it_takes_too_long() -> None:

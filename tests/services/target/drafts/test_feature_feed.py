@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from services.target.drafts.attachment import MOST_HELD_VERDICTS
 from services.target.drafts.feature_store import MAX_STORES, FeatureSpec, FeatureStores
 from services.target.engine import Engine
-from services.target.step_report import StepReport
 from shared.errors import FailedPrecondition
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, StopParams
@@ -122,25 +119,6 @@ def test_rows_from_before_the_first_attach_are_missing_at_the_front(decoder: Dec
     first = draft.features[1][0].position_offset
     assert first == len(PROMPT) + 2
     _check(draft, decoder, whole, first=first)
-
-
-def test_rows_of_a_paused_sequence_go_out_with_its_verdicts(decoder: Decoder) -> None:
-    """The loop runs ahead meanwhile: a step is launched before the last one is read."""
-    long, reports = StopParams(120), list[StepReport]()
-    whole = [*PROMPT, *run(build_engine(decoder), [request(PROMPT, SAMPLING, long)]).token_ids(0)]
-    seconds = itertools.count()
-    engine = build_engine(
-        decoder, clock=lambda: next(seconds) / 1e4, waits_always=False, on_step=reports.append
-    )
-    draft = _draft(engine, decoder, whole)
-    draft.wait_s, draft.disturb = 0.0, lambda batch: []
-    draft.attach()
-    collector = run(engine, [request(PROMPT, SAMPLING, long)])
-    assert [*PROMPT, *collector.token_ids(0)] == whole
-    _check(draft, decoder, whole)
-    sizes = [len(block.rows) for block in draft.features[1]]
-    assert sizes.count(MOST_HELD_VERDICTS) > 3
-    assert [each.host_gap_s for each in reports].count(0.0) > 3 * MOST_HELD_VERDICTS
 
 
 def test_preemption_repeats_and_loses_no_row(decoder: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""Rows go out with the message that takes the verdicts behind them along."""
+"""Which rows of features a draft lacks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
+from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.sequence import Sequence
-from shared.tokens import ANY_TREE, NO_TREE, TreeWish
 from tests.helpers.one_draft import commit, make_attachment, make_sequence
 
 
@@ -23,11 +23,6 @@ class _Pair:
         self.attachments.attach(self.draft, self.sequences, 0.0)
         self.draft.take_message()
 
-    def wish(self, sequence: Sequence, wish: TreeWish) -> None:
-        assignment = self.attachments.assignments.get(sequence.sequence_id)
-        assert assignment is not None
-        assignment.course.wish = assignment.course.asked = wish
-
     def plain(self, sequence: Sequence) -> None:
         sequence.num_computed = len(sequence.token_ids)
         commit(self.attachments, sequence, (9,), accepted=(), was_verified=False, now_s=0.0)
@@ -37,21 +32,23 @@ class _Pair:
         return [need.sequence.sequence_id for need in self.attachments.feature_needs.unmet()]
 
 
-def test_rows_of_another_sequence_take_those_that_are_held_along() -> None:
+def test_what_is_computed_but_for_the_last_token_is_lacking() -> None:
     pair = _Pair()
-    held, read = pair.sequences
-    pair.wish(held, NO_TREE)
-    pair.wish(read, ANY_TREE)
-    pair.plain(held)
-    assert pair.lacking == []
-    read.num_computed = 1
-    assert pair.lacking == [1, 2]
+    first, second = pair.sequences
+    assert pair.lacking == [], "nothing is computed yet"
+    second.num_computed = 1
+    assert pair.lacking == [second.sequence_id]
+    pair.plain(first)
+    assert pair.lacking == [first.sequence_id, second.sequence_id]
 
 
-def test_rows_of_paused_sequences_are_held() -> None:
+def test_what_was_sent_is_not_lacking() -> None:
     pair = _Pair()
-    for sequence in pair.sequences:
-        pair.wish(sequence, NO_TREE)
-        pair.plain(sequence)
-    assert pair.draft.outbox_verdicts
+    first, _ = pair.sequences
+    pair.plain(first)
+    [need] = pair.attachments.feature_needs.unmet()
+    assert (need.start, need.end) == (None, 2)
+    rows = FeatureRows(first.sequence_id, 0, torch.zeros(2, 4), 2)
+    pair.attachments.feature_needs.fill(need, rows)
     assert pair.lacking == []
+    assert pair.draft.outbox_features == [rows]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
-from services.target.fallback import NgramFallback
-from services.target.fallback_order import FallbackOrder
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import NO_REPORT
@@ -20,11 +17,8 @@ STEP_S = 0.05
 class _Pool:
     """Sequences at the drafts `a` and `b`, round by round. Only drafts that are awake answer."""
 
-    def __init__(self, *, pauses: bool = True, room: int = 8) -> None:
-        # With trees of its own a target never pauses a draft; it waits for it now and then.
-        fallback_order = FallbackOrder(None if pauses else NgramFallback(), waits_always=False)
-        fallback_order.stepped(STEP_S)
-        self.attachments = Attachments(fallback_order, SpeculationController(None))
+    def __init__(self, *, room: int = 8) -> None:
+        self.attachments = Attachments(waits_always=True)
         self.a, self.b = make_attachment("a"), make_attachment("b", max_sequences=room)
         self.awake = {"a", "b"}
         self.sequences: list[Sequence] = []
@@ -74,7 +68,7 @@ class _Pool:
         assignment = self.attachments.assignments.get(sequence.sequence_id)
         assert assignment is not None
         name = assignment.attachment.identity.attachment_id
-        if name not in self.awake or assignment.course.asked.is_paused:
+        if name not in self.awake or assignment.asked.is_paused:
             return False
         candidate = make_candidate(sequence)
         self.attachments.intake.offer(
@@ -83,10 +77,10 @@ class _Pool:
         return assignment.candidate is not None
 
 
-@pytest.fixture(params=[True, False], ids=["pauses", "chances"])
-def pool(request: pytest.FixtureRequest) -> _Pool:
+@pytest.fixture
+def pool() -> _Pool:
     """With a sequence at each draft, both of which have answered for a while."""
-    pool = _Pool(pauses=request.param)
+    pool = _Pool()
     first, second = pool.open(), pool.open()
     pool.steps(10)
     assert (pool.draft_of(first), pool.draft_of(second)) == (pool.a, pool.b)
@@ -143,12 +137,13 @@ def test_a_silent_draft_gets_one_sequence_when_it_is_tried_again(pool: _Pool) ->
 
 def test_a_draft_that_answers_again_gets_its_share_again(pool: _Pool) -> None:
     _silence(pool)
+    for each in list(pool.sequences):
+        pool.end(each)
     pool.awake.add("a")
     pool.now_s += 60.0
     tried = pool.open()
     pool.steps(10)
     assert pool.draft_of(tried) is pool.a
     assert not pool.a.timeout.is_cold
-    for each in list(pool.sequences):
-        pool.end(each)
+    pool.end(tried)
     assert {pool.draft_of(pool.open()).identity.attachment_id for _ in range(4)} == {"a", "b"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.target.control.adaptive_config import AdaptiveConfig, Candidates
+from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.rounds.policy import Acceptance, Choice, CostTable, LanePolicy
 from shared.tokens import TreeShape
 

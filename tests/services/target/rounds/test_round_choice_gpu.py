@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
 from shared.runtime.graph_inputs import GraphLimits
@@ -44,7 +44,7 @@ def test_any_choice_at_any_step_changes_no_token(
         pair.decoder,
         graph_limits=GRAPHS,
         poisons_free_pages=True,
-        speculation=SpeculationController(),
+        adaptive=DEFAULT_CONFIG,
         on_step=reports.append,
     )
     engine.attach(lending(pair, SilentDraft(), TREE, OTHER_TREES))

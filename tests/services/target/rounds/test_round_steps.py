@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from services.target.control.speculation_controller import SpeculationController
+from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
@@ -70,7 +70,7 @@ def _setup(
     most_in_rounds: int | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Setup:
-    """`other_trees` has the controller choose; rounds take all sequences unless told otherwise."""
+    """`other_trees` has the policy choose; rounds take all sequences unless told otherwise."""
     reports: list[StepReport] = []
     engine = build_engine(
         pair.decoder,
@@ -78,7 +78,7 @@ def _setup(
         max_running=max_sequences,
         on_step=reports.append,
         poisons_free_pages=is_poisoned,
-        speculation=None if other_trees is None else SpeculationController(),
+        adaptive=None if other_trees is None else DEFAULT_CONFIG,
         clock=clock,
     )
     draft = SilentDraft()

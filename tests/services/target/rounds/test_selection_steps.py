@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from services.draft.fan_out import FanOut
-from services.target.control.speculation_controller import SpeculationController
 from services.target.drafts.attachment import Attachment, DraftIdentity
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
@@ -717,11 +716,10 @@ def test_features_of_others_have_holes_where_rounds_kept_none(decoder: Decoder) 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda decoder: build_engine(decoder, selects=True, speculation=SpeculationController()),
         lambda decoder: build_engine(decoder, selects=True, fallback=NgramFallback()),
         lambda decoder: build_engine(decoder, selects=True, mode=VerificationMode.POINT_MASS),
     ],
-    ids=["adaptive", "fallback", "point-mass"],
+    ids=["fallback", "point-mass"],
 )
 def test_where_the_host_decides_rounds_step_aside(
     decoder: Decoder, build: Callable[[Decoder], Engine], monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,9 @@
-"""Which trees the controller may choose from, and how fast it learns.
+"""Which trees may be chosen, by batch size.
 
 The file of `--speculative-adaptive-config` has the keys SGLang's has: batch sizes, each with its
-`candidate_steps` and knobs, or the knobs alone for every batch size. A step count of 0 lets
-sequences go on without trees. Knobs of SGLang's own rules, by hysteresis or from times profiled at
-start, are accepted without effect: the choice follows from what is measured while serving.
+`candidate_steps`, or one `candidate_steps` for every batch size. A step count of 0 allows plain
+steps. Knobs of SGLang's own rules (hysteresis, averages, profiles) are accepted without effect: the
+choice follows from what is measured while serving.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ MAX_DRAFT_TOKENS = TREE_TOKENS.highest
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
 _WITHOUT_EFFECT = frozenset(
     {
+        *("ema_alpha", "update_interval", "warmup_batches"),
         *("strategy", "up_hysteresis", "down_hysteresis", "ceiling_coeff", "window_size"),
         *("profile_run_batch_sizes", "max_profile_run_batch_size", "profile_run_seq_len"),
         *("profile_run_n_warmup", "profile_run_n_measure"),
     }
 )
-_KNOBS = frozenset({"candidate_steps", "ema_alpha", "update_interval", "warmup_batches"})
+_KNOBS = frozenset({"candidate_steps"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +40,10 @@ class Candidates:
         steps: depths of trees, ascending; None takes those around the draft's own shape, none at
             all leaves only plain steps.
         may_pause: sequences may go without trees.
-        smoothing: weight of a sequence's newest round among its rounds, in (0, 1].
-        update_interval: steps between two choices.
-        num_warm_up_rounds: verified rounds of a kind of draft before its shape is changed.
     """
 
     steps: tuple[int, ...] | None = None
     may_pause: bool = True
-    smoothing: float = 0.1
-    update_interval: int = 4
-    num_warm_up_rounds: int = 0
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether there are trees to choose from."""
-        return self.steps is None or bool(self.steps)
 
     def shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
         """Returns the trees a draft with this shape may be asked for.
@@ -171,14 +161,10 @@ def _entry_problems(entry: object) -> list[str]:
 
 
 def _candidates(entry: Mapping[str, Any]) -> Candidates:
-    default = Candidates()
     steps = entry.get("candidate_steps")
     return Candidates(
         steps=None if steps is None else tuple(sorted({each for each in steps if each})),
         may_pause=steps is None or 0 in steps,
-        smoothing=float(entry.get("ema_alpha", default.smoothing)),
-        update_interval=entry.get("update_interval", default.update_interval),
-        num_warm_up_rounds=entry.get("warmup_batches", default.num_warm_up_rounds),
     )
 
 
@@ -193,12 +179,6 @@ def _problems(entry: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"candidate_steps is {steps!r}; it must be a list of whole numbers in [0, {MAX_STEPS}]"
         )
-    alpha = entry.get("ema_alpha", 0.1)
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha <= 1:
-        problems.append(f"ema_alpha is {alpha!r}; it must be in (0, 1]")
-    for key, low in (("update_interval", 1), ("warmup_batches", 0)):
-        if not _is_int(entry.get(key, low), low, 1_000_000):
-            problems.append(f"{key} is {entry[key]!r}; it must be a whole number, at least {low}")
     return problems
 
 

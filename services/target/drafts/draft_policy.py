@@ -1,0 +1,463 @@
+"""Chooses what the drafts of one kind are asked for: trees of one shape, or none. No torch.
+
+The choice is what commits most tokens a second, measured from one verdict of a sequence to the
+next: waits, misses and the host's work are in it. What is not in force is tried for a few rounds
+now and then, within a share of the time. The choice changes no token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from services.target.acceptance import Acceptance
+from services.target.adaptive_config import AdaptiveConfig
+from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeShape, TreeWish
+
+MIN_GAIN = 1.03
+"""A choice must have been this much faster than the one in force to replace it."""
+FEWEST_ROUNDS = 4
+"""Rounds of each sequence before a choice is judged, and of a trial."""
+SKIPPED_ROUNDS = 2
+"""Rounds of a trial before those: steps begin to run ahead, or cease to."""
+TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.2
+"""Share of the time that trials may cost, and what the first ones may cost beyond that."""
+FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
+"""Longest trial; doubles while drafts do not get to answer within one."""
+TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
+"""Least and most time between two trials."""
+TRIAL_WORTH = 0.9
+"""What promises less than this share of the choice in force, when it is hopeful, is not tried."""
+LOST_SHARE = 0.5
+"""A trial ends at once where a choice is slower than this share of the one in force."""
+HOPE = 0.15
+"""Added to the acceptance of trees that are not in force, to find out whether to try them."""
+WINDOW = 64
+"""Steps of one choice and number of sequences that are remembered."""
+CHANGE = 1.5
+"""Steps in a row that took so many times longer or shorter than before replace what was before."""
+OUTLIER = 3.0
+"""A round counts as at most this many times the usual one: first ones compile, others stall."""
+FORGET_S = 30.0
+"""What was not seen for so long is hoped to be twice as good as when it was."""
+SHORTEST_ROUND_S = 1e-6
+IDLE_S = 0.5
+"""After so long without a step a trial is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """An average round.
+
+    Attributes:
+        seconds: from one verdict to the next.
+        tokens: that it committed.
+        trees: share of the rounds that verified a tree of a draft.
+    """
+
+    seconds: float
+    tokens: float
+    trees: float
+
+
+@dataclass(slots=True)
+class _Step:
+    """Rounds of one step that were asked for alike, added up."""
+
+    num_rounds: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_trees: int = 0
+
+    @property
+    def round_s(self) -> float:
+        return self.seconds / self.num_rounds
+
+
+class Rounds:
+    """The last rounds of one choice with about one number of sequences, step by step."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=WINDOW)
+        self._mean: Round | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: _Step) -> None:
+        """Takes in a step."""
+        self._steps.append(step)
+        last = list(self._steps)[-FEWEST_ROUNDS:]
+        if len(self._steps) > len(last) and self.mean is not None:
+            known_s = self.mean.seconds
+            is_slower = min(each.round_s for each in last) > CHANGE * known_s
+            if is_slower or max(each.round_s for each in last) < known_s / CHANGE:
+                self._steps = deque(last, maxlen=WINDOW)
+        self._mean = None
+
+    def clear(self) -> None:
+        """What follows replaces what is known."""
+        self._steps.clear()
+
+    @property
+    def mean(self) -> Round | None:
+        """The average; None before the first step, the last one known after `clear`."""
+        if self._mean is None and self._steps:
+            number = sum(each.num_rounds for each in self._steps)
+            most_s = OUTLIER * self._median_s(number)
+            seconds = sum(each.num_rounds * min(each.round_s, most_s) for each in self._steps)
+            num_tokens = sum(each.num_tokens for each in self._steps)
+            num_trees = sum(each.num_trees for each in self._steps)
+            mean_s = max(seconds / number, SHORTEST_ROUND_S)
+            self._mean = Round(mean_s, num_tokens / number, num_trees / number)
+        return self._mean
+
+    def _median_s(self, number: int) -> float:
+        num_left = (number + 1) // 2
+        ordered = sorted(self._steps, key=lambda each: each.round_s)
+        for each in ordered:
+            num_left -= each.num_rounds
+            if num_left <= 0:
+                return each.round_s
+        raise AssertionError("fewer rounds than counted")
+
+
+class RoundTimes:
+    """What rounds took, by choice and number of sequences.
+
+    Numbers of sequences within a factor of the square root of two share their averages.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[Choice, dict[int, Rounds]] = {}
+
+    def at(self, choice: Choice, num_sequences: int) -> Rounds:
+        """Returns the averages with about so many sequences, perhaps of no step yet."""
+        sizes = self._rounds.setdefault(choice, {})
+        return sizes.setdefault(_size(num_sequences), Rounds())
+
+    def estimate(self, choice: Choice, num_sequences: int, like: Choice) -> Round | None:
+        """Returns the average round, or that of the nearest number of sequences that was measured;
+        None where nothing was. Its seconds are scaled as those of `like` were."""
+        found, size = self._rounds.get(choice, {}), _size(num_sequences)
+        means = {each: mean for each, rounds in found.items() if (mean := rounds.mean) is not None}
+        if not means:
+            return None
+        nearest = min(means, key=lambda each: abs(each - size))
+        others = self._rounds.get(like, {})
+        here, there = (others[each].mean if each in others else None for each in (size, nearest))
+        if nearest == size or here is None or there is None:
+            return means[nearest]
+        scale = here.seconds / there.seconds
+        return replace(means[nearest], seconds=scale * means[nearest].seconds)
+
+    def measured(self) -> dict[tuple[Choice, int], float]:
+        """Returns the seconds of rounds by choice and about how many sequences."""
+        return {
+            (choice, round(2.0 ** (size / 2))): mean.seconds
+            for choice, sizes in self._rounds.items()
+            for size, rounds in sizes.items()
+            if (mean := rounds.mean) is not None
+        }
+
+
+def _size(num_sequences: int) -> int:
+    return round(2.0 * math.log2(max(num_sequences, 1)))
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A choice that is tried.
+
+    Attributes:
+        num_rounds: of each sequence that the choice has had.
+        num_tokens: of each sequence, since the trial began.
+    """
+
+    choice: Choice
+    began_s: float
+    num_rounds: float = 0.0
+    num_tokens: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class DraftPolicy:
+    """The choice for the drafts of one kind: one algorithm, model and shape. Owned by the engine
+    thread.
+
+    Attributes:
+        base: the shape of the drafts' trees while no other is wanted.
+        config: shapes to choose from by number of sequences; None is the drafts' own.
+        is_always_on: trees are wanted even where plain steps are faster.
+        is_pinned: an operator fixed the shape at the draft, so that no other is asked for.
+        choice: what is in force, trials aside.
+        trial_s: time that trials have cost.
+    """
+
+    base: TreeShape
+    config: AdaptiveConfig | None = None
+    is_always_on: bool = False
+    is_pinned: bool = False
+    choice: Choice = field(init=False)
+    trial_s: float = 0.0
+    times: RoundTimes = field(default_factory=RoundTimes)
+    _acceptance: Acceptance = field(default_factory=Acceptance)
+    _trial: _Trial | None = None
+    _step: dict[Choice, _Step] = field(default_factory=dict)
+    _num_step_tokens: int = 0
+    _num_sequences: int = 0
+    _is_void: bool = False
+    _seen_s: dict[Choice, float] = field(default_factory=dict)
+    _began_s: float = math.inf
+    _turned_s: float = -math.inf
+    _may_try_s: float = -math.inf
+    _limit_s: float = FIRST_LIMIT_S
+
+    def __post_init__(self) -> None:
+        self.choice = self.base
+
+    @property
+    def current(self) -> Choice:
+        """What drafts are asked for now: the trial's choice, or the one in force."""
+        return self.choice if self._trial is None else self._trial.choice
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether something is tried that is not in force."""
+        return self._trial is not None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether trees are wanted now. Drafts lose their sequences while none are: to tell them
+        of every round costs the host a part of what plain steps bring."""
+        return self.current is not None
+
+    @property
+    def wish(self) -> TreeWish:
+        """The tree request of a sequence that asks for nothing by itself."""
+        if self.current is None:
+            return NO_TREE
+        return ANY_TREE if self.current == self.base else TreeWish(self.current)
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether trees are faster than plain steps; None while that is not known."""
+        if self.is_always_on or self._rate(None, self._num_sequences) is None:
+            return None
+        return self.choice is not None
+
+    @property
+    def speed(self) -> float | None:
+        """The tokens a second of one sequence that has such a draft; None while unknown."""
+        known = len(self.times.at(self.choice, self._num_sequences))
+        return self._rate(self.choice, self._num_sequences) if known >= FEWEST_ROUNDS else None
+
+    def comparison(self) -> str:
+        """Returns the tokens a second behind `pays`."""
+        number = max(self._num_sequences, 1)
+        rates = {each: number * rate for each, rate in self._rates(number).items()}
+        trees = {shape: rate for shape, rate in rates.items() if shape is not None}
+        best = max(trees, key=lambda shape: trees[shape], default=None)
+        figures = [f"plain steps {rates[None]:,.0f} tokens/s"] if None in rates else []
+        if best is not None:
+            shape = f"{best.num_steps} deep, {best.topk} wide"
+            figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
+        sequences = "1 sequence" if number == 1 else f"{number} sequences"
+        return f"measured with {sequences}: {', '.join(figures)}"
+
+    def level_rates(self) -> list[float]:
+        """Returns the acceptance of each level of the trees that are wanted, or would be."""
+        return self._acceptance.rates(self.choice or self.base, is_greedy=True)
+
+    def saw_round(self, choice: Choice, num_tokens: int, seconds: float, *, has_tree: bool) -> None:
+        """Learns from a round, whether its tree came or not.
+
+        Args:
+            choice: what was asked for; None where no tree was.
+            num_tokens: committed.
+            seconds: since the verdict before.
+            has_tree: a tree of the draft was verified.
+        """
+        found = self._step.setdefault(choice, _Step())
+        found.num_rounds += 1
+        found.seconds += seconds
+        found.num_tokens += num_tokens
+        found.num_trees += has_tree
+        self._num_step_tokens += num_tokens
+
+    def saw_excused(self, num_tokens: int) -> None:
+        """A round went without a tree because its draft reads a prompt or warms up: the round says
+        nothing about the choice, but counts into what a trial costs."""
+        self._num_step_tokens += num_tokens
+
+    def saw_accepted(self, shape: TreeShape, num_accepted: int) -> None:
+        """Learns how many levels of a tree were accepted."""
+        self._acceptance.observe(shape, is_greedy=True, accepted=(num_accepted,))
+
+    def disregard(self) -> None:
+        """The step under way takes longer for a reason of its own: graphs are captured, kernels
+        compiled."""
+        self._is_void = True
+
+    def drafts_changed(self) -> None:
+        """A draft of the kind came or left: a trial may begin at once."""
+        self._may_try_s = -math.inf
+        if self._trial is None and self.choice is None:
+            self._seen_s.clear()
+
+    def turn(self, num_sequences: int, now_s: float) -> None:
+        """Decides; called once in a turn of the loop.
+
+        Args:
+            num_sequences: that decode.
+        """
+        if now_s - self._turned_s > IDLE_S:
+            self._trial = None
+        self._turned_s, self._num_sequences = now_s, num_sequences
+        self._began_s = min(self._began_s, now_s)
+        has_news = self._fold(num_sequences)
+        if not num_sequences:
+            return
+        self._seen_s[self.current] = now_s
+        if self.choice not in (options := self._options(num_sequences)):
+            self.choice, self._trial = options[0], None
+        elif len(options) == 1:
+            return
+        elif self._trial is not None:
+            self._continue(self._trial, num_sequences, now_s)
+        elif has_news:
+            self._decide(num_sequences, now_s)
+
+    def _fold(self, num_sequences: int) -> bool:
+        """Takes in the rounds since the last turn; returns whether there were any."""
+        step, self._step = self._step, {}
+        num_tokens, self._num_step_tokens = self._num_step_tokens, 0
+        is_void, self._is_void = self._is_void, False
+        trial, number = self._trial, max(num_sequences, 1)
+        if trial is not None:
+            trial.num_tokens += num_tokens / number
+        if is_void:
+            return False
+        for choice, seen in step.items():
+            if trial is not None and choice == trial.choice:
+                is_early = trial.num_rounds < SKIPPED_ROUNDS
+                trial.num_rounds += seen.num_rounds / number
+                if is_early:
+                    continue
+            self.times.at(choice, number).add(seen)
+        return bool(step)
+
+    def _continue(self, trial: _Trial, num_sequences: int, now_s: float) -> None:
+        """Ends a trial when it has had its rounds, or its time."""
+        is_done = trial.num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS or self._is_lost(
+            trial, num_sequences
+        )
+        is_late = now_s - trial.began_s > self._limit_s
+        if not (is_done or is_late):
+            return
+        self._trial = None
+        self._limit_s = FIRST_LIMIT_S if is_done else min(2.0 * self._limit_s, LAST_LIMIT_S)
+        own = self._rate(self.choice, num_sequences)
+        lost_s = now_s - trial.began_s - (trial.num_tokens / own if own else math.inf)
+        lost_s = max(lost_s, 0.0)
+        if trial.choice is None:
+            lost_s += now_s - trial.began_s  # drafts have to catch up behind it
+        self.trial_s += lost_s
+        least_s = TRIAL_PAUSE_S if is_done else self._limit_s
+        earned_s = self._began_s + (self.trial_s - ALLOWANCE_S) / TRIAL_SHARE
+        self._may_try_s = min(max(now_s + least_s, earned_s), now_s + LAST_PAUSE_S)
+        if is_done:
+            self._switch(num_sequences)
+
+    def _is_lost(self, trial: _Trial, num_sequences: int) -> bool:
+        """Whether the first rounds of a trial are so slow that no more are needed."""
+        if not len(self.times.at(trial.choice, num_sequences)):
+            return False
+        found, own = (self._rate(each, num_sequences) for each in (trial.choice, self.choice))
+        return found is not None and own is not None and found < LOST_SHARE * own
+
+    def _decide(self, num_sequences: int, now_s: float) -> None:
+        """Takes what was faster, or tries what might be."""
+        if len(self.times.at(self.choice, num_sequences)) < FEWEST_ROUNDS:
+            return
+        self._switch(num_sequences)
+        if now_s >= self._may_try_s:
+            self._try(num_sequences, now_s)
+
+    def _switch(self, num_sequences: int) -> None:
+        """Takes the fastest of the choices that were measured with so many sequences."""
+        rates = {
+            each: rate
+            for each, rate in self._rates(num_sequences).items()
+            if len(self.times.at(each, num_sequences)) >= FEWEST_ROUNDS - 1
+        }
+        best = max(rates, key=lambda each: rates[each], default=self.choice)
+        if best != self.choice and rates[best] > MIN_GAIN * rates.get(self.choice, 0.0):
+            self.choice = best
+
+    def _try(self, num_sequences: int, now_s: float) -> None:
+        """Begins a trial of what might be the best: of plain steps if they were not measured with
+        so many sequences, else of what was not seen for longest."""
+        hopes = {
+            each: self._hope(each, num_sequences, now_s)
+            for each in self._options(num_sequences)
+            if each != self.choice
+        }
+        own = self._rate(self.choice, num_sequences) or 0.0
+        if self.choice is None:
+            # While no trees are verified nothing tells whether they would be accepted.
+            own = min(own, max(hopes.values(), default=0.0))
+        others = [each for each, hope in hopes.items() if hope > TRIAL_WORTH * own]
+        if not others:
+            return
+        choice = min(others, key=lambda each: self._seen_s.get(each, -math.inf))
+        if None in others and not len(self.times.at(None, num_sequences)):
+            choice = None
+        self._trial = _Trial(choice, now_s)
+        self.times.at(choice, num_sequences).clear()
+
+    def _hope(self, choice: Choice, num_sequences: int, now_s: float) -> float:
+        """Returns the tokens a second of one sequence that a choice may bring."""
+        rate = self._rate(choice, num_sequences, hope=HOPE)
+        if rate is not None:
+            return rate * (1.0 + (now_s - self._seen_s.get(choice, now_s)) / FORGET_S)
+        plain = self.times.estimate(None, num_sequences, self.choice)
+        if choice is None or plain is None:
+            return math.inf
+        # A round with a tree takes no less than a plain step.
+        return self._acceptance.tokens(choice, is_greedy=True, hope=HOPE) / plain.seconds
+
+    def _rate(self, choice: Choice, num_sequences: int, hope: float = 0.0) -> float | None:
+        """Returns the tokens a second of one sequence, from the time of rounds and, for trees, from
+        acceptance by level, which few rounds show better than their tokens do; None where no round
+        was measured.
+
+        Args:
+            hope: added to the acceptance of every level.
+        """
+        rounds = self.times.estimate(choice, num_sequences, self.choice)
+        if rounds is None:
+            return None
+        if choice is None:
+            return rounds.tokens / rounds.seconds
+        accepted = self._acceptance.tokens(choice, is_greedy=True, hope=hope) - 1.0
+        return (1.0 + rounds.trees * accepted) / rounds.seconds
+
+    def _rates(self, num_sequences: int) -> dict[Choice, float]:
+        """Returns the tokens a second of one sequence for each choice that was measured."""
+        options = self._options(num_sequences)
+        found = {each: self._rate(each, num_sequences) for each in options}
+        return {each: rate for each, rate in found.items() if rate is not None}
+
+    def _options(self, num_sequences: int) -> Sequence[Choice]:
+        """Returns what may be chosen with so many sequences; at least one."""
+        shapes: tuple[TreeShape, ...] = (self.base,)
+        may_pause = True
+        if self.config is not None:
+            allowed = self.config.candidates(num_sequences)
+            shapes = shapes if self.is_pinned else allowed.shapes(self.base)
+            may_pause = allowed.may_pause
+        may_pause = (may_pause and not self.is_always_on) or not shapes
+        return (*shapes, None) if may_pause else shapes

@@ -1,0 +1,298 @@
+"""What drafts are asked for follows from what rounds took and brought."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates, chain
+from services.target.drafts.draft_policy import (
+    ALLOWANCE_S,
+    FEWEST_ROUNDS,
+    FORGET_S,
+    LAST_PAUSE_S,
+    TRIAL_SHARE,
+    DraftPolicy,
+    Rounds,
+    RoundTimes,
+)
+from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeShape, TreeWish
+
+BASE = chain(3)
+PLAIN_S = 0.01
+
+
+def _step(rounds: Rounds, seconds: float, num_rounds: int = 1) -> None:
+    policy = DraftPolicy(BASE)
+    for _ in range(num_rounds):
+        policy.saw_round(None, 1, seconds, has_tree=False)
+    rounds.add(policy._step[None])
+
+
+@dataclass
+class World:
+    """Serves sequences for a while and notes what was chosen.
+
+    Attributes:
+        right: chance that a level is accepted; all sequences fare alike.
+        tree_s: what a tree adds to a round, by depth.
+    """
+
+    policy: DraftPolicy
+    right: float
+    tree_s: Callable[[int], float]
+    now_s: float = 0.0
+    num_tokens: float = 0.0
+    num_sequences: int = 4
+
+    def __post_init__(self) -> None:
+        self._source = random.Random(5)
+
+    def _num_accepted(self, depth: int) -> int:
+        right = (self._source.random() < self.right for _ in range(depth))
+        return sum(itertools.takewhile(bool, right))
+
+    def serve(self, seconds: float) -> float:
+        """Returns the tokens a second of one sequence."""
+        start_s, before = self.now_s, self.num_tokens
+        while self.now_s < start_s + seconds:
+            self._round(self.policy.current)
+        return (self.num_tokens - before) / (self.now_s - start_s)
+
+    def _round(self, choice: Choice) -> None:
+        depth = 0 if choice is None else choice.num_steps
+        accepted = [self._num_accepted(depth) for _ in range(self.num_sequences)]
+        round_s = PLAIN_S + (self.tree_s(depth) if depth else 0.0)
+        self.now_s += round_s
+        for count in accepted:
+            self.policy.saw_round(choice, 1 + count, round_s, has_tree=choice is not None)
+            if choice is not None:
+                self.policy.saw_accepted(choice, count)
+        self.num_tokens += 1 + sum(accepted) / len(accepted)
+        self.policy.turn(self.num_sequences, self.now_s)
+
+
+def _cheap(depth: int) -> float:
+    return 0.001 * depth
+
+
+def _dear(depth: int) -> float:
+    return 0.05 * depth
+
+
+def test_trees_stay_where_they_are_faster() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _cheap)
+    assert world.serve(4.0) > 0.93 * (1 + 0.75 + 0.75**2 + 0.75**3) / (PLAIN_S + _cheap(3))
+    assert world.policy.choice == BASE
+    assert world.policy.pays is True
+
+
+def test_plain_steps_replace_trees_that_are_slower() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _dear)
+    world.serve(2.0)
+    assert world.policy.choice is None
+    assert world.policy.pays is False
+    assert world.serve(20.0) > 0.95 / PLAIN_S, "trials included"
+
+
+def test_what_an_operator_insists_on_stays() -> None:
+    """Negative control of the test before."""
+    world = World(DraftPolicy(BASE, is_always_on=True), 0.75, _dear)
+    world.serve(2.0)
+    assert world.policy.current == BASE
+    assert not world.policy.is_trying
+    assert world.policy.pays is None
+
+
+def test_trees_come_back_once_they_are_faster() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _dear)
+    world.serve(4.0)
+    assert world.policy.choice is None
+    world.tree_s = _cheap
+    world.serve(LAST_PAUSE_S)
+    assert world.policy.choice == BASE
+
+
+def test_plain_steps_come_within_a_second_once_they_are_faster() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _cheap)
+    world.serve(4.0)
+    world.tree_s = _dear
+    world.serve(1.0)
+    assert world.policy.choice is None
+
+
+def test_trials_cost_a_small_share_of_the_time() -> None:
+    world = World(DraftPolicy(BASE), 0.0, _dear)
+    world.serve(4.0)
+    before_s = world.policy.trial_s
+    world.serve(60.0)
+    cost_s = world.policy.trial_s - before_s
+    assert 0.0 < cost_s < 2 * TRIAL_SHARE * 60.0 + ALLOWANCE_S
+
+
+@pytest.mark.parametrize(("right", "depths"), [(0.3, {1}), (0.95, {5, 7})])
+def test_a_depth_is_chosen_by_what_is_accepted(right: float, depths: set[int]) -> None:
+    config = AdaptiveConfig({1: Candidates(steps=(1, 3, 5, 7))})
+    world = World(DraftPolicy(BASE, config), right, lambda depth: 0.001 * depth)
+    world.serve(10.0)
+    assert world.policy.choice is not None
+    assert world.policy.choice.num_steps in depths
+
+
+def test_without_a_config_a_draft_keeps_its_own_shape() -> None:
+    world, seen = World(DraftPolicy(BASE), 0.95, _cheap), set[Choice]()
+    while world.now_s < 4.0:
+        world.serve(0.01)
+        seen.add(world.policy.current)
+    assert seen == {BASE, None}
+
+
+def test_a_pinned_draft_is_asked_for_its_own_shape_or_none() -> None:
+    policy = DraftPolicy(BASE, DEFAULT_CONFIG, is_pinned=True)
+    world, seen = World(policy, 0.95, _cheap), set[Choice]()
+    while world.now_s < 4.0:
+        world.serve(0.01)
+        seen.add(world.policy.current)
+    assert seen == {BASE, None}
+
+
+def test_a_config_without_plain_steps_has_none() -> None:
+    config = AdaptiveConfig({1: Candidates(steps=(1, 3), may_pause=False)})
+    world, seen = World(DraftPolicy(BASE, config), 0.0, _dear), set[Choice]()
+    while world.now_s < 10.0:
+        world.serve(0.01)
+        seen.add(world.policy.current)
+    assert seen == {chain(1), BASE}
+    assert world.policy.choice == chain(1)
+
+
+def test_what_a_number_of_sequences_does_not_allow_is_left_at_once() -> None:
+    config = AdaptiveConfig({1: Candidates(steps=(3,)), 8: Candidates(steps=(), may_pause=True)})
+    world = World(DraftPolicy(BASE, config), 0.75, _cheap)
+    world.serve(0.2)
+    assert world.policy.choice == BASE
+    world.num_sequences = 8
+    world.serve(0.05)
+    assert world.policy.current is None
+
+
+def test_wishes_say_what_is_chosen() -> None:
+    policy = DraftPolicy(BASE, DEFAULT_CONFIG)
+    assert policy.wish == ANY_TREE
+    policy.choice = chain(5)
+    assert policy.wish == TreeWish(chain(5))
+    policy.choice = None
+    assert policy.wish == NO_TREE
+    assert not policy.is_on
+
+
+def test_a_trial_ends_though_no_draft_answers_in_it() -> None:
+    policy, now_s = DraftPolicy(BASE), 0.0
+    policy.choice = None
+    tries, was_trying = list[float](), False
+    while now_s < 30.0:
+        now_s += PLAIN_S
+        if policy.is_trying:
+            policy.saw_excused(1)
+        else:
+            policy.saw_round(None, 1, PLAIN_S, has_tree=False)
+        policy.turn(1, now_s)
+        if policy.is_trying and not was_trying:
+            tries.append(now_s)
+        was_trying = policy.is_trying
+    assert policy.choice is None
+    gaps_s = [after - before for before, after in itertools.pairwise(tries)]
+    assert gaps_s
+    assert gaps_s == sorted(gaps_s), "ever rarer"
+
+
+def test_a_step_that_captured_graphs_is_disregarded() -> None:
+    policy = DraftPolicy(BASE)
+    for is_void in (True, False):
+        if is_void:
+            policy.disregard()
+        policy.saw_round(BASE, 3, 9.0, has_tree=True)
+        policy.turn(1, 1.0)
+        assert bool(policy.times.measured()) is not is_void
+
+
+def test_figures_are_in_the_comparison() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _cheap)
+    world.serve(2.0)
+    text = world.policy.comparison()
+    assert text.startswith("measured with 4 sequences: plain steps 400 tokens/s, the best trees")
+    assert "(3 deep, 1 wide)" in text
+
+
+def test_one_stall_moves_an_average_little() -> None:
+    rounds = Rounds()
+    for _ in range(7):
+        _step(rounds, 0.01)
+    _step(rounds, 1.0)
+    assert rounds.mean is not None
+    assert rounds.mean.seconds == pytest.approx(0.01 * (7 + 3) / 8)
+
+
+def test_steps_weigh_by_their_rounds() -> None:
+    rounds = Rounds()
+    _step(rounds, 0.02, num_rounds=9)
+    _step(rounds, 0.01, num_rounds=1)
+    assert rounds.mean is not None
+    assert rounds.mean.seconds == pytest.approx(0.019)
+
+
+def test_averages_that_were_cleared_hold_until_the_next_round() -> None:
+    rounds = Rounds()
+    _step(rounds, 0.5)
+    before = rounds.mean
+    rounds.clear()
+    assert (len(rounds), rounds.mean) == (0, before)
+    _step(rounds, 0.1)
+    assert rounds.mean is not None
+    assert rounds.mean.seconds == 0.1
+
+
+def test_times_of_another_number_of_sequences_are_scaled() -> None:
+    times = RoundTimes()
+    assert times.estimate(None, 4, BASE) is None
+    _step(times.at(None, 1), 0.01)
+    _step(times.at(BASE, 1), 0.02)
+    _step(times.at(BASE, 64), 0.06)
+    scaled = times.estimate(None, 64, BASE)
+    assert scaled is not None
+    assert scaled.seconds == pytest.approx(0.03)
+    alone = times.estimate(None, 8, BASE)
+    assert alone is not None
+    assert alone.seconds == 0.01, "nothing says how that differs"
+
+
+def test_what_was_not_seen_for_long_is_tried_again() -> None:
+    policy = DraftPolicy(BASE)
+    policy._seen_s[BASE] = 0.0
+    _step(policy.times.at(BASE, 1), 1.0)
+    young, old = (policy._hope(BASE, 1, now_s) for now_s in (0.0, FORGET_S))
+    assert old == pytest.approx(2.0 * young)
+
+
+def test_a_trial_takes_few_rounds() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _cheap)
+    while not world.policy.is_trying:
+        world.serve(0.001)
+    began_s = world.now_s
+    while world.policy.is_trying:
+        world.serve(0.001)
+    assert world.now_s - began_s < 2.0 * FEWEST_ROUNDS * PLAIN_S
+
+
+def test_a_shape_of_a_breadth_that_is_unknown_is_tried() -> None:
+    tree = TreeShape(3, 4, 9)
+    config = AdaptiveConfig({1: Candidates(steps=(3,))})
+    world, seen = World(DraftPolicy(tree, config), 0.75, _cheap), set[Choice]()
+    while world.now_s < 4.0:
+        world.serve(0.01)
+        seen.add(world.policy.current)
+    assert seen == {tree, chain(3), None}

@@ -1,0 +1,136 @@
+"""The policy learns fast enough to be on by default, by the clock of a cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.target.adaptive_config import DEFAULT_CONFIG
+from shared.models.decoder import Decoder
+from shared.tokens import TreeShape
+from tests.bench.adaptive import (
+    Scenario,
+    compare,
+    gpu_step,
+    gpu_tree,
+    on_cpu,
+    on_gpu,
+    on_shared_cores,
+    on_two_gpus,
+)
+from tests.helpers.engines import tiny_decoder
+from tests.helpers.modelled_split import Kind, Served, Split, serve
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return tiny_decoder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "depths"),
+    [
+        (Scenario(on_cpu(0.0), 30.0, 8.0), (3,)),
+        (Scenario(on_cpu(0.8), 30.0, 10.0), (2, 3)),
+        (Scenario(on_gpu(0.0), 6.0, 2.0), (3,)),
+        (Scenario(on_gpu(0.8), 6.0, 2.0), (3, 7)),
+        (Scenario(on_gpu(0.8, hop_s=0.0025), 8.0, 4.0), (3, 7)),
+        (Scenario(on_gpu(0.8, hop_s=0.01), 8.0, 2.0), (3, 7)),
+        (Scenario(on_gpu(0.6, 64), 8.0, 2.0), (3,)),
+        (Scenario(on_two_gpus(0.0), 8.0, 3.0), (3,)),
+    ],
+    ids=["cpu 0", "cpu 80", "gpu 0", "gpu 80", "5 ms", "20 ms", "gpu 64", "two gpus 0"],
+)
+def test_it_comes_close_to_the_best_fixed_choice_and_is_never_below_plain(
+    decoder: Decoder, scenario: Scenario, depths: tuple[int, ...]
+) -> None:
+    found = compare(decoder, scenario, depths)
+    assert found.over_plain > 0.91, "the learning included"
+    assert found.late_over_plain > 0.92
+    assert found.over_best > 0.9
+
+
+def test_the_pinned_chain_of_3_shows_what_a_wrong_choice_costs(decoder: Decoder) -> None:
+    """Negative control: the scenarios tell good choices from bad ones."""
+    found = compare(decoder, Scenario(on_cpu(0.0), 4.0, 1.0), (3,))
+    assert found.late_pinned[3] < 0.6 * found.plain.rate(1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("right", "size", "num_prompt_tokens"), [(0.4, 1, 40), (0.8, 4, 40), (0.7, 4, 200)]
+)
+def test_where_target_and_draft_share_cores_it_is_not_below_plain(
+    decoder: Decoder, right: float, size: int, num_prompt_tokens: int
+) -> None:
+    split = on_shared_cores(right, size, num_prompt_tokens=num_prompt_tokens)
+    found = compare(decoder, Scenario(split, 40.0, 10.0), (3,))
+    assert found.over_plain > 0.9, "the learning included"
+    assert found.late_over_plain >= 0.94
+    assert found.late_pinned[3] < 0.97 * found.plain.rate(10.0, 40.0), "negative control"
+
+
+def _by_time(before: float, after: float, *, start_s: float, end_s: float) -> Split:
+    def right(now_s: float, sequence_id: int) -> float:
+        return after if start_s <= now_s < end_s else before
+
+    split = on_gpu(0.0)
+    return replace(split, drafts=(replace(split.drafts[0], right=right),))
+
+
+def _served(decoder: Decoder, split: Split, duration_s: float) -> tuple[Served, Served]:
+    plain = serve(decoder, split, duration_s, None, is_plain=True)
+    return plain, serve(decoder, split, duration_s, DEFAULT_CONFIG)
+
+
+def _gain(plain: Served, adaptive: Served, start_s: float, end_s: float) -> float:
+    return adaptive.rate(start_s, end_s) / plain.rate(start_s, end_s)
+
+
+def test_it_follows_a_text_that_drafts_get_wrong_for_a_while(decoder: Decoder) -> None:
+    split = _by_time(0.9, 0.0, start_s=3.0, end_s=7.0)
+    plain, adaptive = _served(decoder, split, 12.0)
+    assert _gain(plain, adaptive, 1.0, 3.0) > 2.5
+    assert _gain(plain, adaptive, 3.5, 7.0) > 0.8
+    assert _gain(plain, adaptive, 5.0, 7.0) > 0.93
+    assert _gain(plain, adaptive, 9.0, 12.0) > 2.5, "a probe has found that it pays again"
+
+
+def test_it_follows_a_draft_that_slows_down_for_a_while(decoder: Decoder) -> None:
+    draft = Kind(
+        gpu_tree,
+        lambda now_s, sequence_id: 0.8,
+        slower=lambda now_s: 25.0 if 3.0 <= now_s < 7.0 else 1.0,
+    )
+    plain, adaptive = _served(decoder, Split(gpu_step, (draft,)), 20.0)
+    assert _gain(plain, adaptive, 1.0, 3.0) > 2.0
+    assert _gain(plain, adaptive, 4.3, 7.0) > 0.9
+    assert _gain(plain, adaptive, 17.0, 20.0) > 1.4, "the trial in the slow time has been earned"
+
+
+def test_under_load_it_turns_itself_off_and_then_on_again(decoder: Decoder) -> None:
+    split = replace(on_gpu(0.3), num_streams=lambda now_s: 48 if 2.0 <= now_s < 4.0 else 1)
+    right = lambda now_s, sequence_id: 0.75 if now_s < 2.0 or now_s >= 4.0 else 0.3  # noqa: E731
+    split = replace(split, drafts=(replace(split.drafts[0], right=right),))
+    served = serve(decoder, split, 8.0, DEFAULT_CONFIG)
+    [draft] = served.drafts
+    plain_step_s = gpu_step(48)
+    loaded = [at_s for at_s, _ in draft.shapes if 3.5 <= at_s < 4.0]
+    assert len(loaded) * plain_step_s < 0.1 * 0.5, "trees are left to trials"
+    assert sum(at_s > 6.0 for at_s, _ in draft.shapes) > 100
+
+
+def test_a_draft_that_drafts_ahead_is_taken_up_although_each_shape_is_captured_first(
+    decoder: Decoder,
+) -> None:
+    """Two GPUs: what a trial shows while graphs are captured is not taken for what it will be."""
+    plain, adaptive = _served(decoder, on_two_gpus(0.9), 8.0)
+    assert _gain(plain, adaptive, 0.0, 1.0) > 0.9
+    assert _gain(plain, adaptive, 1.0, 3.0) > 1.4
+    assert _gain(plain, adaptive, 5.0, 8.0) > 2.0, "another depth is captured once more"
+
+
+def test_a_pinned_draft_is_asked_for_no_other_shape(decoder: Decoder) -> None:
+    served = serve(decoder, on_cpu(0.8), 4.0, DEFAULT_CONFIG, pinned=TreeShape(2, 1, 3))
+    assert {shape.num_steps for _, shape in served.drafts[0].shapes} == {2}
+    assert len(served.drafts[0].shapes) > 40
