@@ -137,6 +137,7 @@ class TargetAdminServicer(AdminServicer):
     async def InitWeightUpdateGroup(
         self, request: pb.InitWeightUpdateGroupRequest, context: Context
     ) -> pb.InitWeightUpdateGroupResponse:
+        self._lifecycle.check_open()
         terms = GroupTerms(
             request.group_name,
             request.master_address,
@@ -176,6 +177,7 @@ class TargetAdminServicer(AdminServicer):
     async def ReleaseMemory(
         self, request: pb.ReleaseMemoryRequest, context: Context
     ) -> pb.ReleaseMemoryResponse:
+        self._lifecycle.check_open()
         tags = _tags(request.tags)
         released = await self._with_weights(lambda weights: weights.release(tags))
         return pb.ReleaseMemoryResponse(freed_bytes=released.num_bytes, kept=released.kept)

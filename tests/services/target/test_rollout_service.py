@@ -219,6 +219,17 @@ async def test_a_target_that_drains_takes_no_update(old: Path, new: Path) -> Non
     async with _serve(old) as served:
         await served.admin.DrainServer(pb.DrainServerRequest())
         await _refused(served.read(new), "SERVER_DRAINING")
+        admin = served.admin
+        for call in (
+            served.send({NAME: torch.zeros(32, 32)}),
+            admin.UpdateWeights(_to_come(new, is_flat=False)),
+            admin.InitWeightUpdateGroup(pb.InitWeightUpdateGroupRequest(group_name="update")),
+            admin.BeginWeightUpdate(pb.BeginWeightUpdateRequest()),
+            admin.EndWeightUpdate(pb.EndWeightUpdateRequest()),
+            admin.PauseGeneration(pb.PauseGenerationRequest(mode=pb.PAUSE_MODE_RETRACT)),
+            admin.ReleaseMemory(pb.ReleaseMemoryRequest(tags=["kv_cache"])),
+        ):
+            await _refused(call, "SERVER_DRAINING")
         assert (await served.status()).weight_version == "default"
 
 
