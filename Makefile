@@ -179,7 +179,7 @@ tune: $(STAMP) ## the best tree shape, placement and concurrency for a workload;
 	@$(PY) -m tests.tune $(ARGS)
 
 # Each in an environment of its own: their dependencies do not fit together, or ours.
-CLIENTS := sdk litellm aiperf guidellm lm_eval smg openai_agents pydantic_ai instructor llama_index aider node
+CLIENTS := sdk litellm aiperf guidellm lm_eval smg openai_agents pydantic_ai instructor llama_index aider suites node
 
 fuzz: $(STAMP) ## nearly right requests to every route of a gateway, drafts that break the protocol; ARGS="--requests 100000 --seed 7"
 	@$(PY) -m tests.fuzz $(ARGS)

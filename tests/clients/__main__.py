@@ -45,6 +45,10 @@ _WITH_DEMO = (
         "lm-eval-recomputed", None, (sys.executable, "-m", "tests.clients.likelihoods", "lm_eval")
     ),
     Client("openai-node", None, ("node", "with_openai.mjs")),
+    *(
+        Client(f"suite-{name}", "suites", ("python", str(_HERE / "with_suite.py"), name))
+        for name in ("openai", "vllm", "sglang", "llama_cpp")
+    ),
 )
 _AGENTS = (
     *(

@@ -19,7 +19,7 @@ CHAT = {
 
 def main() -> None:
     client = openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["demo"]
+    assert "demo" in [model.id for model in client.models.list()]
 
     whole = client.chat.completions.create(**CHAT)
     text = whole.choices[0].message.content

@@ -1,0 +1,1 @@
+"""Plugins of pytest, one for each suite that others wrote (`tests/clients/with_suite.py`)."""
