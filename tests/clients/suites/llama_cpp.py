@@ -52,6 +52,7 @@ SUITE = Suite(
         "test_tokenize.py*": _NATIVE,
         "test_template.py*": _NATIVE,
         "test_responses_stream_with_llama_telemetry": _NATIVE,
+        "test_responses_with_openai_library": _MODEL,
         "test_anthropic_thinking_history_in_*": _MODEL,
         "test_anthropic_vision_base64_with_multimodal_model": _MODEL,
         "test_context_size_exceeded*": _MODEL,
