@@ -175,16 +175,18 @@ class RoundSteps:
         """Returns who gets a lane now: the last token is read, and what is not computed of those
         before it a round can compute."""
         newcomers: list[Sequence] = []
-        num_left = rounds.num_free - sum(self._reading.values())
+        num_others = 0  # with one slot each
         for each in self._scheduler.running:
             if each.num_pending or not each.num_computed or rounds.holds(each):
                 continue
             if each.num_uncomputed > self.num_taken(each):
                 continue
-            if each.sequence_id not in self._reading:
-                if num_left <= 0:
-                    continue
-                num_left -= 1
+            is_reading = each.sequence_id in self._reading
+            # One that the plan did not ask for is in `_reading` only since the line above.
+            if num_others + (not is_reading) + sum(self._reading.values()) > rounds.num_free:
+                self._reading.pop(each.sequence_id, None)
+                continue
+            num_others += not is_reading
             self._attachments.assignments.close(each)
             newcomers.append(each)
         return newcomers
