@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -96,6 +97,19 @@ async def test_stopping_detaches_before_the_servers_go(target: ScriptedTarget) -
     assert await conversation.hear() is None
     with pytest.raises(aio.AioRpcError):
         await _health(process.port)
+
+
+async def test_a_message_beyond_the_features_of_a_prompt_is_not_read(
+    target: ScriptedTarget,
+) -> None:
+    process = DraftProcess(_settings("--target", target.address))
+    await process.listen()
+    async with open_channel(f"127.0.0.1:{process.port}") as channel:
+        propose = channel.unary_unary("/outrider.draft.v1.DraftService/ProposeTree")
+        with pytest.raises(aio.AioRpcError, match="larger than max") as failure:
+            await propose(bytes(65 * 2**20))
+    assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await process.stop()
 
 
 async def test_a_dead_engine_ends_the_process(target: ScriptedTarget) -> None:
