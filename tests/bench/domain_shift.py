@@ -132,15 +132,15 @@ async def _lesson(folder: Path, number: int) -> dict[str, Any]:
         await asyncio.sleep(_POLL_S)
 
 
-def _train(arguments: argparse.Namespace, start: Path, out: Path) -> None:
-    """Trains a head offline on the texts that were served."""
+def train(algorithm: str, num_steps: int, start: Path, texts: Path, out: Path) -> None:
+    """Trains a head offline on texts."""
     command = [sys.executable, "-m", "services.draft.training"]
     subprocess.run(
         [
             *(*command, "train", "--target", str(DEMO_TARGET), "--init", str(start)),
-            *("--algorithm", arguments.algorithm, "--data", str(arguments.out / "answers.npz")),
+            *("--algorithm", algorithm, "--data", str(texts)),
             *("--out", str(out), "--window", "256", "--unroll", "4", "--batch-size", "3"),
-            *("--steps", str(arguments.offline_steps)),
+            *("--steps", str(num_steps)),
         ],
         check=True,
     )
@@ -184,7 +184,8 @@ def main() -> None:
     version = windows[-1].version
     offline = arguments.offline or arguments.out / "offline"
     if arguments.offline is None:
-        _train(arguments, start, offline)
+        texts = arguments.out / "answers.npz"
+        train(arguments.algorithm, arguments.offline_steps, start, texts, offline)
     learnt = arguments.out / "logs" / "learner" / f"version-{version}" if version else start
     heads = {"start": start, "learnt": learnt, "offline": offline}
     lengths = _measured(arguments.out, heads, prompts[arguments.requests :])

@@ -142,6 +142,11 @@ class Learner:
         """Version of the weights that serve; 0 is the one at the start."""
         return self._served.version
 
+    @property
+    def served_state(self) -> State:
+        """The weights that serve."""
+        return self._served.state
+
     def begin(self) -> None:
         """Has the drafts begin with the weights that the student begins with.
 
