@@ -24,6 +24,8 @@ SKIPPED_ROUNDS = 2
 """Rounds of a trial before those: steps begin to run ahead, or cease to."""
 TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.2
 """Share of the time that trials may cost, and what the first ones may cost beyond that."""
+MOST_COST_S = 0.1
+"""A trial ends once it has cost so much: drafts compile kernels for what they are asked first."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
 """Longest trial; doubles while drafts do not get to answer within one."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
@@ -98,7 +100,7 @@ class Rounds:
         self._mean = None
 
     def clear(self) -> None:
-        """What follows replaces what is known."""
+        """Forgets all samples; the mean stays until the next one."""
         self._steps.clear()
 
     @property
@@ -125,7 +127,7 @@ class Rounds:
 
 
 class RoundTimes:
-    """What rounds took, by choice and number of sequences.
+    """Measured times of rounds, by choice and number of sequences.
 
     Numbers of sequences within a factor of the square root of two share their averages.
     """
@@ -220,7 +222,7 @@ class DraftPolicy:
 
     @property
     def current(self) -> Choice:
-        """What drafts are asked for now: the trial's choice, or the one in force."""
+        """The choice that drafts are asked for now: the trial's, or the one in force."""
         return self.choice if self._trial is None else self._trial.choice
 
     @property
@@ -350,24 +352,21 @@ class DraftPolicy:
         return bool(step)
 
     def _continue(self, trial: _Trial, num_sequences: int, now_s: float) -> None:
-        """Ends a trial when it has had its rounds, or its time."""
-        is_done = trial.num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS or self._is_lost(
-            trial, num_sequences
-        )
-        is_late = now_s - trial.began_s > self._limit_s
-        if not (is_done or is_late):
+        """Ends a trial when it has had its rounds, or its time, or has cost too much."""
+        own = self._rate(self.choice, num_sequences)
+        elapsed_s = now_s - trial.began_s
+        lost_s = max(elapsed_s - (trial.num_tokens / own if own else math.inf), 0.0)
+        has_its_rounds = trial.num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS
+        is_done = has_its_rounds or self._is_lost(trial, num_sequences)
+        if not (is_done or elapsed_s > self._limit_s or lost_s > MOST_COST_S):
             return
         self._trial = None
         self._limit_s = FIRST_LIMIT_S if is_done else min(2.0 * self._limit_s, LAST_LIMIT_S)
-        own = self._rate(self.choice, num_sequences)
-        lost_s = now_s - trial.began_s - (trial.num_tokens / own if own else math.inf)
-        lost_s = max(lost_s, 0.0)
         if trial.choice is None:
-            lost_s += now_s - trial.began_s  # drafts have to catch up behind it
+            lost_s += elapsed_s  # drafts have to catch up behind it
         self.trial_s += lost_s
-        least_s = TRIAL_PAUSE_S if is_done else self._limit_s
         earned_s = self._began_s + (self.trial_s - ALLOWANCE_S) / TRIAL_SHARE
-        self._may_try_s = min(max(now_s + least_s, earned_s), now_s + LAST_PAUSE_S)
+        self._may_try_s = min(max(now_s + TRIAL_PAUSE_S, earned_s), now_s + LAST_PAUSE_S)
         if is_done:
             self._switch(num_sequences)
 

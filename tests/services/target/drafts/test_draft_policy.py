@@ -15,6 +15,7 @@ from services.target.drafts.draft_policy import (
     FEWEST_ROUNDS,
     FORGET_S,
     LAST_PAUSE_S,
+    MOST_COST_S,
     TRIAL_SHARE,
     DraftPolicy,
     Rounds,
@@ -207,7 +208,26 @@ def test_a_trial_ends_though_no_draft_answers_in_it() -> None:
     assert policy.choice is None
     gaps_s = [after - before for before, after in itertools.pairwise(tries)]
     assert gaps_s
-    assert gaps_s == sorted(gaps_s), "ever rarer"
+    assert gaps_s[-1] > 4 * gaps_s[0], "ever rarer"
+
+
+def test_a_trial_that_costs_too_much_ends_at_once() -> None:
+    """Its draft compiles kernels, so that every round waits in vain."""
+    world = World(DraftPolicy(BASE), 0.75, _dear)
+    world.serve(4.0)
+    policy, now_s = world.policy, world.now_s
+    assert policy.choice is None
+    while not policy.is_trying:
+        now_s += PLAIN_S
+        policy.saw_round(None, 1, PLAIN_S, has_tree=False)
+        policy.turn(4, now_s)
+    began_s = now_s
+    while policy.is_trying:
+        now_s += 0.08
+        policy.saw_excused(4)
+        policy.turn(4, now_s)
+    assert now_s - began_s < MOST_COST_S + 2 * 0.08
+    assert policy.choice is None
 
 
 def test_a_step_that_captured_graphs_is_disregarded() -> None:
