@@ -1,4 +1,4 @@
-"""How likely drafted tokens are accepted, level by level. No torch."""
+"""Estimates of how likely drafted tokens are accepted, by tree level. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Level:
 
 
 class Acceptance:
-    """How often a level is accepted where the one before was, by breadth and kind of sampling."""
+    """Acceptance rate of each level after an accepted one, by breadth and kind of sampling."""
 
     def __init__(self) -> None:
         self._levels: dict[tuple[int, bool], list[_Level]] = {}

@@ -1,4 +1,4 @@
-"""Which trees may be chosen, by batch size.
+"""The tree depths that may be chosen, by batch size.
 
 The file of `--speculative-adaptive-config` has the keys SGLang's has: batch sizes, each with its
 `candidate_steps`, or one `candidate_steps` for every batch size. A step count of 0 allows plain

@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where feature rows lie."""
+        """Device of the feature rows."""
         return self._device
 
     @property
@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def largest_projection_bytes(self) -> int:
-        """Of a draft's, which has an output of one hidden state, in two bytes an element."""
+        """Bytes of a draft's largest projection, to one hidden state, at two bytes an element."""
         return 2 * MAX_LAYERS * self._decoder.config.hidden_size**2
 
     def attach(self, attachment: Attachment) -> None:
@@ -200,7 +200,7 @@ class Engine:
 
     @property
     def speculation_detail(self) -> str:
-        """Why no trees are verified; empty while they are, or while that is not known."""
+        """The reason why no trees are verified; empty while they are, or while it is unknown."""
         return self._loop.speculation.detail
 
     def attachments(self) -> Future[tuple[AttachmentStatus, ...]]:

@@ -256,7 +256,7 @@ class StepLoop:
             self._on_step(report)
 
     def _idle_s(self) -> float:
-        """How long every sequence awaits a draft from now on; 0 if there is anything to do."""
+        """Seconds for which every sequence awaits a draft; 0 if there is anything to do."""
         is_computing = (
             self._in_flight is not None
             or self._selections.is_under_way
@@ -268,7 +268,7 @@ class StepLoop:
         return self._until_ready_s()
 
     def patience_s(self) -> float | None:
-        """How long an engine with nothing ready may sleep; None until a command comes."""
+        """Seconds that an engine with nothing ready may sleep; None for until a command comes."""
         round_s = self._selections.patience_s()
         if round_s is not None:
             return round_s

@@ -120,12 +120,12 @@ class Assignment:
 
     @property
     def choice(self) -> Choice:
-        """What the current round was asked to be."""
+        """The requested shape of the current round's tree; None for a plain step."""
         return None if self.asked.is_paused else self.asked.shape or self.attachment.base_shape
 
     @property
     def shape(self) -> TreeShape:
-        """Of the current round's tree, as far as is known."""
+        """Shape of the current round's tree; the requested one until the tree is here."""
         grown = None if self.candidate is None else self.candidate.shape
         return grown or self.asked.shape or self.attachment.base_shape
 

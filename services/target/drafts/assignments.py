@@ -1,4 +1,4 @@
-"""Which sequence is at which draft: handed out, handed back, moved, closed. No torch."""
+"""Assigns sequences to drafts, moves them and takes them back. No torch."""
 
 from __future__ import annotations
 

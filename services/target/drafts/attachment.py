@@ -123,7 +123,7 @@ class AttachmentCounters:
 
 
 class IdleReason(enum.Enum):
-    """Why no tree of a draft is verified. The values are labels of metrics."""
+    """The reason why no tree of a draft is verified. The values are labels of metrics."""
 
     PLAIN_IS_FASTER = "plain_is_faster"
     SILENT = "silent"

@@ -27,7 +27,7 @@ class FeatureFeed:
 
     @property
     def stores(self) -> tuple[FeatureStore, ...]:
-        """Where features are kept."""
+        """The stores of features."""
         return self._stores.all
 
     @property

@@ -1,4 +1,4 @@
-"""Which rows of features drafts lack. No torch."""
+"""Finds the rows of features that drafts lack. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequences step now. No torch.
+"""Chooses the sequences that step now. No torch.
 
 A sequence steps when its candidate is here, or when it is not worth waiting for any longer. Trees
 that are here may be held back for a moment, so that one step verifies them with those to come.

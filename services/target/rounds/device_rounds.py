@@ -65,7 +65,7 @@ class DeviceRounds:
 
     @property
     def shape(self) -> TreeShape:
-        """Of the trees that rounds have now."""
+        """Shape of the trees that rounds have now."""
         return self._runners.shape
 
     def shapes_for(self, num_sequences: int) -> tuple[TreeShape, ...]:
@@ -124,12 +124,12 @@ class DeviceRounds:
 
     @property
     def sequences(self) -> list[TargetSequence]:
-        """Who has a lane."""
+        """The sequences that have a lane."""
         return [self._guests[each].sequence for each in self._runner.sequence_ids]
 
     @property
     def num_placed(self) -> int:
-        """How many have a lane."""
+        """Number of sequences that have a lane."""
         return self._runner.num_placed
 
     @property

@@ -14,7 +14,7 @@ from shared.runtime.round_sequences import Newcomer
 
 @dataclass(slots=True)
 class Guest:
-    """What rounds keep of a sequence while it lives.
+    """The state that rounds keep of a running sequence.
 
     Attributes:
         head_pages: the head's, in logical order.

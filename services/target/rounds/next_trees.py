@@ -1,4 +1,4 @@
-"""Which trees the next round on the device may verify. No torch but for the types of rounds."""
+"""The trees that the next round on the device may verify. Torch for types of rounds only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_ALTERNATING = 16
 
 @dataclass(slots=True, eq=False)
 class NextTrees:
-    """What is prepared for the next round.
+    """The trees prepared for the next round.
 
     Attributes:
         trees, offered: as of `SelectedRound`.

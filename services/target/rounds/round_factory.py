@@ -16,7 +16,7 @@ from shared.runtime.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class RoundFactory:
-    """What the target brings to rounds on the device."""
+    """Builds rounds on the device from the target's parts."""
 
     runner: ModelRunner
     verifier: Verifier

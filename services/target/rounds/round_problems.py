@@ -1,4 +1,4 @@
-"""What is wrong with asking for rounds on the device, taken together with other settings."""
+"""Finds settings that rule out rounds on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests rounds on the device can serve: those that need nothing of the host. No torch."""
+"""Finds requests that rounds on the device can serve without the host. No torch."""
 
 from __future__ import annotations
 

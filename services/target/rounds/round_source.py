@@ -1,4 +1,4 @@
-"""What a draft in the target's process lends for rounds on the device."""
+"""The parts of an embedded draft that rounds on the device use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in force for the sequences that rounds on the device could take. Plain data."""
+"""The choice in force for sequences that rounds on the device could take. Plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.tokens import Choice, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class RoundStanding:
-    """What steps are, and what was measured of them.
+    """The choice in force, with its measurements.
 
     Attributes:
         shape: of the rounds under way; None while there are none.

@@ -224,7 +224,7 @@ class RoundSteps:
 
     @property
     def standing(self) -> RoundStanding:
-        """What is in force now."""
+        """The choice in force now, with its measurements."""
         policy, rounds = self._policy, self._rounds
         is_running = rounds is not None and rounds.is_running
         return RoundStanding(

@@ -1,4 +1,4 @@
-"""How long the host may sleep while a round is under way. No torch, no clocks.
+"""Computes how long the host may sleep while a round is under way. No torch, no clocks.
 
 Looking whether a round is done keeps the interpreter from the thread that takes in what drafts
 push meanwhile. So nobody looks before the round may be about to end.

@@ -1,4 +1,4 @@
-"""What a step of a mixture of experts takes beyond one whose sequences all say the same.
+"""Extra time of a mixture's step whose sequences differ, over one whose sequences are equal.
 
 Steps are measured at start with nobody in them: all sequences are alike, and hit the experts of
 one. Those of requests differ, hit more experts, and read more weights.

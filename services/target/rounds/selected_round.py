@@ -16,7 +16,7 @@ from shared.tokens import Candidate, TokenTree, TreeShape
 
 @dataclass(slots=True, eq=False)
 class SelectedRound:
-    """What the host knows of a launched round.
+    """The host's record of a launched round.
 
     Attributes:
         trees: what is verified of each sequence that takes part, as far as that is known: of those

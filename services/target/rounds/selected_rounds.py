@@ -109,7 +109,7 @@ class SelectedRounds:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """Who has a slot."""
+        """The sequences that have a slot."""
         return tuple(self._sequences.values())
 
     def holds(self, sequence: Sequence) -> bool:

@@ -33,7 +33,7 @@ from shared.tokens import TreeShape
 
 
 class Turn(enum.Enum):
-    """What became of a turn of the loop."""
+    """The result of a turn of the loop."""
 
     DONE = enum.auto()
     WAITING = enum.auto()
@@ -87,11 +87,11 @@ class SelectionSteps:
 
     @property
     def shape(self) -> TreeShape | None:
-        """Of the trees of the round under way; None while there is none."""
+        """Shape of the trees of the round under way; None while there is none."""
         return self._launched[0].shape if self._launched else None
 
     def patience_s(self) -> float | None:
-        """How long to wait for what drafts push until it is time to look whether the round under
+        """Seconds to wait for pushed trees until it is time to check whether the round under
         way is done; None where there is none."""
         if not self._launched:
             return None

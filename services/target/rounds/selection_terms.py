@@ -1,4 +1,4 @@
-"""Which sequences have a lane whose trees remote drafts push, and when there are such lanes."""
+"""Rules for lanes whose trees remote drafts push: when there are some, and for which sequences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SelectionTerms:
 
     @property
     def wanted_features(self) -> dict[str, FeatureSpec]:
-        """What drafts read, by key."""
+        """The features that drafts read, by key."""
         specs = (each.feature_spec for each in self._attachments.drafts.live)
         return {spec.key: spec for spec in specs if spec is not None}
 
