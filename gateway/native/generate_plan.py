@@ -44,9 +44,9 @@ _FIELDS = KnownFields.of_generation(
     ),
 )
 _SAMPLING_FIELDS = KnownFields.of_generation(
-    harmless=frozenset({"skip_tokenizer_init"}),
+    # Fast tokenizers put no space between special tokens, whatever is asked for.
+    harmless=frozenset({"skip_tokenizer_init", "spaces_between_special_tokens"}),
     unimplemented=frozenset({"beam_width"}),
-    neutral={"spaces_between_special_tokens": (True,)},
 )
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _PROMPT_NAMES = {"prompt_logprob_start": "logprob_start_len"}
