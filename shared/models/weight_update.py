@@ -257,7 +257,9 @@ def _put(old: object, new: object) -> None:
 def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     if device.type == "cpu":
         return dict(tensors)
-    placed = {name: torch.empty_like(each, device=device) for name, each in tensors.items()}
+    # Written by other threads, which are not in inference mode.
+    with torch.inference_mode(mode=False):
+        placed = {name: torch.empty_like(each, device=device) for name, each in tensors.items()}
     for _ in copy_weights((WeightCopy(tensors[name], placed[name]) for name in placed), device):
         pass
     return placed
