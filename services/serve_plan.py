@@ -37,6 +37,7 @@ _SHAPE = MappingProxyType(
     }
 )
 _COMPILE_FLAGS = ("--enable-torch-compile", "--torch-compile-max-bs")
+_BESIDE_TARGET = 0.1  # of a GPU's free memory, for the cache of a draft that shares it
 _APART = ("--device", "--speculative-outcome-budget")
 """Flags of a draft with a device of its own."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
@@ -354,6 +355,8 @@ def _default_words(
     free = target.tp_size + place
     if kind.has_model and free < making.num_gpus and target.device == "auto":
         found.append(f"--device=cuda:{free}")
+    elif kind.has_model and making.num_gpus and target.device != "cpu":
+        found.append(f"--mem-fraction-static={_BESIDE_TARGET}")
     return found
 
 

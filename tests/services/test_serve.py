@@ -411,3 +411,12 @@ def test_one_gpu_is_shared_in_one_process_and_two_are_not() -> None:
     plan = _plan(gpus=2)
     assert plan.placement is Placement.REMOTE
     assert plan.drafts[0].settings.device == "cuda:1"
+
+
+def test_a_draft_process_on_the_targets_gpu_leaves_it_the_memory() -> None:
+    remote = ("--placement", "remote")
+    assert _plan(*remote, gpus=1).drafts[0].settings.mem_fraction_static == 0.1
+    named = _plan(*remote, "--draft-mem-fraction-static", "0.4", gpus=1)
+    assert named.drafts[0].settings.mem_fraction_static == 0.4
+    for plan in (_plan(gpus=2), _plan(*remote, "--device", "cpu", gpus=1), _plan()):
+        assert plan.drafts[0].settings.mem_fraction_static is None
