@@ -261,11 +261,6 @@ class Assignment:
         return not is_waiting and self.attachment.is_silent(now_s)
 
     @property
-    def is_late(self) -> bool:
-        """Whether the draft is at work on the current round's tree."""
-        return self.candidate is None and not self.asked.is_paused
-
-    @property
     def needs_every_step(self) -> bool:
         """Whether the next step depends on this one's verdict or on the draft's answer to it."""
         return not self.is_idle or self.candidate is not None

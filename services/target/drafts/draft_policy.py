@@ -304,7 +304,7 @@ class DraftPolicy:
         self._is_void = True
 
     def drafts_changed(self) -> None:
-        """A draft of the kind came or left: a trial may begin at once."""
+        """Another draft of the kind attached: a trial may begin at once."""
         self._may_try_s = -math.inf
         if self._trial is None and self.choice is None:
             self._seen_s.clear()
@@ -357,7 +357,7 @@ class DraftPolicy:
         elapsed_s = now_s - trial.began_s
         lost_s = max(elapsed_s - (trial.num_tokens / own if own else math.inf), 0.0)
         has_its_rounds = trial.num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS
-        is_done = has_its_rounds or self._is_lost(trial, num_sequences)
+        is_done = has_its_rounds or self._is_lost(trial, num_sequences, own)
         if not (is_done or elapsed_s > self._limit_s or lost_s > MOST_COST_S):
             return
         self._trial = None
@@ -370,12 +370,16 @@ class DraftPolicy:
         if is_done:
             self._switch(num_sequences)
 
-    def _is_lost(self, trial: _Trial, num_sequences: int) -> bool:
-        """Whether the first rounds of a trial are so slow that no more are needed."""
-        if not len(self.times.at(trial.choice, num_sequences)):
+    def _is_lost(self, trial: _Trial, num_sequences: int, own: float | None) -> bool:
+        """Whether the first rounds of a trial are so slow that no more are needed.
+
+        Args:
+            own: tokens a second of one sequence with the choice in force; None while unknown.
+        """
+        if own is None or not len(self.times.at(trial.choice, num_sequences)):
             return False
-        found, own = (self._rate(each, num_sequences) for each in (trial.choice, self.choice))
-        return found is not None and own is not None and found < LOST_SHARE * own
+        found = self._rate(trial.choice, num_sequences)
+        return found is not None and found < LOST_SHARE * own
 
     def _decide(self, num_sequences: int, now_s: float) -> None:
         """Takes what was faster, or tries what might be."""

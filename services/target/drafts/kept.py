@@ -20,13 +20,6 @@ class Kept:
         """Keeps some nodes, ascending; a node's parent must be among them."""
         return cls(tree.only(nodes), tuple(nodes))
 
-    def within(self, outer: Kept | None) -> Kept:
-        """Returns the same part with indices in the tree that `outer` is a part of; None is all of
-        it."""
-        if outer is None:
-            return self
-        return Kept(self.tree, tuple(outer.nodes[node] for node in self.nodes))
-
 
 def narrowed(tree: TokenTree, num_draft_tokens: int | None) -> Kept | None:
     """Cuts a tree to the nodes that its draft believes in most; None where it may stay whole.

@@ -77,11 +77,3 @@ def test_no_node_stays_without_its_parent_or_for_a_less_probable_one(
         left_out = set(range(len(tree))) - set(kept.nodes)
         least = min((worth[node] for node in kept.nodes), default=0.0)
         assert all(worth[node] <= least + 1e-9 for node in left_out)
-
-
-def test_a_part_of_a_part_has_its_nodes_in_the_whole() -> None:
-    outer = narrowed(TREE, 5)
-    assert outer is not None
-    inner = Kept.of(outer.tree, (0, 2, 3))
-    assert inner.within(None) is inner
-    assert inner.within(outer) == Kept.of(TREE, (0, 2, 5))
