@@ -30,18 +30,6 @@ NORM = "model.norm.weight"
 GROUP = "weight_update"
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("old")
-    return write_checkpoint(folder, "llama", seed=3, with_tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("new")
-    return write_checkpoint(folder, "llama", seed=4, with_tokenizer=True)
-
-
 @asynccontextmanager
 async def _unchanged(old: Path, count: int = 1) -> AsyncIterator[Server]:
     """Serves; at the end no target has taken anything."""

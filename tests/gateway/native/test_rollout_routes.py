@@ -15,20 +15,7 @@ from safetensors.torch import load_file, save
 from gateway.api_keys import KeyLimits, Scope, keys_from_texts
 from gateway.quota import Quotas
 from tests.gateway.driving import eventually
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.rollout_server import ASK, client_from, rollout_server
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("old")
-    return write_checkpoint(folder, "llama", seed=3, with_tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("new")
-    return write_checkpoint(folder, "llama", seed=4, with_tokenizer=True)
 
 
 async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path) -> None:
