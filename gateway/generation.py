@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shared.errors import OutriderError
 from shared.grammar import Grammar
 from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs, TokenTree
+from shared.weight_change import WeightChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +84,6 @@ class Generation:
     def num_reserved_tokens(self) -> int:
         """Most tokens the sequence can grow to: its weight when a target is picked."""
         return len(self.prompt_token_ids) + self.stop.max_output_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class WeightChange:
-    """Other weights came into force.
-
-    Attributes:
-        time_s: seconds since the epoch.
-        algorithm: of the draft that has them; empty for the target.
-    """
-
-    time_s: float
-    algorithm: str
-    version: str
 
 
 @dataclass(frozen=True, slots=True)

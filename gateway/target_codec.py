@@ -12,7 +12,6 @@ from gateway.generation import (
     Round,
     Started,
     TargetModel,
-    WeightChange,
 )
 from gateway.inbox import Aborted
 from shared.errors import (
@@ -32,6 +31,7 @@ from shared.rpc.grammar import grammar_message
 from shared.rpc.sampling import sampling_message, stop_message
 from shared.rpc.trees import tree_from_message
 from shared.tokens import FinishReason, TokenLogprobs
+from shared.weight_change import WeightChange
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,

@@ -5,24 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from shared.weight_change import WeightChange
 
 MOST = 64
 """Changes that are kept, the latest."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightChange:
-    """Other weights came into force.
-
-    Attributes:
-        time_s: seconds since the epoch.
-        algorithm: of the draft that has them; empty for the target.
-    """
-
-    time_s: float
-    algorithm: str
-    version: str
 
 
 class WeightChanges:

@@ -15,11 +15,12 @@ from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Failed, Finished
 from services.target.requests.request_service import RequestService
 from services.target.requests.session_service import OpenSession
-from services.target.weight_changes import WeightChange, WeightChanges
+from services.target.weight_changes import WeightChanges
 from shared.errors import OutriderError
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.telemetry.request_id import current_request_id, current_traceparent
+from shared.weight_change import WeightChange
 
 Context = aio.ServicerContext[Any, Any]
 
