@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import uvloop
 
-from gateway.process import serve
+from gateway.process import serve, serve_with_workers
 from gateway.settings import GatewaySettings
-from gateway.workers import serve_with_workers
 from shared.errors import OutriderError
 from shared.hub import local_path
 from shared.settings import load_settings

@@ -2,36 +2,150 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from gateway.api_keys import current_quota, owner_of_request
 from gateway.choice import Choice
-from gateway.field_names import client_names
-from gateway.generation import Delta, Event, Failed, Finished, PromptScored, Started
-from gateway.inbox import Aborted, ClientGone, Inbox
-from gateway.limits import RequestLimits
-from gateway.open_answers import OpenAnswers
+from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
+from gateway.generation import Delta, Event, Failed, Finished, NodeBudget, PromptScored, Started
+from gateway.metrics import RequestRecord
 from gateway.plan import Plan
-from gateway.pool import TargetPool
-from gateway.quota import current_quota, owner_of_request
-from gateway.request_record import RequestRecord
-from gateway.routed_generation import RoutedGeneration
-from gateway.schema_check import SchemaChecks
-from shared.text.tokenizer import Tokenizer
+from gateway.pool import RoutedGeneration
+
+if TYPE_CHECKING:
+    from gateway.serving import Gateway
+
+IndexedEvent = tuple[int, Event]
+TakeNow = Callable[[int, Delta], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerContext:
-    """Fields that every answer to a request shares."""
+class Inbox:
+    """Events by choice index, in the order they happened.
 
-    pool: TargetPool
-    tokenizer: Tokenizer
-    limits: RequestLimits
-    open_answers: OpenAnswers
-    schema_checks: SchemaChecks
+    The session's reader puts and never waits: one slow client must not hold up the others that
+    share the stream. What a client leaves unread is bounded by tokens; at the bound the backlog is
+    dropped and `on_overflow` called once. Rounds lose their trees before they cost too much.
+
+    Attributes:
+        take_now: takes a delta at once where the task waits for nothing else, which saves waking
+            it; returns False to leave it to the task.
+    """
+
+    def __init__(self, max_unread_tokens: int, on_overflow: Callable[[], None]) -> None:
+        self._max_unread_tokens = max_unread_tokens
+        self._on_overflow = on_overflow
+        self.take_now: TakeNow | None = None
+        self._events: list[IndexedEvent] = []
+        self._num_unread_tokens = 0
+        self._nodes = NodeBudget()
+        self._closed: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, index: int, event: Event) -> None:
+        """Adds an event; ignored after `close` and `end`."""
+        if self._closed is not None:
+            return
+        if isinstance(event, Delta):
+            is_awaited = self._waiter is not None and not self._events
+            if is_awaited and self.take_now is not None and self.take_now(index, event):
+                return
+            self._num_unread_tokens += len(event.token_ids)
+            if event.round is not None:
+                event.round = self._nodes.admit(event.round)
+            if self._num_unread_tokens > self._max_unread_tokens:
+                self.close(ClientTooSlow.of(self._max_unread_tokens))
+                self._on_overflow()
+                return
+        self._events.append((index, event))
+        self.wake()
+
+    def close(self, reason: Exception) -> None:
+        """Drops what is unread and makes `take` raise `reason`."""
+        if self._closed is None:
+            self._closed = reason
+            self._events.clear()
+            self.wake()
+
+    def end(self, reason: Exception) -> None:
+        """Lets what is unread be taken, then makes `take` raise `reason`."""
+        if self._closed is None:
+            self._closed = reason
+            self.wake()
+
+    async def take(self) -> list[IndexedEvent]:
+        """Returns all unread events; none only when `wake` was called.
+
+        Raises:
+            ClientGone, ClientTooSlow, Aborted: what `close` or `end` was given.
+        """
+        if not self._events and self._closed is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._events and self._closed is not None:
+            raise self._closed
+        events, self._events = self._events, []
+        self._num_unread_tokens = 0
+        self._nodes.reset()
+        return events
+
+    def wake(self) -> None:
+        """Lets a `take` that waits return."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class OpenAnswers:
+    """Knows the open answers: HTTP requests, however many choices each has."""
+
+    def __init__(self) -> None:
+        self._answers: set[Answer] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    def open(self, answer: Answer) -> None:
+        self._answers.add(answer)
+        self._idle.clear()
+
+    def close(self, answer: Answer) -> None:
+        self._answers.discard(answer)
+        if not self._answers:
+            self._idle.set()
+
+    def abort(self, request_id: str | None, owner: str | None = None) -> int:
+        """Aborts the answers known by this id or `x-request-id`; returns how many there were.
+
+        Args:
+            request_id: None aborts all.
+            owner: whose answers alone it may reach; None reaches everybody's.
+        """
+        found = [
+            answer
+            for answer in self._answers
+            if request_id in (None, answer.request_id, answer.trace_id)
+            and owner in (None, answer.owner)
+        ]
+        for answer in found:
+            answer.abort()
+        return len(found)
+
+    async def wait_idle(self, grace_s: float) -> int:
+        """Waits until none is open, at most `grace_s` seconds; returns how many are left."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        return self.num_open
 
 
 class Answer:
@@ -41,15 +155,15 @@ class Answer:
     went away, or choices that a stop string ended.
     """
 
-    def __init__(self, plan: Plan, context: AnswerContext, record: RequestRecord) -> None:
+    def __init__(self, plan: Plan, gateway: Gateway, record: RequestRecord) -> None:
         self.plan = plan
         self.choices = tuple(
-            Choice(index, context.tokenizer, plan.text_of(index))
+            Choice(index, gateway.text.tokenizer, plan.text_of(index))
             for index in range(len(plan.generations))
         )
-        self._context = context
+        self._gateway = gateway
         self._record = record
-        self._inbox = Inbox(context.limits.max_unread_tokens, self.cancel)
+        self._inbox = Inbox(gateway.limits.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
         self._num_open = len(self.choices)
         texts = plan.texts or (plan.text,)
@@ -57,7 +171,7 @@ class Answer:
         self.owner = owner_of_request()
 
     def __enter__(self) -> Self:
-        self._context.open_answers.open(self)
+        self._gateway.open_answers.open(self)
         self._record.begin()
         return self
 
@@ -68,7 +182,7 @@ class Answer:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel()
-        self._context.open_answers.close(self)
+        self._gateway.open_answers.close(self)
         self._record.end(self.choices, error)
         num_output = sum(choice.num_output_tokens for choice in self.choices)
         quota = current_quota.get()
@@ -99,10 +213,10 @@ class Answer:
             generation = replace(
                 generation,
                 traceparent=self._record.traceparent,
-                timeout_s=self._context.limits.request_timeout_s,
+                timeout_s=self._gateway.limits.request_timeout_s,
                 never_learnt=quota is not None and quota.never_learnt,
             )
-            self._routed.append(self._context.pool.submit(generation, self.plan.model, deliver))
+            self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))
         await self.step()
 
     async def step(self) -> Collection[Choice]:
@@ -167,7 +281,7 @@ class Answer:
     async def _check(self, choice: Choice) -> None:
         schemas = self.plan.text_of(choice.index).schemas
         if schemas is not None and choice.is_finished:
-            choice.schema_check = await self._context.schema_checks.run(schemas, choice)
+            choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
 
     def _apply(self, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):

@@ -1,5 +1,5 @@
 """The gateway's routes. One request walks: here → `planner.py` → `answer.py` → `pool.py` →
-`target_session.py`, and back through `inbox.py` and `choice.py` into `chunks.py` (streams) or
+`target_link.py`, and back through `answer.py` and `choice.py` into `event_stream.py` (streams) or
 `bodies.py` (whole)."""
 
 from __future__ import annotations
@@ -14,30 +14,26 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from gateway import bodies, failures
-from gateway.chunks import ChatChunks, CompletionChunks
-from gateway.event_stream import EventStream, whole_answer
-from gateway.for_all_workers import ForAllWorkers
-from gateway.inbox import ClientGone
+from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
+from gateway.failures import NOTICE_HEADER, ClientGone
 from gateway.json_body import JsonRoute, MalformedBody
 from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
 from gateway.middleware import Access, BodyLimit, RequestId
-from gateway.native.generate_routes import add_generate_routes
-from gateway.native.history_routes import add_history_routes
+from gateway.native.generate import add_generate_routes
 from gateway.native.rollout_routes import add_rollout_routes
-from gateway.native.server_routes import add_server_routes, target_statuses
+from gateway.native.server_routes import add_history_routes, add_server_routes, target_statuses
 from gateway.native.token_routes import add_token_routes
-from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
 from gateway.reference.answered import ChatAnswer, CompletionAnswer
-from gateway.reference.document import DocumentedApp
-from gateway.reference.routes import add_reference_routes
+from gateway.reference.document import DocumentedApp, add_reference_routes
 from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from gateway.stored_chats import add_stored_chat_routes, kept_chat
+from gateway.workers import ForAllWorkers
 from shared.errors import InvalidArgument, OutriderError
-from shared.telemetry.request_id import REQUEST_ID_KEY, current_request_id
+from shared.telemetry.tracing import REQUEST_ID_KEY, current_request_id
 
 __all__ = ["Gateway", "create_app"]
 

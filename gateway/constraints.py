@@ -8,23 +8,24 @@ from typing import Any
 
 import orjson
 
-from gateway.field_names import client_names
+from gateway.failures import client_names
 from gateway.output.held_schema import AnswerSchemas, check_schema, held_schema
 from gateway.output.style import ChatOutput
 from gateway.output.tools import Toolbox, ToolUse
 from gateway.refusals import KnownFields, unimplemented
 from gateway.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from shared.errors import InvalidArgument
-from shared.grammar import Grammar, GrammarKind
-from shared.json_schema import JsonSchema
+from shared.grammar import Grammar, GrammarKind, JsonSchema
 
-ANY_OBJECT = Grammar.of(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+_ANY_OBJECT = '{"type":"object"}'
 _STRUCTURED_FIELDS = KnownFields(
     harmless=frozenset({"disable_fallback"}),
     unimplemented=frozenset(
         {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
     ),
 )
+
+_Given = tuple[str, GrammarKind, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,72 +134,68 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
     Raises:
         InvalidArgument: there are several, or one is malformed.
     """
-    found = [constraint for constraint in _constraints(body) if constraint is not None]
+    found = [
+        Constraint(_grammar(kind, given), field)
+        for field, kind, given in _given(body)
+        if given is not None
+    ]
     if len(found) > 1:
         message = f"{found[1].field} is set beside {found[0].field}; only one may be"
         raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", found[1].field, message)
     return found[0] if found else None
 
 
-def _constraints(body: GenerationBody) -> Iterator[Constraint | None]:
-    yield _of_format(body.response_format)
-    yield from _of_structured(body.structured_outputs)
-    # vLLM's older names, then SGLang's.
-    yield from _of_fields("guided_", body.guided_json, body.guided_regex, body.guided_grammar)
-    yield _of_choices("guided_choice", body.guided_choice)
-    yield _of("regex", GrammarKind.REGEX, body.regex)
-    yield _of("ebnf", GrammarKind.EBNF, body.ebnf)
-    yield _of("grammar", GrammarKind.EBNF, body.grammar)
-    yield _of("json_schema", GrammarKind.JSON_SCHEMA, body.json_schema)
-    yield _of("structural_tag", GrammarKind.STRUCTURAL_TAG, body.structural_tag)
+def _given(body: GenerationBody) -> Iterator[_Given]:
+    """Yields every field that may hold a constraint, with its kind and what it holds."""
+    if body.response_format is not None:
+        yield _of_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield from _of_structured(body.structured_outputs)
+    # vLLM's older names, then SGLang's and llama.cpp's.
+    yield "guided_json", GrammarKind.JSON_SCHEMA, body.guided_json
+    yield "guided_regex", GrammarKind.REGEX, body.guided_regex
+    yield "guided_grammar", GrammarKind.EBNF, body.guided_grammar
+    yield "guided_choice", GrammarKind.CHOICES, body.guided_choice
+    yield "regex", GrammarKind.REGEX, body.regex
+    yield "ebnf", GrammarKind.EBNF, body.ebnf
+    yield "grammar", GrammarKind.EBNF, body.grammar
+    yield "json_schema", GrammarKind.JSON_SCHEMA, body.json_schema
+    yield "structural_tag", GrammarKind.STRUCTURAL_TAG, body.structural_tag
 
 
-def _of_format(given: ResponseFormat | None) -> Constraint | None:
-    if given is None or given.type == "text":
-        return None
+def _of_format(given: ResponseFormat) -> _Given:
+    if given.type == "text":
+        return "response_format", GrammarKind.JSON_SCHEMA, None
     if given.type == "json_object":
-        own = _of("response_format.schema", GrammarKind.JSON_SCHEMA, given.content)
-        return own or Constraint(ANY_OBJECT, "response_format")
+        if given.content is None:
+            return "response_format", GrammarKind.JSON_SCHEMA, _ANY_OBJECT
+        return "response_format.schema", GrammarKind.JSON_SCHEMA, given.content
     if given.type == "json_schema":
         schema = None if given.json_schema is None else given.json_schema.content
         if schema is None:
             message = "response_format.json_schema.schema is missing"
             raise InvalidArgument.of("FIELD_INVALID", "response_format.json_schema.schema", message)
-        return _of("response_format.json_schema", GrammarKind.JSON_SCHEMA, schema)
+        return "response_format.json_schema", GrammarKind.JSON_SCHEMA, schema
     if given.type == "structural_tag":
         tag = {"type": "structural_tag", **given.unknown_fields}
-        return _of("response_format", GrammarKind.STRUCTURAL_TAG, tag)
+        return "response_format", GrammarKind.STRUCTURAL_TAG, tag
     raise unimplemented("response_format.type", f"response_format of type {given.type[:64]!r}")
 
 
-def _of_structured(given: StructuredOutputs | None) -> Iterator[Constraint | None]:
-    if given is None:
-        return
+def _of_structured(given: StructuredOutputs) -> Iterator[_Given]:
     prefix = "structured_outputs."
     _STRUCTURED_FIELDS.refuse(given.unknown_fields, prefix)
-    yield from _of_fields(prefix, given.content, given.regex, given.grammar)
-    yield _of_choices(f"{prefix}choice", given.choice)
-    yield _of(f"{prefix}structural_tag", GrammarKind.STRUCTURAL_TAG, given.structural_tag)
-    yield Constraint(ANY_OBJECT, f"{prefix}json_object") if given.json_object else None
+    yield f"{prefix}json", GrammarKind.JSON_SCHEMA, given.content
+    yield f"{prefix}regex", GrammarKind.REGEX, given.regex
+    yield f"{prefix}grammar", GrammarKind.EBNF, given.grammar
+    yield f"{prefix}choice", GrammarKind.CHOICES, given.choice
+    yield f"{prefix}structural_tag", GrammarKind.STRUCTURAL_TAG, given.structural_tag
+    if given.json_object:
+        yield f"{prefix}json_object", GrammarKind.JSON_SCHEMA, _ANY_OBJECT
 
 
-def _of_fields(
-    prefix: str, schema: Any, regex: str | None, grammar: str | None
-) -> Iterator[Constraint | None]:
-    yield _of(f"{prefix}json", GrammarKind.JSON_SCHEMA, schema)
-    yield _of(f"{prefix}regex", GrammarKind.REGEX, regex)
-    yield _of(f"{prefix}grammar", GrammarKind.EBNF, grammar)
-
-
-def _of(field: str, kind: GrammarKind, given: Any) -> Constraint | None:
-    """Returns the constraint of one field, whose JSON may come as text or as JSON."""
-    if given is None:
-        return None
-    text = given if isinstance(given, str) else orjson.dumps(given).decode()
-    return Constraint(Grammar.of(kind, text), field)
-
-
-def _of_choices(field: str, given: list[str] | None) -> Constraint | None:
-    if given is None:
-        return None
-    return Constraint(Grammar(GrammarKind.CHOICES, tuple(given)), field)
+def _grammar(kind: GrammarKind, given: Any) -> Grammar:
+    """Returns the grammar of a field, whose JSON may come as text or as JSON."""
+    if kind is GrammarKind.CHOICES:
+        return Grammar(kind, tuple(given))
+    return Grammar.of(kind, given if isinstance(given, str) else orjson.dumps(given).decode())

@@ -1,17 +1,20 @@
-"""Errors in the shape of the interface that was called.
+"""Errors and notices to a client, in the shape of the interface that was called.
 
-OpenAI's is `{"error": {message, type, param, code}}`; everything uses it but Anthropic's routes,
-whose shape is `{"type": "error", "error": {type, message}, "request_id"}`.
-"""
+OpenAI's shape of an error is `{"error": {message, type, param, code}}`; everything uses it but
+Anthropic's routes, whose shape is `{"type": "error", "error": {type, message}, "request_id"}`.
+A notice, for which no interface has a field, is the header `x-outrider-notice` and a log line."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -20,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.json_body import MalformedBody
-from shared.errors import InvalidArgument, OutriderError, StatusCode
-from shared.telemetry.request_id import current_request_id
+from shared.errors import Cancelled, InvalidArgument, OutriderError, StatusCode
+from shared.telemetry.tracing import current_request_id
 
 _FIELD_NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _UNION_FORMS = frozenset({"str", "int", "float", "bool"})
@@ -60,6 +63,34 @@ _ANTHROPIC_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
+
+NOTICE_HEADER = "x-outrider-notice"
+_MAX_CHARACTERS = 1024
+_log = logging.getLogger(__name__)
+_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+class Aborted(Cancelled):
+    """Somebody aborted the request by its id."""
+
+    @classmethod
+    def of(cls, request_id: str) -> Self:
+        return cls(f"request {request_id} was aborted", reason="REQUEST_ABORTED")
+
+
+class ClientTooSlow(OutriderError):
+    """The client did not read for so long that its backlog reached the bound."""
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+
+    @classmethod
+    def of(cls, limit: int) -> Self:
+        message = f"the client left more than {limit:,} tokens unread"
+        return cls(message, reason="CLIENT_TOO_SLOW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +210,44 @@ def _shown(value: object) -> str:
     """Returns a value as a message shows it: its beginning, if it is long."""
     shown = repr(value)
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
+
+
+@contextlib.contextmanager
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the field an error is about.
+
+    Args:
+        names: OpenAI's name to the one that the client's interface has for it.
+
+    Raises:
+        InvalidArgument: the error of the block, with the client's name of the field.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        inside = error.violations[0].field if error.violations else ""
+        if inside not in names:
+            raise
+        message = re.sub(rf"^{re.escape(inside)}\b", names[inside], error.message)
+        raise InvalidArgument.of(error.reason, names[inside], message) from error
+
+
+def collect_notices() -> list[str]:
+    """Returns the list that notices of this request go to from now on."""
+    notices: list[str] = []
+    _notices.set(notices)
+    return notices
+
+
+def give_notice(text: str) -> None:
+    """Tells the client, if its headers are not out yet."""
+    _log.warning("%s", text[:_MAX_CHARACTERS])
+    notices = _notices.get()
+    if notices is not None:
+        notices.append(text)
+
+
+def header_value(notices: list[str]) -> str:
+    """Returns the notices as one header, in ASCII and of bounded length."""
+    text = "; ".join(notices)[:_MAX_CHARACTERS]
+    return "".join(c if " " <= c <= "~" else "?" for c in text)

@@ -1,4 +1,4 @@
-"""uvicorn, run by us: our signal handling, our drain."""
+"""uvicorn, run by us: our signal handling, our drain, and bounds on what a client may keep open."""
 
 from __future__ import annotations
 
@@ -6,16 +6,146 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http_protocol import ConnectionLimits, protocol_with
 from shared.errors import SettingsError
 from shared.tls import ServerTls
 
+BODY_WRITER = "outrider.body_writer"  # of a scope's extensions: a `BodyWriter`
+_TOO_MANY = b"503 Service Unavailable"
+_TOO_SLOW = b"408 Request Timeout"
+_TOO_LARGE = b"431 Request Header Fields Too Large"
+
 _BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Attributes:
+    max_connections: open at once.
+    max_header_bytes: of the request line and all headers of one request.
+    header_timeout_s: from the first byte of a request, or the connection, to its last header.
+    """
+
+    max_connections: int = 8192
+    max_header_bytes: int = 64 * 1024
+    header_timeout_s: float = 15.0
+
+
+class BodyWriter:
+    """Writes parts of a response that has begun and has no length, without a coroutine."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def is_ready(self) -> bool:
+        """Returns whether `send` would not wait."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
+
+    def write(self, part: bytes) -> None:
+        """Writes a part that is not empty."""
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Closes connections that exceed a bound, with a status where one can still be sent."""
+
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._num_header_bytes = 0
+        self._is_in_headers = False
+        self._is_refused = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(_TOO_MANY)
+            return
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._is_in_headers:
+            self._num_header_bytes += len(data)
+        super().data_received(data)
+        # What came in one piece with its body is counted by `on_headers_complete`.
+        if self._is_in_headers and self._num_header_bytes > self.limits.max_header_bytes:
+            self._refuse(_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        self._expect_headers()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        self._forget_deadline()
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > self.limits.max_header_bytes:
+            self._refuse(_TOO_LARGE)
+            return
+        super().on_headers_complete()
+        if self.cycle is not None:
+            writer: Any = BodyWriter(self.cycle)
+            self.scope["extensions"] = {BODY_WRITER: writer}
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def _expect_headers(self) -> None:
+        if self._is_in_headers:  # the connection's own first request
+            return
+        self._is_in_headers = True
+        self._num_header_bytes = 0
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self.limits.header_timeout_s, self._refuse, _TOO_SLOW)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, status: bytes) -> None:
+        """Answers and closes; while another answer is on its way it only closes."""
+        self._forget_deadline()
+        self._is_refused = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(head)
+        self.transport.close()
+
+
+def protocol_with(bounds: ConnectionLimits) -> type[BoundedProtocol]:
+    """Returns the protocol with other bounds; uvicorn makes one object of it a connection."""
+
+    class Protocol(BoundedProtocol):
+        limits: ClassVar[ConnectionLimits] = bounds
+
+    return Protocol
 
 
 class _Server(uvicorn.Server):

@@ -1,11 +1,19 @@
-"""Bounds of one request: what a client may ask for, and what it may cost in memory."""
+"""Bounds of one request: what a client may ask for, and what it may cost in memory and time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from shared.errors import InvalidArgument
+from shared.errors import DeadlineExceeded, InvalidArgument
+
+T = TypeVar("T")
+WORK_TIMEOUT_S = 30.0
+# Of its own: what is given up on runs to its end all the same.
+_THREADS = ThreadPoolExecutor(2, "gateway-work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +92,17 @@ class RequestLimits:
         if len(source) > limit:
             message = f"chat_template has {len(source):,} characters; it may have {limit:,}"
             raise InvalidArgument.of("CHAT_TEMPLATE_TOO_LARGE", "chat_template", message)
+
+
+async def off_loop(field: str, work: Callable[[], T], timeout_s: float = WORK_TIMEOUT_S) -> T:
+    """Returns what `work` returns, of the data that came in `field`.
+
+    Raises:
+        DeadlineExceeded: it takes too long, its wait for a thread included.
+    """
+    running = asyncio.get_running_loop().run_in_executor(_THREADS, work)
+    try:
+        return await asyncio.wait_for(running, timeout_s)
+    except TimeoutError as error:
+        message = f"{field} takes longer than {timeout_s:g} s to prepare"
+        raise DeadlineExceeded(message, reason="REQUEST_TOO_SLOW") from error

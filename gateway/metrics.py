@@ -1,43 +1,62 @@
-"""The gateway's metrics: every counter, gauge and histogram with its unit and meaning.
+"""The gateway's metrics: every counter, gauge and histogram with its unit and meaning; and what is
+recorded of one request, its log line and span included.
 
 Names are without the `_total` that Prometheus adds to counters. Nothing here is touched per token:
-requests are observed when they begin, at each step and when they end.
-"""
+requests are observed when they begin, at each step and when they end."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.acceptance_history import AcceptanceHistory
+from gateway.api_keys import Quotas, current_quota
 from gateway.choice import Choice
-from gateway.client_metrics import ClientCollector
-from gateway.generation import SpeculationStats, TargetState
+from gateway.failures import Aborted, ClientGone, ClientTooSlow
+from gateway.generation import Delta, SpeculationStats, TargetState
 from gateway.plan import Plan
 from gateway.pool import TargetPool
-from gateway.quota import Quotas
+from shared.errors import OutriderError
 from shared.rpc.admin_client import TargetStatus
-from shared.telemetry.vllm_metrics import VllmMetrics
+from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_traceparent
+from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
+
+INTERVAL_S = 15
+NUM_INTERVALS = 120
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_log = logging.getLogger(__name__)
 
 
-class SpeculationTotals:
-    """Speculation since the start, over the requests that ended.
+@dataclass(slots=True)
+class Interval:
+    """Requests that ended within one interval. Not frozen: each adds to it.
 
     Attributes:
+        number: of the interval since the epoch.
         num_verified_rounds, num_accepted: as in `SpeculationStats`.
     """
 
-    def __init__(self) -> None:
-        self.num_verified_rounds = 0
-        self.num_accepted = 0
+    number: int
+    num_verified_rounds: int = 0
+    num_accepted: int = 0
+
+    def add(self, stats: SpeculationStats) -> None:
+        self.num_verified_rounds += stats.num_verified_rounds
+        self.num_accepted += stats.num_accepted
+
+    @property
+    def begin_s(self) -> int:
+        """Seconds since the epoch."""
+        return self.number * INTERVAL_S
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -46,23 +65,41 @@ class SpeculationTotals:
             return None
         return 1 + self.num_accepted / self.num_verified_rounds
 
-    def add(self, stats: SpeculationStats) -> None:
-        self.num_verified_rounds += stats.num_verified_rounds
-        self.num_accepted += stats.num_accepted
 
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Times of one HTTP request.
+class AcceptanceHistory:
+    """The latest half an hour, by model. Owned by the event loop.
 
     Attributes:
-        begin_s, first_token_s: of the monotonic clock.
-        num_first_tokens: tokens of the first step.
+        total: of all models since the start.
     """
 
-    begin_s: float
-    first_token_s: float | None = None
-    num_first_tokens: int = 0
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.total = Interval(0)
+        self._clock = clock
+        self._by_model: defaultdict[str, deque[Interval]] = defaultdict(
+            partial(deque, maxlen=NUM_INTERVALS)
+        )
+
+    def add(self, model: str, stats: SpeculationStats) -> None:
+        """Counts a generation that has ended."""
+        if not stats.num_verified_rounds:
+            return
+        number, known = self._now, self._by_model[model]
+        if not known or known[-1].number < number:
+            known.append(Interval(number))
+        known[-1].add(stats)
+        self.total.add(stats)
+
+    def intervals(self, model: str) -> list[Interval]:
+        """Returns all `NUM_INTERVALS`, oldest first and with those that nothing ended in, so that
+        those of several workers are alike."""
+        known = {each.number: each for each in self._by_model.get(model, ())}
+        last = self._now
+        return [known.get(n) or Interval(n) for n in range(last - NUM_INTERVALS + 1, last + 1)]
+
+    @property
+    def _now(self) -> int:
+        return int(self._clock()) // INTERVAL_S
 
 
 class GatewayMetrics:
@@ -74,7 +111,6 @@ class GatewayMetrics:
     """
 
     def __init__(self, pool: TargetPool, quotas: Quotas | None = None) -> None:
-        self.speculation = SpeculationTotals()
         self.acceptance = AcceptanceHistory()
         self.registry = CollectorRegistry()
         self.vllm = VllmMetrics()
@@ -109,32 +145,25 @@ class GatewayMetrics:
         """Returns the text Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def end(
-        self,
-        endpoint: str,
-        times: RequestTimes,
-        plan: Plan,
-        choices: Sequence[Choice],
-        outcome: str,
-    ) -> None:
+    def end(self, record: RequestRecord, choices: Sequence[Choice], outcome: str) -> None:
         """Counts a request that ended."""
-        self._requests.labels(endpoint, outcome).inc()
+        plan = record.plan
+        self._requests.labels(record.endpoint, outcome).inc()
         num_output = sum(choice.num_output_tokens for choice in choices)
         self._tokens.labels("prompt").inc(plan.num_prompt_tokens)
         self._tokens.labels("cached_prompt").inc(sum(c.num_cached_tokens for c in choices))
         self._tokens.labels("output").inc(num_output)
         self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
         for choice in choices:
-            self.speculation.add(choice.stats)
             self.acceptance.add(plan.model, choice.stats)
-        if outcome != "finished" or times.first_token_s is None:
+        if outcome != "finished" or record.first_token_s is None:
             return
         now = time.perf_counter()
-        self._first_token.observe(times.first_token_s - times.begin_s)
-        self._duration.observe(now - times.begin_s)
-        num_later = num_output - times.num_first_tokens
+        self._first_token.observe(record.first_token_s - record.begin_s)
+        self._duration.observe(now - record.begin_s)
+        num_later = num_output - record.num_first_tokens
         if num_later > 0:
-            self._per_token.observe((now - times.first_token_s) * len(choices) / num_later)
+            self._per_token.observe((now - record.first_token_s) * len(choices) / num_later)
 
     def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(
@@ -181,3 +210,146 @@ class _PoolCollector(Collector):
             value=self._pool.num_waiting,
         )
         yield from (serving, live, tokens, waiting)
+
+
+class ClientCollector(Collector):
+    """Clients are the names of keys, so their number is bounded."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+
+    def collect(self) -> Iterator[Metric]:
+        prefix = "outrider_gateway_client"
+        labels = ("client",)
+        requests = CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=labels)
+        tokens = CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=labels)
+        is_open = GaugeMetricFamily(
+            f"{prefix}_open_requests", "Requests being answered", labels=labels
+        )
+        refusals = CounterMetricFamily(
+            f"{prefix}_refusals",
+            "Requests above a limit of the key: requests, tokens, concurrency",
+            labels=("client", "limit"),
+        )
+        for quota in self._quotas.all:
+            requests.add_metric((quota.name,), quota.num_requests)
+            tokens.add_metric((quota.name,), quota.num_tokens)
+            is_open.add_metric((quota.name,), quota.num_open)
+            for limit, count in quota.refusals.items():
+                refusals.add_metric((quota.name, limit), count)
+        yield from (requests, tokens, is_open, refusals)
+
+
+class RequestRecord:
+    """Records one HTTP request from its plan to its end.
+
+    Attributes:
+        begin_s, first_token_s: of the monotonic clock.
+        num_first_tokens: tokens of the first step.
+    """
+
+    def __init__(
+        self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self.endpoint = endpoint
+        self.plan = plan
+        self.begin_s = time.perf_counter()
+        self.first_token_s: float | None = None
+        self.num_first_tokens = 0
+        self._metrics = metrics
+        self._tracer = tracer
+        self._figures: list[RequestFigures] = []
+        self._span: Span | None = None
+
+    @property
+    def traceparent(self) -> str | None:
+        """Parent of the target's span."""
+        return None if self._span is None else self._span.traceparent
+
+    def begin(self) -> None:
+        """Called before the request is sent to its targets."""
+        plan = self.plan
+        self._span = self._tracer.begin(
+            f"gateway.{self.endpoint}",
+            current_traceparent.get(),
+            {
+                "outrider.request_id": plan.generations[0].trace_id,
+                "gen_ai.request.model": plan.model,
+                "gen_ai.usage.input_tokens": plan.num_prompt_tokens,
+            },
+        )
+        vllm, now_s = self._metrics.vllm, self.begin_s
+        self._figures = [vllm.begin(plan.model, now_s) for _ in plan.generations]
+
+    def started(self, choice: Choice) -> None:
+        """Called when a choice left the target's queue."""
+        self._metrics.vllm.start(
+            self._figures[choice.index],
+            choice.num_cached_tokens,
+            time.perf_counter(),
+        )
+
+    def tokens(self, choice: Choice, delta: Delta) -> None:
+        """Called when tokens of a choice arrived."""
+        now_s, num_tokens = time.perf_counter(), len(delta.token_ids)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self.num_first_tokens = num_tokens
+            assert self._span is not None, "begun before its first token"
+            self._span.event("first_token")
+        vllm, figures = self._metrics.vllm, self._figures[choice.index]
+        vllm.tokens(figures, num_tokens, now_s)
+        if delta.num_drafted:
+            vllm.verified(figures, delta.num_drafted, delta.num_accepted)
+
+    def end(self, choices: Sequence[Choice], error: BaseException | None) -> None:
+        """Called after the last byte, or when the client is gone."""
+        plan, outcome = self.plan, _outcome(error)
+        self._metrics.end(self, choices, outcome)
+        for choice, figures in zip(choices, self._figures, strict=True):
+            num_prompt = len(plan.generations[choice.index].prompt_token_ids)
+            reason = _vllm_reason(choice, outcome)
+            self._metrics.vllm.end(figures, num_prompt, reason)
+        num_output = sum(choice.num_output_tokens for choice in choices)
+        facts: dict[str, str | int | float] = {
+            "endpoint": self.endpoint,
+            "outcome": outcome,
+            "num_prompt": plan.num_prompt_tokens,
+            "num_output": num_output,
+            "num_accepted": sum(choice.num_accepted for choice in choices),
+            "duration_s": round(time.perf_counter() - self.begin_s, 6),
+        }
+        if self.first_token_s is not None:
+            facts["first_token_s"] = round(self.first_token_s - self.begin_s, 6)
+        if (quota := current_quota.get()) is not None:
+            facts["client"] = quota.name
+        _log.info("request ended", extra=facts)
+        if self._span is not None:
+            attributes = {f"outrider.{name}": value for name, value in facts.items()}
+            attributes["gen_ai.usage.output_tokens"] = num_output
+            self._span.end(attributes, None if outcome == "finished" else _reason(error, outcome))
+
+
+def _outcome(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    names: dict[type, str] = {
+        ClientGone: "client_gone",
+        ClientTooSlow: "client_too_slow",
+        Aborted: "aborted",
+    }
+    # A stream that failed raises another error, with the failure as its cause.
+    known = (names[kind] for kind in (type(error), type(error.__cause__)) if kind in names)
+    return next(known, "failed")
+
+
+def _reason(error: BaseException | None, outcome: str) -> str:
+    told = (each.reason for each in (error, getattr(error, "__cause__", None))
+            if isinstance(each, OutriderError))  # fmt: skip
+    return next(told, outcome)
+
+
+def _vllm_reason(choice: Choice, outcome: str) -> str:
+    if choice.finish_reason is not None:
+        return choice.finish_reason.value
+    return "error" if outcome == "failed" else "abort"

@@ -11,12 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.failures import Problem, error_response
+from gateway.api_keys import LimitExceeded, Quota, Quotas, current_quota
+from gateway.failures import NOTICE_HEADER, Problem, collect_notices, error_response, header_value
 from gateway.limits import RequestLimits
-from gateway.notices import NOTICE_HEADER, collect_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
-from gateway.quota import LimitExceeded, Quota, Quotas, current_quota
-from shared.telemetry.request_id import (
+from shared.telemetry.tracing import (
     REQUEST_ID_KEY,
     TRACEPARENT_KEY,
     current_request_id,

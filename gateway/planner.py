@@ -8,32 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gateway.chat_prompt import chat_text, echoed_text, toolbox_of
-from gateway.completion_prompts import (
+from gateway.constraints import HeldOutput, constraint_of, held_output
+from gateway.failures import client_names, give_notice
+from gateway.generation import PromptScoring, TargetModel, fingerprint
+from gateway.limits import RequestLimits, off_loop
+from gateway.model_text import ModelText
+from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
+from gateway.output.tools import Toolbox
+from gateway.plan import OutputLength, Plan, WantedOutput
+from gateway.prompts import (
+    chat_text,
     check_token_ids,
+    echoed_text,
     echoed_texts,
     given_prompts,
     longest_prompt,
     prompt_tokens,
+    toolbox_of,
     truncated,
 )
-from gateway.constraints import HeldOutput, constraint_of, held_output
-from gateway.field_names import client_names
-from gateway.fingerprint import fingerprint
-from gateway.generation import PromptScoring, TargetModel
-from gateway.limits import RequestLimits
-from gateway.notices import give_notice
-from gateway.off_loop import off_loop
-from gateway.output.families import ReasoningParser
-from gateway.output.style import ChatOutput, OutputStyle
-from gateway.output.tools import Toolbox
-from gateway.output_length import OutputLength
-from gateway.plan import Plan
 from gateway.refusals import refuse_unimplemented, unimplemented
 from gateway.sampling import check_top_logprobs
-from gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationBody
-from gateway.text.model_text import ModelText
-from gateway.wanted_output import WantedOutput
+from gateway.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, Thinking
 from shared.errors import InvalidArgument
 from shared.tokens import ThinkingBudget
 
@@ -91,7 +87,7 @@ class Planner:
             thinking=self._thinking(body, text, model),
             predicted=await self._predicted(body, model),
         )
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
         prompt = body.input_ids
         if prompt is None:
             prompt = await self._encode(text, longest_prompt(body, model))
@@ -120,11 +116,25 @@ class Planner:
             )
         return token_ids[: model.max_context_tokens]
 
+    def thinking_budget(self, asked: int | None, thinking: Thinking | None) -> int | None:
+        """Returns the bound of thoughts; that of `thinking` is given whatever the model is."""
+        budget = None if thinking is None else thinking.budget_tokens
+        if asked is not None or budget is None:
+            return asked
+        if self.text.style.reasoning is ReasoningParser.NONE:
+            return None
+        if self.text.thinking_marks is None:
+            what = "thoughts of this model have no bound"
+            give_notice(f"thinking.budget_tokens has no effect: {what}")
+            return None
+        return budget
+
     def _thinking(
         self, body: ChatCompletionRequest, prompt: str, model: TargetModel
     ) -> ThinkingBudget | None:
         """Returns the limit on reasoning; None where it is free, or does not think."""
-        asked, read = body.thinking_token_budget, self.text.style.output(prompt, None)
+        asked = self.thinking_budget(body.thinking_token_budget, body.thinking)
+        read = self.text.style.output(prompt, None)
         if asked is None or read is None:
             return None
         marks = self.text.thinking_marks
@@ -197,7 +207,8 @@ class Planner:
             predicted=await self._predicted(body, model),
             keeps_likeliest=keeps_likeliest,
         )
-        plan = await self._plan(wanted, f"cmpl-{uuid.uuid4().hex}", name, prompts)
+        request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
+        plan = await self._plan(wanted, request_id, name, prompts)
         return replace(
             plan,
             echoed_texts=echoed_texts(body, prompts, tokenizer),

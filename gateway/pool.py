@@ -3,16 +3,123 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.generation import Failed, Generation, TargetModel, TargetState
-from gateway.retry_queue import RetryQueue
-from gateway.routed_generation import Deliver, RoutedGeneration
+from gateway.generation import (
+    Delta,
+    Event,
+    Failed,
+    Generation,
+    PromptScored,
+    Started,
+    TargetModel,
+    TargetState,
+)
 from gateway.target_codec import is_retryable
 from gateway.target_link import LinkTiming, TargetLink
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 from shared.tls import ClientTls
+
+Deliver = Callable[[Event], None]
+
+
+class RoutedGeneration:
+    """One generation: on a target, waiting for one, or over.
+
+    Until the first event arrives it may move to another target; after that its tokens may have
+    been sent on, and a failure is final.
+
+    Attributes:
+        tried: targets that refused or lost it, each with its `epoch` at that time.
+        wait_until_s: event loop time at which waiting ends; None before it first waited.
+    """
+
+    def __init__(
+        self, pool: TargetPool, generation: Generation, name: str, deliver: Deliver
+    ) -> None:
+        self.generation = generation
+        self.name = name
+        self.tried: set[tuple[str, int]] = set()
+        self.wait_until_s: float | None = None
+        self._pool = pool
+        self._deliver = deliver
+        self._placed: tuple[TargetLink, int] | None = None
+        self._has_started = False
+        self._is_over = False
+
+    def place(self, link: TargetLink) -> None:
+        """Raises:
+        OutriderError: the link does not take it.
+        """
+        self.tried.add((link.address, link.epoch))
+        self._placed = (link, link.submit(self.generation, self.receive))
+
+    def receive(self, event: Event) -> None:
+        """Takes an event from the link, or from the pool that gave up."""
+        if isinstance(event, Failed) and event.may_retry and not self._has_started:
+            self._placed = None
+            self._pool.place_again(self, event.error)
+            return
+        self._has_started = True
+        self._is_over = not isinstance(event, (Delta, Started, PromptScored))
+        self._deliver(event)
+
+    def cancel(self) -> None:
+        """Ends interest in the generation; does nothing when it is over."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._placed is not None:
+            link, request_id = self._placed
+            link.cancel(request_id)
+        self._pool.retry_queue.remove(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    error: OutriderError
+    timer: asyncio.TimerHandle
+
+
+class RetryQueue:
+    """Keeps generations that lost their target. At the end of its retry window one fails, with the
+    error of its last target.
+
+    Args:
+        window_s: counted from the first time that a generation waits.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._places: dict[RoutedGeneration, _Place] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, routed: RoutedGeneration, error: OutriderError) -> None:
+        """Adds a generation with the error of its last target."""
+        loop = asyncio.get_running_loop()
+        if routed.wait_until_s is None:
+            routed.wait_until_s = loop.time() + self._window_s
+        timer = loop.call_at(routed.wait_until_s, self._end, routed)
+        self._places[routed] = _Place(error, timer)
+
+    def remove(self, routed: RoutedGeneration) -> None:
+        """Removes a generation, if it is here."""
+        place = self._places.pop(routed, None)
+        if place is not None:
+            place.timer.cancel()
+
+    def take_all(self) -> list[tuple[RoutedGeneration, OutriderError]]:
+        """Removes all; returns each with the error of its last target."""
+        places, self._places = self._places, {}
+        for place in places.values():
+            place.timer.cancel()
+        return [(routed, place.error) for routed, place in places.items()]
+
+    def _end(self, routed: RoutedGeneration) -> None:
+        routed.receive(Failed(self._places.pop(routed).error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +143,16 @@ class PoolSettings:
 
 
 class TargetPool:
-    """Picks the target with the fewest reserved tokens; keeps those that wait for one."""
+    """Picks the target with the fewest reserved tokens.
+
+    Attributes:
+        links: to each target.
+        retry_queue: generations that wait for one.
+    """
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._retry_queue = RetryQueue(settings.retry_window_s, self._give_up)
+        self.retry_queue = RetryQueue(settings.retry_window_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(
@@ -71,12 +183,12 @@ class TargetPool:
     @property
     def num_live(self) -> int:
         """Generations submitted and not over."""
-        return sum(link.num_live for link in self.links) + len(self._retry_queue)
+        return sum(link.num_live for link in self.links) + len(self.retry_queue)
 
     @property
     def num_waiting(self) -> int:
         """Generations that lost their target and wait for another."""
-        return len(self._retry_queue)
+        return len(self.retry_queue)
 
     def models(self) -> dict[str, TargetModel]:
         """Returns the models of all targets seen so far by the name clients use.
@@ -139,23 +251,18 @@ class TargetPool:
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
             routed.receive(Failed(error))
             return
-        self._retry_queue.add(routed, error)
-
-    def forget(self, routed: RoutedGeneration) -> None:
-        """Drops a generation that was cancelled."""
-        self._retry_queue.remove(routed)
+        self.retry_queue.add(routed, error)
 
     def _pick(self, routed: RoutedGeneration) -> TargetLink | None:
-        usable = (link for link in self.links if self._takes(link, routed))
-        return min(usable, key=lambda link: link.num_reserved_tokens, default=None)
-
-    def _takes(self, link: TargetLink, routed: RoutedGeneration) -> bool:
-        return (
-            link.state is TargetState.SERVING
+        usable = (
+            link
+            for link in self.links
+            if link.state is TargetState.SERVING
             and link.model is not None
             and self.served_name(link.model) == routed.name
             and (link.address, link.epoch) not in routed.tried
         )
+        return min(usable, key=lambda link: link.num_reserved_tokens, default=None)
 
     def served_name(self, model: TargetModel) -> str:
         """Returns what clients call a model."""
@@ -164,11 +271,8 @@ class TargetPool:
     def _on_change(self) -> None:
         if not any(link.state is TargetState.SERVING for link in self.links):
             return
-        for routed, error in self._retry_queue.take_all():
+        for routed, error in self.retry_queue.take_all():
             self.place_again(routed, error)
-
-    def _give_up(self, routed: RoutedGeneration, error: OutriderError) -> None:
-        routed.receive(Failed(error))
 
     def _no_target(self) -> Unavailable:
         reasons = "; ".join(f"{link.address} is {link.state.value}" for link in self.links)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from gateway.notices import give_notice
+from gateway.failures import give_notice
 from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
@@ -79,7 +79,10 @@ _HARMLESS = frozenset(
         "stream_reasoning",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
+        # Fast tokenizers put no space between special tokens, whatever is asked for.
+        "spaces_between_special_tokens",
     }
 )
 
@@ -100,8 +103,43 @@ _UNIMPLEMENTED = frozenset(
         "top_n_sigma",
         "typical_p",
         "xtc_probability",
+        "lora",
+        "n_probs",
+        "post_sampling_probs",
+        "response_fields",
+        "t_max_predict_ms",
+        # vLLM's and SGLang's: further parts of an answer, and what ends or marks it.
+        "enable_response_messages",
+        "previous_input_messages",
+        "repetition_detection",
+        "require_reasoning",
+        "max_thinking_tokens",
+        "return_bytes",
+        "return_cached_tokens_details",
+        "return_entropy",
+        "return_flat_raw_output_top_logprobs",
+        "return_flat_raw_top_logprobs",
+        "return_indexer_topk",
+        "return_input_ids_in_sglext",
+        "return_meta_info",
+        "return_output_ids_in_sglext",
+        "return_prompt_text",
+        "return_prompt_token_ids",
+        "return_routed_experts",
+        "return_sampling_mask",
+        "return_spec_tokens_details",
+        "return_weight_versions",
+        "routed_experts_prompt_start",
+        "routed_experts_start_len",
+        "sampling_logprobs_mode",
+        "task",
+        "thinking_budget",
+        "watermark",
+        "watermarking",
         "chat_template",
         "documents",
+        "ec_transfer_params",
+        "kv_transfer_params",
         "function_call",
         "functions",
         "input_embeds",
@@ -110,6 +148,7 @@ _UNIMPLEMENTED = frozenset(
         "lora_path",
         "lora_request",
         "logits_processors",
+        "moderation",
         "prompt_embeds",
         "return_hidden_states",
         "session_params",
@@ -124,11 +163,13 @@ _NEUTRAL = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
     "include_reasoning": (True,),
+    "adaptive_target": (-1.0,),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "n": (1,),
     "n_predict": (-1,),
     "parallel_tool_calls": (True,),
+    "reasoning_format": ("auto", "deepseek"),
     "repeat_penalty": (1.0,),
     "response_format": ({"type": "text"},),
     "separate_reasoning": (True,),
@@ -184,7 +225,7 @@ def refuse_unimplemented_message(index: int, message: ChatMessage) -> None:
     """Raises:
     InvalidArgument: the message needs media, or an interface of calls that is no more.
     """
-    for name in ("function_call", "audio"):
+    for name in ("function_call", "audio", "prefix", "partial"):
         if message.unknown_fields.get(name):
             raise unimplemented(f"messages[{index}].{name}")
     if isinstance(message.content, list):

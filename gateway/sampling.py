@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
-from typing import TypeVar
 
+from gateway.failures import give_notice
 from gateway.generation import TargetModel
-from gateway.notices import give_notice
 from gateway.schema import GenerationBody, SamplingFields, Speculation
 from shared.errors import InvalidArgument
 from shared.sampling_defaults import SamplingDefaults
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from shared.tokens import (
     MAX_BAD_WORDS,
     MAX_NAMED_LOGPROBS,
@@ -21,8 +20,6 @@ from shared.tokens import (
     StopParams,
     ThinkingBudget,
 )
-
-T = TypeVar("T")
 
 _NAMES = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
 _MAX_BAD_WORDS = MAX_BAD_WORDS // 2  # each has two spellings
@@ -106,8 +103,8 @@ def stop_params(
     stop_token_ids = _drawable(body.stop_token_ids or (), model)
     num_left = model.max_context_tokens - num_prompt_tokens
     asked = StopParams(
-        max_output_tokens=_given(max_tokens, num_left),
-        min_output_tokens=_given(body.min_tokens, 0),
+        max_output_tokens=num_left if max_tokens is None else max_tokens,
+        min_output_tokens=body.min_tokens or 0,
         stop_token_ids=frozenset(stop_token_ids),
         ignore_eos=body.ignore_eos,
     )
@@ -191,7 +188,3 @@ def _check_token_ids(field: str, token_ids: Collection[int], model: TargetModel)
     for token_id in token_ids:
         if not 0 <= token_id < model.vocab_size:
             raise InvalidArgument.out_of_range(field, token_id, f"[0, {model.vocab_size})")
-
-
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value

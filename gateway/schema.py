@@ -194,7 +194,13 @@ class ServingFields(Body):
     cache_salt: str | None = Field(
         default=None, description="shares computed prefixes with requests of the same salt only"
     )
+    extra_key: str | None = Field(default=None, description="SGLang's name of `cache_salt`")
     prediction: Prediction | None = None
+
+    @property
+    def salt(self) -> str | None:
+        """`cache_salt` and `extra_key` as one; SGLang joins them, too."""
+        return (self.cache_salt or "") + self.extra_key if self.extra_key else self.cache_salt
 
 
 class SharedFields(SamplingFields, ServingFields):
@@ -223,6 +229,9 @@ class GenerationBody(SharedFields):
     )
     prompt_logprobs: int | None = Field(
         default=None, description="log probabilities of the prompt's tokens, with so many others"
+    )
+    rid: str | None = Field(
+        default=None, max_length=128, description="the answer's `id`, for /abort_request"
     )
     speculation: Speculation | None = None
     response_format: ResponseFormat | None = None
@@ -343,6 +352,13 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
+class Thinking(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+
+
 class ChatCompletionRequest(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
@@ -359,6 +375,8 @@ class ChatCompletionRequest(GenerationBody):
         default=None, description="in place of the model's, where the gateway allows it"
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: Thinking | None = Field(default=None, description="handed to the chat template")
+    enable_thinking: bool | None = Field(default=None, description="handed to the chat template")
     add_generation_prompt: bool | None = None
     continue_final_message: Flag = Field(
         default=False, description="the answer continues the last message"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import orjson
 
-from gateway.chat_parts import whole_calls
+from gateway.bodies import whole_calls
 from gateway.choice import Choice
 from gateway.output.held_schema import AnswerSchemas
 from gateway.schema_trial import Verdict, unknown
-from shared.json_schema import JsonSchema
+from shared.grammar import JsonSchema
 from shared.tokens import FinishReason
 
 _NUM_AT_ONCE = 2

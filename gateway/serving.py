@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from gateway.answer import Answer, AnswerContext
+from gateway.answer import Answer, OpenAnswers
+from gateway.api_keys import Quotas
 from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.metrics import GatewayMetrics, RequestRecord
+from gateway.model_text import ModelText
 from gateway.plan import Plan
 from gateway.planner import Planner
 from gateway.pool import TargetPool
-from gateway.quota import Quotas
-from gateway.request_record import RequestRecord
 from gateway.responses.store import ResponseStore
 from gateway.schema_check import SchemaChecks
-from gateway.text.model_text import ModelText
-from gateway.worker_place import WorkerPlace
+from gateway.workers import WorkerPlace
 from shared.errors import FailedPrecondition
 from shared.rpc.admin_client import TargetAdmin
 from shared.rpc.lifecycle import Lifecycle, State
@@ -81,10 +79,7 @@ class Gateway:
         """
         self.lifecycle.check_open()
         record = RequestRecord(endpoint, plan, self.metrics, self.tracer)
-        context = AnswerContext(
-            self.pool, self.text.tokenizer, self.limits, self.open_answers, self.schema_checks
-        )
-        return Answer(plan, context, record)
+        return Answer(plan, self, record)
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """Returns 200 when requests would be answered, else 503, with the reasons."""

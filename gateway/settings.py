@@ -14,15 +14,13 @@ from gateway.api_keys import (
     keys_from_file,
     keys_from_texts,
 )
-from gateway.http_protocol import ConnectionLimits
+from gateway.http_server import ConnectionLimits
 from gateway.limits import RequestLimits
-from gateway.output.families import ReasoningParser, ToolCallParser
+from gateway.output.style import ReasoningParser, ToolCallParser
 from gateway.responses.store import StoreLimits
-from shared.addresses import address_problems
 from shared.errors import SettingsError
-from shared.service_settings import DialingSettings, tls_problems
-from shared.settings import setting
-from shared.text.tokenizer import MAX_PROMPT_CHARACTERS
+from shared.settings import DialingSettings, address_problems, setting, tls_problems
+from shared.text import MAX_PROMPT_CHARACTERS
 from shared.tls import ServerTls, checked_server_tls
 
 DEMO_MODEL = Path(__file__).parents[1] / "shared" / "demo" / "target"

@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from shared.errors import InvalidArgument
-from shared.text.stop_strings import StopStrings
+from shared.text import StopStrings
 
 _FIELD = "stop_regex"
 _TIMEOUT_S = 0.05

@@ -9,18 +9,16 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 
+from gateway.api_keys import owner_of_request
 from gateway.bodies import chat_completion
-from gateway.choice import Choice
-from gateway.chunks import OnEnd
-from gateway.final_choice import FinalChoice
-from gateway.notices import give_notice
+from gateway.choice import Choice, FinalChoice
+from gateway.event_stream import OnEnd
+from gateway.failures import give_notice
 from gateway.plan import Plan
-from gateway.quota import owner_of_request
-from gateway.responses.conversation_routes import add_refusals
-from gateway.responses.item_list import Order, item_list, listed
-from gateway.responses.store import CHAT, ChatFilter, Item, ResponseStore
+from gateway.responses.routes import add_refusals
+from gateway.responses.store import CHAT, ChatFilter, Item, Order, ResponseStore, item_list, listed
 from gateway.schema import Body, ChatCompletionRequest, ChatMessage
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 
 _ROOT = "/v1/chat/completions"
 _PATH = _ROOT + "/{completion_id}"

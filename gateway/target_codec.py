@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.failures import Aborted
 from gateway.generation import (
     Delta,
     Event,
@@ -13,7 +14,6 @@ from gateway.generation import (
     Started,
     TargetModel,
 )
-from gateway.inbox import Aborted
 from shared.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -27,11 +27,8 @@ from shared.errors import (
     Unavailable,
 )
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from shared.rpc.grammar import grammar_message
-from shared.rpc.sampling import sampling_message, stop_message
-from shared.rpc.trees import tree_from_message
-from shared.tokens import FinishReason, TokenLogprobs
-from shared.weight_change import WeightChange
+from shared.rpc.requests import grammar_message, sampling_message, stop_message, tree_from_message
+from shared.tokens import FinishReason, TokenLogprobs, WeightChange
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,

@@ -1,8 +1,12 @@
-"""The connection to one target: found, greeted, watched, and made again when it breaks."""
+"""The connection to one target: found, greeted, watched, and made again when it breaks.
+
+Its requests are carried together by one stream of `TargetService.Session`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -11,16 +15,43 @@ from dataclasses import dataclass
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.generation import Generation, TargetModel, TargetState
-from gateway.target_codec import model_from_message
-from gateway.target_session import Receive, SessionEnded, TargetSession
-from shared.errors import FailedPrecondition, Unavailable
+from gateway.generation import (
+    Delta,
+    Event,
+    Failed,
+    Generation,
+    PromptScored,
+    Started,
+    TargetModel,
+    TargetState,
+)
+from gateway.target_codec import (
+    cancel_message,
+    event_from_message,
+    model_from_message,
+    submit_message,
+)
+from shared.errors import FailedPrecondition, InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.tls import ClientTls
 
+Receive = Callable[[Event], None]
+SessionCall = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
+
 _log = logging.getLogger(__name__)
+_MAX_UNSENT_MESSAGES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    receive: Receive
+    num_reserved_tokens: int
+
+
+class SessionEnded(Exception):
+    """The target closed the session without an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +87,8 @@ class TargetLink:
         detail: why it does not serve; empty when it does.
         model: what the target serves; None until it said so.
         epoch: times it began to serve; what failed in one epoch may work in the next.
+        num_reserved_tokens: most tokens the live requests can grow to.
+        num_tokens: tokens received since the start.
     """
 
     def __init__(
@@ -71,26 +104,20 @@ class TargetLink:
         self.detail = "not connected yet"
         self.model: TargetModel | None = None
         self.epoch = 0
+        self.num_reserved_tokens = 0
+        self.num_tokens = 0
         self._tokenizer_sha256 = tokenizer_sha256
         self._on_change = on_change
         self._timing = timing
         self._tls = tls
-        self._session = TargetSession()
+        self._request_ids = itertools.count(1)
+        self._live: dict[int, _Live] = {}
+        self._unsent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
 
     @property
     def num_live(self) -> int:
         """Requests submitted and not ended."""
-        return self._session.num_live
-
-    @property
-    def num_reserved_tokens(self) -> int:
-        """Most tokens the live requests can grow to."""
-        return self._session.num_reserved_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens received since the start."""
-        return self._session.num_tokens
+        return len(self._live)
 
     def submit(self, generation: Generation, receive: Receive) -> int:
         """Sends a generation; its events go to `receive`, the last one is Finished or Failed.
@@ -101,15 +128,30 @@ class TargetLink:
         Raises:
             Unavailable: the target does not serve.
             QueueFull: the target does not read what it is sent.
+            InvalidArgument: the request does not fit the wire.
         """
         if self.state is not TargetState.SERVING:
-            message = f"target {self.address} is {self.state.value}: {self.detail}"
-            raise Unavailable(message, reason="TARGET_UNAVAILABLE", retry_after_s=1.0)
-        return self._session.submit(generation, receive)
+            told = f"target {self.address} is {self.state.value}: {self.detail}"
+            raise Unavailable(told, reason="TARGET_UNAVAILABLE", retry_after_s=1.0)
+        if self._unsent.qsize() >= _MAX_UNSENT_MESSAGES:
+            raise QueueFull.of(self._unsent.qsize(), _MAX_UNSENT_MESSAGES)
+        request_id = next(self._request_ids)
+        try:
+            message = submit_message(request_id, generation)
+        except (ValueError, TypeError, OverflowError) as error:
+            # A value that no check has named is too large, or no Unicode. Nothing is counted yet.
+            told = f"the request cannot be sent to a target: {error}"
+            raise InvalidArgument(told, reason="REQUEST_UNENCODABLE") from error
+        live = _Live(receive, generation.num_reserved_tokens)
+        self._live[request_id] = live
+        self.num_reserved_tokens += live.num_reserved_tokens
+        self._unsent.put_nowait(message)
+        return request_id
 
     def cancel(self, request_id: int) -> None:
         """Ends interest in a request; does nothing when it has ended."""
-        self._session.cancel(request_id)
+        if self._end(request_id):
+            self._unsent.put_nowait(cancel_message(request_id))
 
     async def ask_model(self) -> TargetModel | None:
         """Returns what the target says of its model at this moment; None when it does not say.
@@ -175,11 +217,14 @@ class TargetLink:
         return model_from_message(await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s))
 
     async def _carry(self, channel: aio.Channel) -> None:
-        """Runs the session and the health watch; ends by raising, when either ends."""
-        call = self._session.open(channel)
+        """Runs the session and the health watch; ends by raising, when either ends. Live requests
+        outlive the session: the next one carries on."""
+        self._unsent = asyncio.Queue()
+        # The stubs of grpc do not know that a stream may be written to by hand.
+        call: SessionCall = pb_grpc.TargetServiceStub(channel).Session()  # type: ignore[call-arg]
         tasks = [
-            asyncio.create_task(self._session.read(call)),
-            asyncio.create_task(self._session.write(call)),
+            asyncio.create_task(self._read(call)),
+            asyncio.create_task(self._write(call)),
             asyncio.create_task(self._watch_health(channel)),
         ]
         try:
@@ -190,6 +235,24 @@ class TargetLink:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: SessionCall) -> None:
+        """Hands events on until the stream ends.
+
+        Raises:
+            SessionEnded, grpc.aio.AioRpcError: how it did.
+        """
+        async for response in call:
+            for event in response.events:
+                self._dispatch(event)
+        raise SessionEnded
+
+    async def _write(self, call: SessionCall) -> None:
+        """Sends what is submitted and cancelled; ends by being cancelled only."""
+        with contextlib.suppress(asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._unsent.get())
+        await asyncio.Event().wait()  # the call is over, and the reader tells why
 
     async def _watch_health(self, channel: aio.Channel) -> None:
         """Follows the target's own word on whether it serves."""
@@ -209,11 +272,37 @@ class TargetLink:
             await asyncio.Event().wait()  # the session tells when the target is gone
         raise SessionEnded
 
+    def _dispatch(self, message: pb.SessionEvent) -> None:
+        live = self._live.get(message.request_id)
+        if live is None:  # cancelled while the event travelled
+            return
+        event = event_from_message(message)
+        if event is None:
+            return
+        if isinstance(event, Delta):
+            self.num_tokens += len(event.token_ids)
+        elif not isinstance(event, Started | PromptScored):
+            self._end(message.request_id)
+        live.receive(event)
+
+    def _end(self, request_id: int) -> bool:
+        """Forgets a request; returns whether it was live."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self.num_reserved_tokens -= live.num_reserved_tokens
+        return live is not None
+
     def _lose(self, state: TargetState, detail: str) -> None:
-        """Leaves the state of service and fails what is live."""
+        """Leaves the state of service and fails what is live; another target may do better."""
         self._enter(state, detail)
         message = f"target {self.address} was lost: {detail}"
-        self._session.fail(Unavailable(message, reason="TARGET_LOST", retry_after_s=1.0))
+        error = Unavailable(message, reason="TARGET_LOST", retry_after_s=1.0)
+        lost, self._live, self.num_reserved_tokens = self._live, {}, 0
+        for live in lost.values():
+            try:
+                live.receive(Failed(error, may_retry=True))
+            except Exception:  # the others must hear of it all the same
+                _log.exception("a request could not be told that its target was lost")
 
     def _enter(self, state: TargetState, detail: str) -> None:
         if (state, detail) == (self.state, self.detail):

@@ -1,141 +1,214 @@
-"""`--workers N`: several gateway processes behind one port.
-
-The kernel spreads connections over them. This process accepts none: it has the maintenance port,
-starts the workers and stops them together. When one dies the gateway ends, as it would have alone,
-and whoever started it starts it again.
-"""
+"""The workers of one gateway: where they find each other, and requests that all of them answer."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import multiprocessing
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from multiprocessing.process import BaseProcess
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import uvloop
+import orjson
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http_server import listen
-from gateway.maintenance_service import drain_all, maintenance_server, summed_gauges
-from gateway.process import response_store, serve, stop_on_signals
-from gateway.settings import GatewaySettings
-from gateway.worker_place import WorkerPlace
-from shared.errors import EngineFailed, OutriderError
-from shared.rpc.admin_service import AdminHooks, ProcessInfo
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind
-from shared.settings import shown_settings
-from shared.telemetry.logs import configure_logs
-from shared.version import package_version
+_TIMEOUT_S = 10.0
+_FORWARDED = (b"authorization", b"x-api-key", b"content-type", b"x-request-id")
+_JSON = "application/json"
+_COUNTS = frozenset(
+    {
+        *("aborted_request_count", "open_request_count", "live_request_count", "server_load"),
+        *("reserved_token_count", "received_token_count"),
+        *("verified_round_count", "accepted_token_count"),
+    }
+)
+_SUMMED = frozenset(
+    {
+        *("/load", "/server_info", "/get_server_info", "/speculation_history"),
+        "/abort_request",
+    }
+)
+_RUNNING = ("queued", "in_progress")
+_KEPT = re.compile(r"/v1/responses/[^/]+")
+_CANCEL = re.compile(r"/v1/responses/[^/]+/cancel")
 
-_STOP_GRACE_S = 10.0  # beyond the drain
-_START_TIMEOUT_S = 300.0
-_POLL_S = 0.05
-_CALL_S = 5.0
-_log = logging.getLogger(__name__)
 
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """One worker among all of a gateway.
 
-async def serve_with_workers(settings: GatewaySettings) -> None:
-    """Serves until SIGINT or SIGTERM.
-
-    Raises:
-        SettingsError: the port is taken, or the store cannot be used.
-        EngineFailed: a worker ended by itself.
+    Attributes:
+        index: from 0.
+        count: of the workers.
+        folder: of their sockets, which only this user may enter.
     """
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-    store = response_store(settings, is_shared=False)
-    if store is not None:
-        store.close()  # what a process before left unfinished is marked now, and only now
-    admin_port = settings.admin_port
-    listen(settings.host, settings.port).close()  # nobody else has it
-    reserved = listen(settings.host, settings.port, is_shared=True, backlog=None)
-    settings = replace(settings, port=reserved.getsockname()[1])
-    with reserved, tempfile.TemporaryDirectory(prefix="outrider-gateway-") as folder:
-        places = [
-            WorkerPlace(index, settings.workers, Path(folder)) for index in range(settings.workers)
-        ]
-        await _supervise(settings, admin_port, places, stop)
+
+    index: int
+    count: int
+    folder: Path
+
+    @property
+    def http_path(self) -> Path:
+        """The socket on which the worker answers the others."""
+        return self.folder / f"{self.index}.http"
+
+    @property
+    def maintenance_address(self) -> str:
+        return f"unix:{self.folder / str(self.index)}.maintenance"
+
+    @property
+    def others(self) -> list[WorkerPlace]:
+        """The other workers."""
+        places = (WorkerPlace(index, self.count, self.folder) for index in range(self.count))
+        return [place for place in places if place.index != self.index]
 
 
-async def _supervise(
-    settings: GatewaySettings, admin_port: int, places: Sequence[WorkerPlace], stop: asyncio.Event
-) -> None:
-    lifecycle = Lifecycle([])
-    info = ProcessInfo("gateway", package_version(), time.time(), shown_settings(settings))
-    addresses = [place.maintenance_address for place in places]
-    hooks = AdminHooks(
-        drain=lambda grace_s: drain_all(addresses, grace_s), gauges=lambda: summed_gauges(addresses)
-    )
-    maintenance = await maintenance_server(info, lifecycle, hooks)
-    bind(maintenance, f"{settings.maintenance_host}:{admin_port}", settings.server_tls)
-    await maintenance.start()
-    workers = [_start(settings, place) for place in places]
-    ended = asyncio.Event()
-    for worker in workers:
-        asyncio.get_running_loop().add_reader(worker.sentinel, ended.set)
-    try:
-        await _first(stop, ended, asyncio.create_task(_activate(lifecycle, places)))
-    finally:
-        dead: list[BaseProcess] = []
-        if not stop.is_set():  # its pipe closes a little before its exit code is there
-            await _until(lambda: any(worker.exitcode is not None for worker in workers), _CALL_S)
-            dead = [worker for worker in workers if worker.exitcode is not None]
-        await lifecycle.drain()
-        await _stop(workers, settings.drain_grace_s + _STOP_GRACE_S)
-        await maintenance.stop(0.0)
-    if dead:
-        message = f"{dead[0].name} ended with exit code {dead[0].exitcode}"
-        raise EngineFailed(message, reason="WORKER_ENDED")
+class Reply(NamedTuple):
+    """The answer of one worker; `status` is 503 if it did not answer."""
+
+    status: int
+    media_type: str
+    body: bytes
 
 
-def _start(settings: GatewaySettings, place: WorkerPlace) -> BaseProcess:
-    context = multiprocessing.get_context("spawn")
-    worker = context.Process(target=_work, args=(settings, place), name=f"worker {place.index}")
-    worker.start()
-    return worker
+Merge = Callable[[Sequence[Reply]], Reply]
 
 
-def _work(settings: GatewaySettings, place: WorkerPlace) -> None:
-    """Runs in the worker."""
-    configure_logs("gateway", level=settings.log_level, log_format=settings.log_format)
-    try:
-        uvloop.run(serve(settings, place))
-    except OutriderError as error:
-        sys.exit(f"outrider-gateway: worker {place.index}: {error.message}")
+class ForAllWorkers:
+    """Asks every worker, this one included, and sends on one answer.
 
+    What comes in over a worker's own socket is from another worker, and is for this one alone.
+    """
 
-async def _first(stop: asyncio.Event, ended: asyncio.Event, activation: asyncio.Task[None]) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in (stop, ended)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in (*waits, activation):
-        each.cancel()
+    def __init__(self, app: ASGIApp, place: WorkerPlace) -> None:
+        self._app = app
+        self._place = place
 
-
-async def _activate(lifecycle: Lifecycle, places: Sequence[WorkerPlace]) -> None:
-    """Serves once every worker does."""
-    await _until(lambda: all(place.http_path.exists() for place in places), _START_TIMEOUT_S)
-    await lifecycle.activate()
-    _log.info("workers serve", extra={"count": len(places)})
-
-
-async def _stop(workers: Sequence[BaseProcess], grace_s: float) -> None:
-    for worker in workers:
-        worker.terminate()
-    await _until(lambda: all(worker.exitcode is not None for worker in workers), grace_s)
-    for worker in workers:
-        worker.kill()
-        worker.join()
-
-
-async def _until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        if is_so() or time.monotonic() > deadline_s:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        merge = _merge(scope["method"], scope["path"]) if _is_from_client(scope) else None
+        if merge is None:
+            await self._app(scope, receive, send)
             return
-        await asyncio.sleep(_POLL_S)
+        message = _message(scope, await Request(scope, receive).body())
+        asked = sorted((self._place, *self._place.others), key=lambda place: place.index)
+        reply = merge(await asyncio.gather(*(_ask(place, message) for place in asked)))
+        response = Response(reply.body, reply.status, media_type=reply.media_type)
+        await response(scope, receive, send)
+
+
+def _is_from_client(scope: Scope) -> bool:
+    """Whether a request came over the public port; a worker's own socket has no port."""
+    return scope["type"] == "http" and scope["server"] is not None and bool(scope["server"][1])
+
+
+def _merge(method: str, path: str) -> Merge | None:
+    """Returns how answers become one; None for what one worker answers alone."""
+    if path in ("/health", "/ready"):
+        return _health
+    if path == "/metrics":
+        return _metrics
+    if path in _SUMMED:
+        return _summed
+    if (method == "DELETE" and _KEPT.fullmatch(path)) or _CANCEL.fullmatch(path):
+        return _best
+    return None
+
+
+def _message(scope: Scope, body: bytes) -> bytes:
+    """Returns the same request, as HTTP/1.0: its answer ends with the connection."""
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    lines = [scope["method"].encode() + b" " + target + b" HTTP/1.0"]
+    lines += [name + b": " + value for name, value in scope["headers"] if name in _FORWARDED]
+    lines += [b"content-length: %d" % len(body), b"", body]
+    return b"\r\n".join(lines)
+
+
+async def _ask(place: WorkerPlace, message: bytes) -> Reply:
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(place.http_path)
+            try:
+                writer.write(message)
+                answer = await reader.read()
+            finally:
+                writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return Reply(int(head.split(b" ", 2)[1]), _media_type(head), body)
+    except (OSError, TimeoutError, IndexError):
+        body = orjson.dumps({"status": "not_serving", "detail": "the worker does not answer"})
+        return Reply(HTTPStatus.SERVICE_UNAVAILABLE, _JSON, body)
+
+
+def _media_type(head: bytes) -> str:
+    found = re.search(rb"\r\ncontent-type: ([^\r]*)", head, re.IGNORECASE)
+    return _JSON if found is None else found[1].decode()
+
+
+def _health(replies: Sequence[Reply]) -> Reply:
+    """The worst of them: a connection may come to any worker."""
+    worst = max(replies, key=lambda reply: reply.status)
+    states = [orjson.loads(reply.body)["status"] for reply in replies]
+    body = orjson.dumps({**orjson.loads(worst.body), "workers": states})
+    return Reply(worst.status, _JSON, body)
+
+
+def _best(replies: Sequence[Reply]) -> Reply:
+    """The one that found something and tells its end."""
+
+    def rank(reply: Reply) -> tuple[int, bool]:
+        is_found = reply.status == HTTPStatus.OK
+        return reply.status, is_found and orjson.loads(reply.body).get("status") in _RUNNING
+
+    return min(replies, key=rank)
+
+
+def _summed(replies: Sequence[Reply]) -> Reply:
+    """The first one that is well, with counts of all."""
+    well = [reply for reply in replies if reply.status == HTTPStatus.OK]
+    if not well:
+        return _best(replies)
+    return Reply(HTTPStatus.OK, _JSON, orjson.dumps(_sum([orjson.loads(r.body) for r in well])))
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, list):
+        return [_sum(each) for each in zip(*values, strict=False)]
+    if not isinstance(first, dict):
+        return first
+    found: dict[str, Any] = {}
+    for key in first:
+        each = [value[key] for value in values if key in value]
+        found[key] = sum(each) if key in _COUNTS else _sum(each)
+    return found
+
+
+def _metrics(replies: Sequence[Reply]) -> Reply:
+    """All samples, each with a label that names its worker."""
+    return Reply(HTTPStatus.OK, replies[0].media_type, generate_latest(_Labelled(replies)))
+
+
+class _Labelled(Collector):
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self._replies = replies
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for index, reply in enumerate(self._replies):
+            if reply.status != HTTPStatus.OK:
+                continue
+            for family in text_string_to_metric_families(reply.body.decode()):
+                kept = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "worker": str(index)}
+                    kept.samples.append(sample._replace(labels=labels))
+        yield from families.values()

@@ -12,6 +12,7 @@ from services.draft.drafter_factory import build_drafter, use_device, worker_ide
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.host import Host
+from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.table_service import borrowed_tensors
 from services.draft.engine import DraftEngine
 from services.draft.head_weights import HeadWeights
@@ -20,15 +21,17 @@ from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
-from services.embedded_problems import check_drafter
+from services.embedded_settings import HEADS
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
 from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
 from services.target.settings import TargetSettings
+from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, SettingsError
 from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
 from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
@@ -186,3 +189,17 @@ def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) ->
             "lanes is --cuda-graph-max-bs and %d rows",
             *(most, settings.max_running_requests, MAX_ROWS),
         )
+
+
+def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
+    """Raises:
+    SettingsError: the loaded drafter does not fit the target's verification rule or its rounds.
+    """
+    if not isinstance(drafter, MultiLayerDrafter):
+        return
+    if settings.verification.draws_chains:
+        raise SettingsError(
+            (f"{rejection_flag(settings)} needs a head of one layer; this one has several",)
+        )
+    if settings.device_rounds is DeviceRoundsChoice.ON:
+        raise SettingsError((f"--device-rounds on needs {HEADS}; this one has several layers",))

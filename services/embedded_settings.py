@@ -9,7 +9,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
-from services.target.verification_problems import rejection_flag
+from services.target.settings_problems import rejection_flag
 from shared.errors import SettingsError
 from shared.settings import load_settings
 from shared.settings_field import declared_fields

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
+from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
+from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.tls import ClientTls
 
@@ -48,27 +50,26 @@ async def http_is_ready(host: str, port: int, path: str, tls: ClientTls | None =
     return await asyncio.to_thread(_get_is_ok, host, port, path, tls)
 
 
-async def has_answered(host: str, port: int, model: str, tls: ClientTls | None = None) -> bool:
-    """Asks for a few tokens, so that the first real request meets nothing that is done once.
+async def has_generated(address: str, tls: ClientTls | None = None) -> bool:
+    """Has the target generate a few tokens, so that the first real request meets nothing that is
+    done once. The target knows no API keys.
 
-    Returns whether the gateway answered, be it with a refusal: it may want a key.
+    Returns whether it answered, be it with a refusal.
     """
-    return await asyncio.to_thread(_ask, host, port, model, tls)
-
-
-def _ask(host: str, port: int, model: str, tls: ClientTls | None) -> bool:
-    body = {"model": model, "prompt": "Hello", "max_tokens": _WARM_UP_TOKENS, "temperature": 0}
-    connection = _connection(host, port, tls, timeout_s=_WARM_UP_TIMEOUT_S)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        connection.getresponse().read()
-    except TimeoutError:
-        return True  # slow is not broken
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    request = target_service_pb2.GenerateRequest(
+        prompt_token_ids=[0] * _WARM_UP_TOKENS,
+        sampling_params=sampling_pb2.SamplingParams(temperature=0.0),
+        stop_params=sampling_pb2.StopParams(
+            max_output_token_count=_WARM_UP_TOKENS, ignore_eos=True
+        ),
+    )
+    async with open_channel(address, tls) as channel:
+        stub = target_service_pb2_grpc.TargetServiceStub(channel)
+        try:
+            async for _ in stub.Generate(request, timeout=_WARM_UP_TIMEOUT_S):
+                pass
+        except aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE  # slow is not broken
     return True
 
 
@@ -83,9 +84,7 @@ def _get_is_ok(host: str, port: int, path: str, tls: ClientTls | None) -> bool:
         connection.close()
 
 
-def _connection(
-    host: str, port: int, tls: ClientTls | None, *, timeout_s: float = _TIMEOUT_S
-) -> http.client.HTTPConnection:
+def _connection(host: str, port: int, tls: ClientTls | None) -> http.client.HTTPConnection:
     if tls is None:
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)
-    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls.context())
+        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls.context())

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from services import probe
-from services.child import Child, ChildSpec
 from services.serve_plan import LOOPBACK, Plan, PlannedDraft, dial_address
 from services.serve_settings import NO_DRAFT, Placement
-from services.stack import Part, Stack
+from services.stack import Child, ChildSpec, Part, Stack
 from shared.errors import SettingsError
 
 
@@ -40,11 +39,11 @@ async def _serve(plan: Plan) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stack = Stack(_parts(plan), plan.launcher.timeouts, _to_stderr)
+    stack = Stack(parts(plan), plan.launcher.timeouts, _to_stderr)
     return await stack.run(stop, lambda: print(ready_line(plan), flush=True))
 
 
-def _parts(plan: Plan) -> tuple[Part, ...]:
+def parts(plan: Plan) -> tuple[Part, ...]:
     """Returns the parts in start order: a part comes after those that it depends on."""
     tls = plan.gateway.target_tls
     target = dial_address(plan.target.host, plan.target.port)
@@ -68,9 +67,8 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
     host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
 
     async def is_warm() -> bool:
-        if not await probe.http_is_ready(host, int(port), "/ready", tls):
-            return False
-        return await probe.has_answered(host, int(port), _model_name(plan), tls)
+        is_ready = await probe.http_is_ready(host, int(port), "/ready", tls)
+        return is_ready and await probe.has_generated(target, tls)
 
     parts.append(Part(gateway, is_warm))
     return tuple(parts)

@@ -14,8 +14,13 @@ from types import MappingProxyType
 
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
-from services.serve_settings import LauncherSettings
-from services.sglang_settings import SglangSettings, is_only_one, refusal, without_prefix
+from services.serve_settings import (
+    LauncherSettings,
+    SglangSettings,
+    is_only_one,
+    refusal,
+    without_prefix,
+)
 from services.target.settings import TargetSettings
 from shared.settings import flag_words, not_a_setting
 from shared.settings_field import Field, declared_fields

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -15,14 +17,22 @@ from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, with_local_models
 from services.embedded_settings import embedded_settings
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
-from services.serve_settings import NO_DRAFT, LauncherSettings, Placement
-from services.sglang_settings import notices, variable_notices, variable_problems
+from services.serve_settings import (
+    NO_DRAFT,
+    LauncherSettings,
+    Placement,
+    notices,
+    variable_notices,
+    variable_problems,
+)
 from services.target.settings import DEMO_MODEL, TargetSettings, with_local_model
 from shared.errors import OutriderError, SettingsError
+from shared.model_files import tokenizer_sha256
 from shared.model_options import BACKEND_SYNONYMS
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
-from shared.tokenizer_files import tokenizer_sha256
+
+_DEVICE_FILE = re.compile(r"nvidia\d+")
 
 LOOPBACK = "127.0.0.1"
 _DEMO_NAME = "demo"
@@ -42,6 +52,21 @@ _APART = ("--device", "--speculative-outcome-budget")
 """Flags of a draft with a device of its own."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
 S = TypeVar("S")
+
+
+def num_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Returns how many GPUs a child process would see.
+
+    Args:
+        env: `CUDA_VISIBLE_DEVICES` hides those that it does not name.
+        devices: folder of device files, of which each GPU of a host or container has one.
+    """
+    present = sum(_DEVICE_FILE.fullmatch(each.name) is not None for each in devices.iterdir())
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [each.strip() for each in visible.split(",") if each.strip() not in ("", "-1")]
+    return min(present, len(named))
 
 
 @dataclass(frozen=True, slots=True)

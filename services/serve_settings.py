@@ -1,18 +1,169 @@
-"""Settings of `outrider serve` itself; every other flag belongs to a service."""
+"""Settings of `outrider serve` itself; every other flag belongs to a service.
+
+Flags and variables of SGLang that have no counterpart of the same name here are taken with a word
+on what they do here, or refused with the reason and the nearest that works, so that a launch line
+of SGLang can be used as it is."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from services.draft.algorithm import Algorithm
-from services.sglang_settings import SglangSettings
 from services.stack import StackTimeouts
 from shared.errors import SettingsError
 from shared.settings import setting
+from shared.settings_field import declared_fields
 
+_PREFIX = "--sglang-"
+_TRUE = ("1", "true", "yes", "y", "on")
+
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "--dp-size": "replicas are targets of their own: start each with `outrider target`, and "
+        "one gateway with `outrider gateway --target A --target B`",
+        "--pp-size": "layers are not spread over GPUs; --tp-size splits every matrix over them",
+        "--enable-dp-attention": "a process of --tp-size computes some heads of all requests; "
+        "leave the flag out",
+        "--enable-eplb": "experts are not moved between GPUs; leave the flag out",
+        "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "
+        "draft --target HOST:PORT`",
+        "--lora-paths": "adapters are not supported; merge them into the checkpoint",
+        "--json-model-override-args": "edit config.json in a copy of the folder, and serve that",
+        "--is-embedding": "only text generation is served",
+    }
+)
+_REFUSED_ALIASES = MappingProxyType(
+    {
+        "--dp": "--dp-size",
+        "--data-parallel-size": "--dp-size",
+        "--pp": "--pp-size",
+        "--pipeline-parallel-size": "--pp-size",
+        "--node-rank": "--nnodes",
+        "--dist-init-addr": "--nnodes",
+    }
+)
+_ONE_OF_ALL = ("--dp-size", "--pp-size", "--nnodes")
 NO_DRAFT = "NONE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSettings:
+    """Flags of SGLang that change little or nothing here; the help of each is its notice."""
+
+    trust_remote_code: bool = setting(
+        False, "no effect: architectures are built in, and code of a checkpoint is never run"
+    )
+    cuda_graph_bs: tuple[int, ...] = setting(
+        (),
+        "the largest is taken as --cuda-graph-max-bs; smaller sizes are chosen automatically",
+        minimum=1,
+    )
+    disable_cuda_graph_padding: bool = setting(
+        False, "no effect: graphs are captured for chosen sizes, and steps between them are padded"
+    )
+    enable_multi_layer_eagle: bool = setting(
+        False, "EAGLE and NEXTN use the target's next-token layers (MTP), one or several"
+    )
+    enable_metrics: bool = setting(
+        False, "no effect: the gateway has /metrics; --target-metrics-port opens the target's"
+    )
+    skip_server_warmup: bool = setting(
+        False, "no effect: the ready line comes after a warm-up of the target and its draft"
+    )
+    random_seed: int | None = setting(
+        None, "no effect: a request's own seed decides, and without one each answer has its own"
+    )
+    stream_interval: int | None = setting(
+        None, "no effect: tokens are sent as soon as a step has them"
+    )
+    schedule_policy: str | None = setting(
+        None, "no effect: requests run in order of arrival, and prefixes are always shared"
+    )
+    schedule_conservativeness: float | None = setting(
+        None, "no effect: a sequence is admitted when enough KV pages are free"
+    )
+    max_prefill_tokens: int | None = setting(
+        None, "no effect: --chunked-prefill-size bounds the prompt tokens of a step"
+    )
+    decode_log_interval: int | None = setting(
+        None, "no effect: figures are in /metrics, and --target-round-log has each step"
+    )
+    watchdog_timeout: float | None = setting(
+        None, "no effect: requests have --request-timeout-s, and a dead engine ends its process"
+    )
+    moe_runner_backend: str | None = setting(
+        None, "no effect: expert layers have one implementation"
+    )
+    speculative_moe_runner_backend: str | None = setting(
+        None, "no effect: expert layers have one implementation, in drafts as well"
+    )
+    moe_a2a_backend: str | None = setting(
+        None, "no effect: --tp-size splits every expert, so no rows are exchanged"
+    )
+    speculative_moe_a2a_backend: str | None = setting(
+        None, "no effect: --tp-size splits every expert, so no rows are exchanged"
+    )
+    disable_shared_experts_fusion: bool = setting(
+        False, "no effect: shared experts are a product of their own"
+    )
+    sampling_backend: str | None = setting(None, "no effect: sampling has one implementation")
+    grammar_backend: str | None = setting(None, "no effect: grammars are compiled by llguidance")
+
+
+def is_only_one(flag: str, texts: Sequence[str]) -> bool:
+    """Whether a flag asks for one of a thing that exists once here, which changes nothing."""
+    if flag == "--node-rank":
+        return list(texts) == ["0"]
+    return _REFUSED_ALIASES.get(flag, flag) in _ONE_OF_ALL and list(texts) == ["1"]
+
+
+def without_prefix(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with `--sglang-X`, as trainers pass flags on, as `--X`."""
+    return [
+        f"--{word.removeprefix(_PREFIX)}" if word.startswith(_PREFIX) else word
+        for word in arguments
+    ]
+
+
+def refusal(flag: str) -> str | None:
+    """Returns why a flag of SGLang cannot be had here and what comes nearest; None for others."""
+    flag = _REFUSED_ALIASES.get(flag, flag)
+    return f"{flag}: {_REFUSED[flag]}" if flag in _REFUSED else None
+
+
+def notices(settings: SglangSettings) -> list[str]:
+    """Returns a line for each flag that was given."""
+    return [
+        f"{field.flag}: {field.help}"
+        for field in declared_fields(SglangSettings)
+        if getattr(settings, field.name) != field.default
+    ]
+
+
+def variable_notices(env: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable of SGLang that is set and known to be harmless."""
+    lines = []
+    if env.get("SGLANG_ENABLE_SPEC_V2"):
+        lines.append(
+            "SGLANG_ENABLE_SPEC_V2: no effect: steps overlap with drafts unless "
+            "--disable-overlap-schedule is set"
+        )
+    return lines
+
+
+def variable_problems(env: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable of SGLang that would change what is served."""
+    if env.get("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "").lower() not in _TRUE:
+        return []
+    return [
+        "SGLANG_NGRAM_FORCE_GREEDY_VERIFY: trees are verified by the rule that the target samples "
+        "by, so that drafts never change an answer; unset it, and let requests that want greedy "
+        "answers say temperature 0"
+    ]
 
 
 class Placement(enum.Enum):

@@ -1,15 +1,69 @@
-"""Sampling defaults a model brings along in `generation_config.json`."""
+"""What a request says nothing of, and the limits of what it says of speculation."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import secrets
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, InvalidArgument
+from shared.model_files import read_json
 from shared.tokens import SamplingParams
 
+_MASK = 2**64 - 1
+
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def drawn_seed() -> int:
+    """Returns a random seed in [0, 2^63), which an int64 holds."""
+    return secrets.randbits(63)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Returns the seed of one of `n` choices: the request's own for the first, distinct ones after.
+
+    Source: Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", mix64.
+    """
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerLimit:
+    """The range of one optional field.
+
+    Attributes:
+        field: its name in JSON, which errors of the target use as well.
+        lowest, highest: inclusive.
+    """
+
+    field: str
+    lowest: int
+    highest: int
+
+    def checked(self, value: int | None) -> int | None:
+        """Returns the value; None where the request has none.
+
+        Raises:
+            InvalidArgument: the value is out of range.
+        """
+        if value is not None and not self.lowest <= value <= self.highest:
+            limits = f"[{self.lowest}, {self.highest}]"
+            raise InvalidArgument.out_of_range(self.field, value, limits)
+        return value
+
+
+TREE_STEPS = IntegerLimit("speculation.num_steps", 1, 32)
+"""Depth of trees."""
+TREE_TOKENS = IntegerLimit("speculation.num_draft_tokens", 1, 257)
+"""Most rows of a verified tree, root included."""
+OUTCOMES = IntegerLimit("speculation.outcome_budget", 0, 64)
+"""Most outcomes for which a draft prepares trees ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +89,11 @@ class SamplingDefaults:
         if not path.is_file():
             return cls()
         try:
-            config = json.loads(path.read_text("utf-8"))
+            config = read_json(path)
             defaults = cls(
                 **{name: config[name] for name in _NAMES if config.get(name) is not None}
             )
-            defaults._check()
+            SamplingParams(**asdict(defaults))
         except Exception as error:
             raise CheckpointError(f"{path} holds no usable sampling defaults: {error}") from error
         return defaults
-
-    def _check(self) -> None:
-        SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )

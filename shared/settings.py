@@ -9,20 +9,23 @@
 
 The field `max_running_requests` is the flag `--max-running-requests`, which beats the file of
 `--config`, which beats the variable `OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS`, which beats the default.
-Everything that is wrong is reported at once, by name, with what would have been right.
-"""
+Everything that is wrong is reported at once, by name, with what would have been right."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared.errors import SettingsError
 from shared.settings_field import REQUIRED, Field, declared_fields, setting
 from shared.telemetry.logs import LogFormat
+from shared.tls import ClientTls, ServerTls, checked_client_tls, checked_server_tls
 
 if TYPE_CHECKING:
     from shared.settings_parser import FlagParser
@@ -40,6 +43,14 @@ __all__ = [
 
 ENV_PREFIX = "OUTRIDER_"
 S = TypeVar("S")
+
+# Schemes of names that have a port behind them; gRPC takes 443 where it is missing.
+_DNS = re.compile(r"^dns:(//[^/]*/)?")
+_LITERAL = re.compile(r"ipv[46]:")
+# Those whose names have no such port; whether they can be dialled is gRPC's to say.
+_OTHER = re.compile(r"(unix|unix-abstract|vsock|xds):.")
+_HOST_AND_PORT = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/\[\],]+):(?P<port>\d{1,5})")
+_MAX_PORT = 65535
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,3 +195,117 @@ def _parsed(
             shown = "(not shown)" if field.is_secret else repr(",".join(texts))
             problems.append(f"{source} is {shown}; it must be {error}")
     return values
+
+
+def address_problems(flag: str, addresses: Iterable[str]) -> tuple[str, ...]:
+    """Returns a line for each address that gRPC would take for another one, or for none."""
+    return tuple(
+        f"{flag} is {address!r}; it must be HOST:PORT with a port in [1, {_MAX_PORT}], or unix:PATH"
+        for address in addresses
+        if not _is_dialled_as_it_says(address)
+    )
+
+
+def _is_dialled_as_it_says(address: str) -> bool:
+    if _OTHER.match(address):
+        return True
+    literals = _LITERAL.match(address)
+    if literals is not None:
+        return all(map(_has_port, address[literals.end() :].split(",")))
+    return _has_port(_DNS.sub("", address, count=1))
+
+
+def _has_port(name: str) -> bool:
+    found = _HOST_AND_PORT.fullmatch(name)
+    return found is not None and 1 <= int(found["port"]) <= _MAX_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings(ProcessSettings):
+    """Settings of a process that serves gRPC."""
+
+    tls_cert: Path | None = setting(
+        None, "certificate chain of the servers (PEM); no TLS when unset", is_shared=True
+    )
+    tls_key: Path | None = setting(None, "key of --tls-cert (PEM)", is_shared=True)
+    tls_client_ca: Path | None = setting(
+        None,
+        "certificate authority of gRPC clients (PEM), which must then present a certificate",
+        is_shared=True,
+    )
+
+    otlp_endpoint: str | None = setting(
+        None,
+        "OpenTelemetry collector for traces, OTLP over gRPC (http://host:4317); off when unset",
+        is_shared=True,
+    )
+    trace_sample_ratio: float = setting(
+        1.0,
+        "share of traces sampled; a trace with a parent follows its parent",
+        minimum=0.0,
+        maximum=1.0,
+        is_shared=True,
+    )
+
+    round_log: Path | None = setting(
+        None, "JSON lines file of the times of every step and message; grows fast"
+    )
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """Raises:
+        SettingsError: see `checked_server_tls`.
+        """
+        return checked_server_tls(
+            self.tls_cert, self.tls_key, self.tls_client_ca, ca_flag="--tls-client-ca"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialingSettings(ServiceSettings):
+    """Settings of a process that connects to targets."""
+
+    target_tls_ca: Path | None = setting(
+        None, "certificate authority of the targets (PEM); no TLS when unset", is_shared=True
+    )
+    target_tls_cert: Path | None = setting(
+        None, "certificate shown to the targets (PEM)", is_shared=True
+    )
+    target_tls_key: Path | None = setting(None, "key of --target-tls-cert (PEM)", is_shared=True)
+    target_tls_name: str | None = setting(
+        None, "name in the targets' certificate; the host of --target", is_shared=True
+    )
+
+    @property
+    def target_tls(self) -> ClientTls | None:
+        """Raises:
+        SettingsError: see `checked_client_tls`.
+        """
+        return checked_client_tls(
+            self.target_tls_ca,
+            self.target_tls_cert,
+            self.target_tls_key,
+            self.target_tls_name,
+            prefix="--target-tls-",
+        )
+
+
+def tls_problems(
+    settings: ServiceSettings, *others: Callable[[], ServerTls | None]
+) -> tuple[str, ...]:
+    """Returns a line for each TLS setting that cannot work, none when all is well.
+
+    Args:
+        others: further ways to use TLS that only one service has.
+    """
+    problems: dict[str, None] = {}  # in order, each once
+    for read in (lambda: settings.server_tls, lambda: _target_tls(settings), *others):
+        try:
+            read()
+        except SettingsError as error:
+            problems.update(dict.fromkeys(error.problems))
+    return tuple(problems)
+
+
+def _target_tls(settings: ServiceSettings) -> ClientTls | None:
+    return settings.target_tls if isinstance(settings, DialingSettings) else None

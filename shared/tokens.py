@@ -462,3 +462,17 @@ def _check_range(
     if not inside:
         bracket = "(" if low_open else "["
         raise InvalidArgument.out_of_range(name, value, f"{bracket}{low:g}, {high:g}]")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChange:
+    """Other weights came into force.
+
+    Attributes:
+        time_s: seconds since the epoch.
+        algorithm: of the draft that has them; empty for the target.
+    """
+
+    time_s: float
+    algorithm: str
+    version: str

@@ -30,18 +30,18 @@ TORCH_FREE = (
     "shared.model_options",
     "shared.settings",
     "shared.settings_field",
-    "shared.settings_parser",
-    "shared.service_settings",
+    "shared.settings",
+    "shared.settings",
     "shared.tls",
-    "shared.tokenizer_files",
+    "shared.model_files",
     "shared.tokens",
     "shared.pb",
     "shared.rpc",
     "shared.sampling_defaults",
-    "shared.seeds",
+    "shared.sampling_defaults",
     "shared.telemetry",
     "shared.text",
-    "shared.kv.pages",
+    "shared.kv.leases",
     "shared.ngram",
     "services.serve",
     "services.cli",
@@ -57,7 +57,7 @@ TORCH = ("torch", "triton", "transformers")
 # Files that may see protobuf and grpc: the rest deals in dataclasses.
 WIRE = ("grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "shared.pb")
 WIRE_PREFIXES = ("shared.rpc", "shared.pb")
-WIRE_NAMES = ("attach_client", "target_link", "target_session", "probe", "process", "__main__")
+WIRE_NAMES = ("attach_client", "target_link", "probe", "process", "__main__")
 WIRE_SUFFIXES = ("_service", "_messages", "_codec")
 
 Sources = Mapping[str, str]
@@ -271,7 +271,7 @@ KEEPS: tuple[tuple[Rule, str, str], ...] = (
     (services_meet_only_in_the_contracts, "services.target.__main__", "import services.draft.x"),
     (services_meet_only_in_the_contracts, "services.target.x", "import services.target.y"),
     (the_torch_free_half_does_not_name_torch, "shared.kv.pool", "import torch"),
-    (lower_layers_do_not_import_higher_ones, "shared.models.x", "import shared.kernels.norm"),
+    (lower_layers_do_not_import_higher_ones, "shared.models.x", "import shared.kernels.pointwise"),
     (protobuf_and_grpc_stay_in_the_adapters, "services.target.a_service", "import grpc"),
     (modules_hold_no_state_and_do_no_work, "x", "logger = logging.getLogger(__name__)"),
     (modules_hold_no_state_and_do_no_work, "x", "if __name__ == '__main__':\n    main()"),

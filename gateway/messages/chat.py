@@ -1,30 +1,30 @@
-"""Anthropic's bodies as the chat they ask for."""
+"""Bodies of `/v1/messages` as chats. Calls, their results and thinking are blocks of turns."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from gateway.constraints import json_schema_format
-from gateway.field_names import client_names
+from gateway.failures import client_names, give_notice
 from gateway.generation import TargetModel
-from gateway.messages.context_edits import edited
-from gateway.messages.schema import MessagesRequest, Prompt, Thinking, ToolChoice
-from gateway.messages.turns import chat_messages
-from gateway.notices import give_notice
-from gateway.output.families import ReasoningParser
-from gateway.output.style import OutputStyle
-from gateway.output_length import OutputLength
-from gateway.plan import Plan
-from gateway.planner import Planner
-from gateway.refusals import (
-    KnownFields,
-    leave_out_hosted,
-    refuse_rounds,
-    unimplemented,
+from gateway.messages.schema import (
+    Block,
+    ContextEdit,
+    ContextManagement,
+    Message,
+    MessagesRequest,
+    Prompt,
+    ToolChoice,
 )
+from gateway.output.style import OutputStyle, ReasoningParser
+from gateway.plan import OutputLength, Plan
+from gateway.planner import Planner
+from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
 from gateway.schema import (
+    CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
@@ -32,19 +32,147 @@ from gateway.schema import (
     FunctionName,
     NamedTool,
     ResponseFormat,
+    Thinking,
+    ToolCall,
     ToolDefinition,
 )
-from gateway.text.model_text import ModelText
 from shared.errors import InvalidArgument
 
+_CLEAR_THINKING = "clear_thinking_20251015"
+# Both begin only when the prompt has so many tokens. Here it is never shortened.
+_NEVER_APPLIED = ("clear_tool_uses_", "compact_")
+_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 _HARMLESS = frozenset(
     {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
     | {"user_profile_id", "workspace_id"}
 )
-_UNIMPLEMENTED = frozenset({"container", "mcp_servers", "prefill"})
+_UNIMPLEMENTED = frozenset({"compaction", "container", "mcp_servers", "prefill", "thread"})
 _FIELDS = KnownFields.of_generation(_HARMLESS, _UNIMPLEMENTED)
 _COUNTED_FIELDS = KnownFields(_HARMLESS, _UNIMPLEMENTED)
 _HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "advisor_")
+
+
+def chat_messages(turns: Sequence[Message]) -> list[ChatMessage]:
+    """Raises:
+    InvalidArgument: a block is of a kind that is not implemented, or lacks a field.
+    """
+    messages: list[ChatMessage] = []
+    for index, turn in enumerate(turns):
+        if isinstance(turn.content, str):
+            messages.append(ChatMessage(role=turn.role, content=turn.content))
+        elif turn.role == "assistant":
+            messages.append(_assistant(f"messages[{index}]", turn.content))
+        else:
+            messages += _others(f"messages[{index}]", turn)
+    return messages
+
+
+def _assistant(field: str, blocks: Sequence[Block]) -> ChatMessage:
+    texts: list[ContentPart] = []
+    calls: list[ToolCall] = []
+    thoughts: list[str] = []
+    for number, block in enumerate(blocks):
+        place = f"{field}.content[{number}]"
+        if block.type == "text":
+            texts.append(ContentPart(type="text", text=block.text))
+        elif block.type == "tool_use":
+            name = _given(f"{place}.name", block.name)
+            function = CalledFunction(name=name, arguments=block.input or {})
+            calls.append(ToolCall(id=block.id, function=function))
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":
+            raise unimplemented(f"{place}.type", f"content of type {block.type[:64]!r}")
+    return ChatMessage(
+        role="assistant",
+        content=texts,
+        tool_calls=calls or None,
+        reasoning_content="".join(thoughts) or None,
+    )
+
+
+def _others(field: str, turn: Message) -> list[ChatMessage]:
+    """Returns the results of tools, each a message of its own, then the text."""
+    results: list[ChatMessage] = []
+    texts: list[ContentPart] = []
+    for number, block in enumerate(turn.content):
+        assert isinstance(block, Block)
+        place = f"{field}.content[{number}]"
+        if block.type == "text":
+            texts.append(ContentPart(type="text", text=block.text))
+        elif block.type == "tool_result":
+            call_id = _given(f"{place}.tool_use_id", block.tool_use_id)
+            content = _result(place, block)
+            results.append(ChatMessage(role="tool", tool_call_id=call_id, content=content))
+        else:
+            raise unimplemented(f"{place}.type", f"content of type {block.type[:64]!r}")
+    if texts or not results:
+        return [*results, ChatMessage(role=turn.role, content=texts)]
+    return results
+
+
+def _result(field: str, block: Block) -> str | list[ContentPart]:
+    content = block.content or ""
+    for number, part in enumerate(content):
+        if isinstance(part, ContentPart) and part.type != "text":
+            place = f"{field}.content[{number}].type"
+            raise unimplemented(place, f"content of type {part.type[:64]!r}")
+    return content
+
+
+def _given(field: str, value: str | None) -> str:
+    if value is None:
+        raise InvalidArgument.of("FIELD_INVALID", field, f"{field} is missing")
+    return value
+
+
+def edited(turns: Sequence[Message], management: ContextManagement | None) -> Sequence[Message]:
+    """Returns the turns after the edits.
+
+    Raises:
+        InvalidArgument: an edit is of a kind nobody knows here.
+    """
+    for index, edit in enumerate(() if management is None else management.edits or ()):
+        field = f"context_management.edits[{index}]"
+        if edit.type.startswith(_NEVER_APPLIED):
+            give_notice(f"{field} is never applied: prompts are not shortened here")
+            continue
+        if edit.type != _CLEAR_THINKING:
+            raise unimplemented(f"{field}.type", f"{field}.type {edit.type[:64]!r}")
+        turns = _without_thoughts(turns, _num_kept(edit, field))
+    return turns
+
+
+def _num_kept(edit: ContextEdit, field: str) -> int | None:
+    """Returns the turns of the assistant that keep their thoughts; None for all."""
+    keep = edit.keep
+    if keep is None:
+        return 1
+    if keep == "all" or keep == {"type": "all"}:
+        return None
+    value = keep.get("value") if isinstance(keep, dict) else None
+    if type(value) is not int or value < 1:
+        message = f"{field}.keep must be all, or thinking_turns with a value of at least 1"
+        raise InvalidArgument.of("FIELD_INVALID", f"{field}.keep", message)
+    return value
+
+
+def _without_thoughts(turns: Sequence[Message], num_kept: int | None) -> Sequence[Message]:
+    thinking = [index for index, turn in enumerate(turns) if _thinks(turn)]
+    cleared = set() if num_kept is None else set(thinking[:-num_kept])
+    return [_cleared(turn) if n in cleared else turn for n, turn in enumerate(turns)]
+
+
+def _thinks(turn: Message) -> bool:
+    return turn.role == "assistant" and not isinstance(turn.content, str) and any(
+        block.type in _THOUGHTS for block in turn.content
+    )  # fmt: skip
+
+
+def _cleared(turn: Message) -> Message:
+    assert not isinstance(turn.content, str)
+    blocks = [block for block in turn.content if block.type not in _THOUGHTS]
+    return turn.model_copy(update={"content": blocks})
 
 
 async def messages_plan(
@@ -59,7 +187,9 @@ async def messages_plan(
         update={
             "stream": body.stream,
             **body.shared_fields,
-            "thinking_token_budget": _budget(body, planner.text),
+            "thinking_token_budget": planner.thinking_budget(
+                body.thinking_token_budget, body.thinking
+            ),
             "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "response_format": response_format,
             "reasoning_effort": body.output_config and body.output_config.effort,
@@ -70,20 +200,6 @@ async def messages_plan(
         length = OutputLength(body.max_tokens, "max_tokens", is_capped=True)
         plan = await planner.chat(chat, name, model, trace_id, length=length)
     return replace(plan, request_id=f"msg_{uuid.uuid4().hex}", grammar_field=field)
-
-
-def _budget(body: MessagesRequest, text: ModelText) -> int | None:
-    """Returns the bound of thoughts, which Anthropic's clients give whatever the model is."""
-    if body.thinking_token_budget is not None:
-        return body.thinking_token_budget
-    if body.thinking is None or body.thinking.budget_tokens is None:
-        return None
-    if text.style.reasoning is ReasoningParser.NONE:
-        return None
-    if text.thinking_marks is None:
-        give_notice("thinking.budget_tokens has no effect: thoughts of this model have no bound")
-        return None
-    return body.thinking.budget_tokens
 
 
 def _response_format(body: MessagesRequest) -> tuple[ResponseFormat | None, str]:
@@ -122,8 +238,8 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         include_reasoning=is_thinking,
         continue_final_message=is_prefilled,
-        # Templates of models that can do without have one of these.
-        chat_template_kwargs={"enable_thinking": is_thinking, "thinking": is_thinking},
+        enable_thinking=is_thinking,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
 
 

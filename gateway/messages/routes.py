@@ -8,11 +8,10 @@ from starlette.responses import Response
 
 from gateway.event_stream import EventStream, whole_answer
 from gateway.messages.answer import MessageChunks, message
-from gateway.messages.answer_schema import MessageAnswer
 from gateway.messages.chat import messages_plan, prompt_chat
-from gateway.messages.schema import MessagesRequest, Prompt
+from gateway.messages.schema import MessageAnswer, MessagesRequest, Prompt
 from gateway.serving import Gateway
-from shared.telemetry.request_id import current_request_id
+from shared.telemetry.tracing import current_request_id
 
 
 def add_message_routes(app: FastAPI, gateway: Gateway) -> None:

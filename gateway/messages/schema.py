@@ -1,12 +1,13 @@
-"""The JSON bodies of Anthropic's messages interface."""
+"""Bodies of Anthropic's `/v1/messages`, and of its answers."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
-from gateway.schema import Body, ContentPart, Flag, Items, SharedFields, Speculation
+from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings
+from gateway.schema import Body, ContentPart, Flag, Items, SharedFields, Speculation, Thinking
 
 
 class Block(Body):
@@ -48,13 +49,6 @@ class ToolChoice(Body):
     disable_parallel_tool_use: Flag = False
 
 
-class Thinking(Body):
-    """Whether the model thinks before it answers; off unless given."""
-
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-
-
 class ContextEdit(Body):
     """Something to be left out of the turns."""
 
@@ -77,6 +71,7 @@ class Prompt(Body):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
 
 
@@ -105,3 +100,53 @@ class MessagesRequest(Prompt, SharedFields):
         default=None, description="the older place of `output_config.format`"
     )
     speculation: Speculation | None = None
+
+
+class TextBlock(Answered):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Answered):
+    """The model's reasoning before its answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field(description="empty: nothing signs thoughts here")
+
+
+class ToolUseBlock(Answered):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any = Field(description="the arguments; empty where they were cut off")
+
+
+class MessageUsage(Answered):
+    """Tokens of a message; cached ones are not among `input_tokens`."""
+
+    input_tokens: NonNegativeInt
+    cache_read_input_tokens: NonNegativeInt
+    cache_creation_input_tokens: NonNegativeInt
+    output_tokens: NonNegativeInt
+
+
+class MessageAnswer(Answered):
+    """Answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    system_fingerprint: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None = Field(description="the one that ended the text")
+    usage: MessageUsage
+    metrics: AnswerMetrics
+    timings: Timings
+    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.api_keys import check_may_operate
 from gateway.failures import Problem
 from gateway.native.schema import (
     DiskUpdate,
@@ -28,7 +29,6 @@ from gateway.native.schema import (
     UpdateBracket,
     WeightCheck,
 )
-from gateway.quota import check_may_operate
 from gateway.serving import Gateway
 from shared.errors import (
     FailedPrecondition,
@@ -111,7 +111,7 @@ class RolloutRoutes:
             if mode == "abort":
                 # They hold first, and answers end with all that had been drawn.
                 await _each(admins, lambda admin: admin.pause("in_place"))
-                self._gateway.open_answers.abort_all()
+                self._gateway.open_answers.abort(None)
             counts = await _each(admins, lambda admin: admin.pause(mode))
             return {"num_paused_requests": sum(counts)}
 
@@ -131,7 +131,7 @@ class RolloutRoutes:
 
         async def work(admins: list[TargetAdmin]) -> Reply:
             if body.abort_all_requests:
-                self._gateway.open_answers.abort_all()
+                self._gateway.open_answers.abort(None)
             update = _rolling if body.rolling else _at_once
             return await update(admins, source, body.weight_version or "")
 

@@ -1,4 +1,4 @@
-"""SGLang's routes about the server itself: model, figures, cache, abort."""
+"""Routes about the server: its model, its load, its speculation, its caches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,55 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.api_keys import check_may_operate, current_quota
 from gateway.event_stream import whole_answer
 from gateway.failures import Problem
+from gateway.metrics import INTERVAL_S
 from gateway.native.schema import AbortRequest
-from gateway.quota import check_may_operate, current_quota
 from gateway.schema import CompletionRequest
 from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.rpc.admin_client import TargetAdmin, TargetStatus
-from shared.telemetry.request_id import current_request_id
+from shared.telemetry.tracing import current_request_id
+
+
+def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the route."""
+
+    @app.get("/speculation_history", tags=["server"])
+    async def speculation_history(model: str | None = None) -> dict[str, Any]:
+        name, _ = gateway.pool.model(model)
+        served = [
+            found
+            for found in await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
+            if found is not None and gateway.pool.served_name(found) == name
+        ]
+        changes = sorted(
+            (each for found in served for each in found.weight_changes),
+            key=lambda each: each.time_s,
+        )
+        return {
+            "model": name,
+            "weight_versions": sorted({found.weight_version for found in served}),
+            "interval_s": INTERVAL_S,
+            "intervals": [
+                {
+                    "begin_time": each.begin_s,
+                    "verified_round_count": each.num_verified_rounds,
+                    "accepted_token_count": each.num_accepted,
+                }
+                for each in gateway.metrics.acceptance.intervals(name)
+            ],
+            "weight_changes": [
+                {
+                    "time": each.time_s,
+                    "algorithm": each.algorithm or None,
+                    "weight_version": each.version,
+                }
+                for each in changes
+            ],
+        }
 
 
 def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -41,7 +80,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/server_info", tags=["server"])
     @app.get("/get_server_info", tags=["server"])
     async def server_info() -> dict[str, Any]:
-        speculation = gateway.metrics.speculation
+        speculation = gateway.metrics.acceptance.total
         statuses = [each for each in await target_statuses(gateway) if each is not None]
         first = statuses[0] if statuses else None
         return {
@@ -125,7 +164,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         quota = current_quota.get()
         owner = None if quota is None or quota.scope.may_operate else quota.name
         if body.abort_all:
-            return {"aborted_request_count": gateway.open_answers.abort_all(owner)}
+            return {"aborted_request_count": gateway.open_answers.abort(None, owner)}
         if not body.rid:
             message = "rid names no request; give one, or abort_all"
             raise InvalidArgument.of("RID_MISSING", "rid", message)

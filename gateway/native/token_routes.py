@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 
 from gateway.generation import TargetModel
+from gateway.limits import off_loop
 from gateway.native.schema import DetokenizeRequest, TokenizeRequest
-from gateway.off_loop import off_loop
 from gateway.refusals import KnownFields
 from gateway.schema import ChatCompletionRequest
 from gateway.serving import Gateway

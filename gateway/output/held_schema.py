@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.output.argument_types import own_types, property_schema, resolved
+from gateway.output.arguments import own_types, property_schema, resolved
 from shared.errors import InvalidArgument
-from shared.json_schema import JsonSchema, edited
+from shared.grammar import JsonSchema, edited
 
 # What the target's grammars do not know, each with the values that ask for nothing.
 _UNHELD: Mapping[str, Sequence[Any]] = {

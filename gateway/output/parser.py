@@ -1,11 +1,327 @@
-"""Tells the parts of one output apart while it streams."""
+"""Tells the parts of one output apart while it streams: text, reasoning and tool calls.
+
+A format is a coroutine that reads and waits for more text. Every method of `Reader` that may wait
+is a generator: `yield from` it. Where the pieces are cut has no effect on what is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
-from gateway.output.parts import Format, Part, Parts
-from gateway.output.reader import Reader
+from shared.text import held_length
+
+T = TypeVar("T")
+Waiting = Generator[None, None, T]
+Emit = Callable[[str], None]
+
+_SPACE = " \t\r\n"
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
+_AFTER_SCALAR = re.compile(r"[,}\]\s]")
+
+Steps: TypeAlias = Generator[None, None, None]
+"""A format at work: it reads, adds parts, and yields where it needs more text."""
+
+
+class Reader:
+    """Text that has arrived and is not read yet.
+
+    Attributes:
+        num_fed: characters that have arrived since the start.
+    """
+
+    def __init__(self) -> None:
+        self.num_fed = 0
+        self._text = ""
+        self._has_ended = False
+
+    @property
+    def num_read(self) -> int:
+        """Characters read since the start."""
+        return self.num_fed - len(self._text)
+
+    def feed(self, text: str) -> None:
+        """Adds text."""
+        self._text += text
+        self.num_fed += len(text)
+
+    def end(self) -> None:
+        """There will be no more."""
+        self._has_ended = True
+
+    def copy_until(self, markers: Sequence[str], emit: Emit) -> Waiting[str | None]:
+        """Hands text to `emit` up to the first marker, and reads past that.
+
+        Text that may be the beginning of a marker is held back.
+
+        Returns:
+            The marker; None at the end of the text.
+        """
+        while True:
+            found = [(start, m) for m in markers if (start := self._text.find(m)) >= 0]
+            if found:
+                start, marker = min(found)
+                self._emit(start, emit)
+                self._text = self._text[len(marker) :]
+                return marker
+            num_held = 0 if self._has_ended else held_length(self._text, markers)
+            self._emit(len(self._text) - num_held, emit)
+            if self._has_ended:
+                return None
+            yield
+
+    def take_until(self, markers: Sequence[str]) -> Waiting[tuple[str, str | None]]:
+        """Returns the text up to the first marker, and the marker; None at the end."""
+        parts: list[str] = []
+        marker = yield from self.copy_until(markers, parts.append)
+        return "".join(parts), marker
+
+    def take(self, text: str) -> Waiting[bool]:
+        """Reads past `text` if it comes next; returns whether it did."""
+        while True:
+            if self._text.startswith(text):
+                self._text = self._text[len(text) :]
+                return True
+            if self._has_ended or not text.startswith(self._text):
+                return False
+            yield
+
+    def take_space(self) -> Waiting[str]:
+        """Reads past white space and returns it."""
+        space = ""
+        while True:
+            rest = self._text.lstrip(_SPACE)
+            space += self._text[: len(self._text) - len(rest)]
+            self._text = rest
+            if rest or self._has_ended:
+                return space
+            yield
+
+    def take_to(self, end: re.Pattern[str]) -> Waiting[str]:
+        """Returns the text before the first match of a pattern of one character, which stays."""
+        text = ""
+        while True:
+            match = end.search(self._text)
+            length = len(self._text) if match is None else match.start()
+            text += self._text[:length]
+            self._text = self._text[length:]
+            if match is not None or self._has_ended:
+                return text
+            yield
+
+    def unread(self, text: str) -> None:
+        """Puts text back, to be read again."""
+        self._text = text + self._text
+
+    def peek(self) -> Waiting[str]:
+        """Returns the next character without reading it; empty at the end."""
+        while not self._text and not self._has_ended:
+            yield
+        return self._text[:1]
+
+    def rest(self) -> str:
+        """Reads and returns everything that has arrived."""
+        text, self._text = self._text, ""
+        return text
+
+    def copy_json(self, emit: Emit) -> Waiting[bool]:
+        """Hands one JSON value to `emit` as it comes; returns whether it came to its end."""
+        first = yield from self.peek()
+        if first == '"':
+            return (yield from self._copy_string(emit))
+        if first not in ("{", "["):
+            return (yield from self._copy_scalar(emit))
+        depth = 0
+        while True:
+            match = _STRUCTURE.search(self._text)
+            if match is None:
+                self._emit(len(self._text), emit)
+                if self._has_ended:
+                    return False
+                yield
+                continue
+            if match[0] == '"':
+                self._emit(match.start(), emit)
+                if not (yield from self._copy_string(emit)):
+                    return False
+                continue
+            depth += 1 if match[0] in "{[" else -1
+            self._emit(match.end(), emit)
+            if depth == 0:
+                return True
+
+    def take_json(self) -> Waiting[str]:
+        """Returns one JSON value as it is written, perhaps cut off."""
+        parts: list[str] = []
+        yield from self.copy_json(parts.append)
+        return "".join(parts)
+
+    def _copy_string(self, emit: Emit) -> Waiting[bool]:
+        self._emit(1, emit)  # the opening quote
+        while True:
+            match = _IN_STRING.search(self._text)
+            if match is not None and match[0] == '"':
+                self._emit(match.end(), emit)
+                return True
+            if match is not None and match.end() < len(self._text):
+                self._emit(match.end() + 1, emit)
+                continue
+            # A backslash waits for what it escapes.
+            self._emit(len(self._text) if match is None else match.start(), emit)
+            if self._has_ended:
+                self._emit(len(self._text), emit)
+                return False
+            yield
+
+    def _copy_scalar(self, emit: Emit) -> Waiting[bool]:
+        while True:
+            match = _AFTER_SCALAR.search(self._text)
+            self._emit(len(self._text) if match is None else match.start(), emit)
+            if match is not None or self._has_ended:
+                return match is not None
+            yield
+
+    def _emit(self, length: int, emit: Emit) -> None:
+        text, self._text = self._text[:length], self._text[length:]
+        if text:
+            emit(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text meant for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text the model thinks with."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call of a tool, of which the name is known.
+
+    Attributes:
+        index: of the call in the output, from 0.
+    """
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments. All of them joined are what the model wrote, JSON if it is."""
+
+    index: int
+    text: str
+
+
+Part: TypeAlias = Content | Reasoning | CallBegun | CallArguments
+
+
+class Parts:
+    """Collects the parts that a format finds.
+
+    White space around calls and after reasoning is layout, not content; that of a plain answer is
+    kept.
+
+    Attributes:
+        is_reasoning: whether the text that comes now is reasoning.
+    """
+
+    def __init__(self, reader: Reader, new_call_id: Callable[[], str]) -> None:
+        self._reader = reader
+        self._new_call_id = new_call_id
+        self._found: list[Part] = []
+        self._is_reasoning = False
+        self._turns: list[int] = []
+        self._num_calls = 0
+        self._space = ""
+        self._is_margin = True
+        self._is_set_apart = False
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._is_reasoning
+
+    @is_reasoning.setter
+    def is_reasoning(self, value: bool) -> None:
+        if value != self._is_reasoning:
+            self._is_reasoning = value
+            self._turns.append(self._reader.num_read)
+
+    def take_turns(self) -> list[int]:
+        """Returns the characters read at each change of `is_reasoning` since the last time."""
+        turns, self._turns = self._turns, []
+        return turns
+
+    def content(self, text: str) -> None:
+        """Adds text for the user."""
+        if self._is_margin:
+            text = self._space + text
+            if not text.strip():
+                self._space = text
+                return
+            text = text.lstrip() if self._is_set_apart else text
+            self._is_margin, self._space = False, ""
+        self._add(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Adds reasoning."""
+        if text:
+            self._is_set_apart = True
+            self._add(Reasoning(text))
+
+    def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
+        """Adds a call; returns what takes its arguments.
+
+        Args:
+            call_id: that the model wrote itself.
+        """
+        index = self._num_calls
+        self._num_calls += 1
+        self._is_margin, self._is_set_apart, self._space = True, True, ""
+        self._found.append(CallBegun(index, call_id or self._new_call_id(), name))
+
+        return lambda text: self._add(CallArguments(index, text))
+
+    def _add(self, part: Content | Reasoning | CallArguments) -> None:
+        """Adds text, to the last part where that is of the same kind."""
+        last = self._found[-1] if self._found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            self._found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            self._found[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            self._found[-1] = CallArguments(part.index, last.text + part.text)
+        elif part.text:
+            self._found.append(part)
+
+    def finish(self) -> None:
+        """Adds what an answer of white space alone consists of."""
+        if self._is_margin and not self._is_set_apart and self._space:
+            self._found.append(Content(self._space))
+        self._space = ""
+
+    def take(self) -> list[Part]:
+        """Returns the parts found since the last call."""
+        found, self._found = self._found, []
+        return found
+
+
+Format: TypeAlias = Callable[[Reader, Parts], Steps]
 
 
 class OutputParser:

@@ -6,10 +6,8 @@ import json
 import re
 from collections.abc import Collection
 
-from gateway.output.argument_types import literal_value
-from gateway.output.argument_writer import ArgumentWriter
-from gateway.output.parts import Format, Parts, Steps
-from gateway.output.reader import Reader, Waiting
+from gateway.output.arguments import ArgumentWriter, literal_value
+from gateway.output.parser import Format, Parts, Reader, Steps, Waiting
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"

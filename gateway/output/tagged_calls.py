@@ -12,10 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.output.argument_types import Schema, argument_json, property_schema, types_of
-from gateway.output.argument_writer import ArgumentWriter
-from gateway.output.parts import Format, Parts, Steps
-from gateway.output.reader import Reader, Waiting
+from gateway.output.arguments import (
+    ArgumentWriter,
+    Schema,
+    argument_json,
+    property_schema,
+    types_of,
+)
+from gateway.output.parser import Format, Parts, Reader, Steps, Waiting
 
 _AFTER_NAME = re.compile(r"[^\w.-]")
 

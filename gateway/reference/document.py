@@ -1,16 +1,23 @@
-"""The OpenAPI document, with the statuses and content types that the routes really answer with.
-
-FastAPI knows the bodies of requests. It takes 422 for the status of a wrong one, and does not know
-what middleware and our own errors answer.
-"""
+"""The OpenAPI document of the gateway's routes, and the page of their fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+import jinja2
+from fastapi import FastAPI, Request
+from starlette.responses import Response
 
+_PREFIX = "#/components/schemas/"
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "x-content-type-options": "nosniff",
+}
 Schema = dict[str, Any]
 _STREAMED = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
@@ -73,6 +80,107 @@ _ERRORS: dict[str, Schema] = {
         },
     },
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """A type in words; `schema` is the one it names, if any."""
+
+    text: str
+    schema: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaField:
+    """A property of an object."""
+
+    name: str
+    types: tuple[Type, ...]
+    is_required: bool
+    description: str
+
+
+def fields(schema: Mapping[str, Any]) -> tuple[SchemaField, ...]:
+    """Returns the properties of an object in their order."""
+    required = schema.get("required", ())
+    return tuple(
+        SchemaField(name, types(each), name in required, each.get("description", ""))
+        for name, each in schema.get("properties", {}).items()
+    )
+
+
+def types(schema: Mapping[str, Any]) -> tuple[Type, ...]:
+    """Returns what a value may be, each alternative once. Null, which means absent, is left out."""
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if alternatives:
+        found = [each for one in alternatives for each in types(one)]
+    else:
+        found = [_type(schema)]
+    return tuple(dict.fromkeys(each for each in found if each.text != "null"))
+
+
+def _type(schema: Mapping[str, Any]) -> Type:
+    if "$ref" in schema:
+        name = str(schema["$ref"]).removeprefix(_PREFIX)
+        return Type(name, name)
+    if "const" in schema:
+        return Type(repr(schema["const"]))
+    if "enum" in schema:
+        return Type(" | ".join(map(repr, schema["enum"])))
+    if schema.get("type") == "array":
+        items = types(schema.get("items", {}))
+        text = " or ".join(each.text for each in items)
+        return Type(f"list of {text}", next((each.schema for each in items if each.schema), None))
+    return Type(str(schema.get("type", "any")))
+
+
+def add_reference_routes(app: FastAPI) -> None:
+    """Adds the page. It asks for no key, like the document."""
+    content = ""
+
+    async def page(_request: Request) -> Response:
+        nonlocal content
+        content = content or render(app.openapi())
+        return Response(content, headers=_HEADERS, media_type="text/html")
+
+    app.add_route("/docs", page, methods=["GET"], include_in_schema=False)
+
+
+def render(document: dict[str, Any]) -> str:
+    """Returns the page of an OpenAPI document."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        document=document,
+        groups=_groups(document),
+        schemas=sorted(document["components"]["schemas"].items()),
+        fields=fields,
+        types=types,
+    )
+
+
+def _groups(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the operations by their tag, in the order of the document."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            entry = {**operation, "path": path, "method": method.upper(), "body": _body(operation)}
+            entry["answer"] = _json(operation["responses"].get("200", {}))
+            groups.setdefault(operation["tags"][0], []).append(entry)
+    return groups
+
+
+def _body(operation: dict[str, Any]) -> dict[str, Any] | None:
+    return _json(operation.get("requestBody", {}))
+
+
+def _json(message: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the schema of a request's or an answer's JSON, if it says any."""
+    content = message.get("content", {}).get("application/json", {})
+    schema: dict[str, Any] | None = content.get("schema")
+    return schema or None
 
 
 class DocumentedApp(FastAPI):

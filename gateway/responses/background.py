@@ -8,15 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from gateway.answer import Answer
-from gateway.failures import Problem
-from gateway.inbox import Aborted
-from gateway.quota import current_quota
+from gateway.api_keys import current_quota
+from gateway.failures import Aborted, Problem
 from gateway.responses.answer import ResponseChunks
-from gateway.responses.chat import ResponsePlan
-from gateway.responses.keeping import keep
+from gateway.responses.chat import ResponsePlan, keep
 from gateway.responses.store import ResponseStore, StoredResponse
 from shared.errors import OutriderError, QueueFull
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 
 _MAX_RUNNING = 256
 

@@ -10,14 +10,16 @@ import asyncio
 import logging
 import sqlite3
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 
+from gateway.responses.schema import InputItem
 from shared.errors import InvalidArgument, NotFound, SettingsError, Unavailable
 
 Item = dict[str, Any]
@@ -51,6 +53,15 @@ SELECT chain.id, entries.size, json_extract(entries.body, '$.status')
 FROM chain LEFT JOIN entries ON entries.id = chain.id AND entries.owner = ? ORDER BY age DESC
 """
 _STOPPED = '{"code": "server_error", "message": "the gateway stopped before the response ended"}'
+
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
+Order = Literal["asc", "desc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,11 +473,79 @@ class ResponseStore:
         self._put(owner, body, None, left, None)
 
 
+_KINDS = {"chatcmpl": "Completion", "conv": "Conversation", "resp": "Response"}
+
+
 def _missing(entry_id: str) -> NotFound:
-    message = f"there is no {entry_id[:128]!r} here; it may have been deleted or dropped for space"
+    kind = _KINDS.get(entry_id.partition("_")[0].partition("-")[0], "Item")
+    message = (
+        f"{kind} with id {entry_id[:128]!r} not found. It may have been deleted, also for space."
+    )
     return NotFound(message, reason="RESPONSE_NOT_STORED")
 
 
 def _log_failure(done: Any) -> None:
     if (error := done.exception()) is not None:
         _log.error("a response was not kept: %s", error)
+
+
+def stored_items(given: str | Sequence[InputItem] | None) -> list[Item]:
+    """Returns what a client gave as items of their own."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [InputItem(type="message", role="user", content=given)]
+    return [_stored(item) for item in given]
+
+
+def _stored(item: InputItem) -> Item:
+    stored: dict[str, Any] = {"type": item.type, **item.model_dump(exclude_none=True)}
+    stored.setdefault("id", f"{_PREFIXES.get(item.type, 'item')}_{uuid.uuid4().hex}")
+    if item.type in ("message", "function_call", "function_call_output", "reasoning"):
+        stored.setdefault("status", "completed")
+    if item.type == "message":
+        stored["content"] = _parts(item)
+    if item.type == "reasoning":
+        stored.setdefault("summary", [])
+    return stored
+
+
+def _parts(item: InputItem) -> list[dict[str, Any]]:
+    is_output = item.role == "assistant"
+    kind = "output_text" if is_output else "input_text"
+    if isinstance(item.content, list):
+        given = [part.model_dump(exclude_none=True) for part in item.content]
+    else:
+        given = [{"type": kind, "text": item.content or ""}]
+    if not is_output:
+        return given
+    return [{"annotations": [], "logprobs": [], **part} for part in given]
+
+
+def item_list(items: Sequence[Item], after: str | None, limit: int, order: Order) -> dict[str, Any]:
+    """Returns a page of items that are given oldest first.
+
+    Raises:
+        InvalidArgument: none of them has the id `after`.
+    """
+    ordered = list(items if order == "asc" else reversed(items))
+    start = 0
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            message = f"after is {after[:128]!r}; no item has that id"
+            raise InvalidArgument.of("FIELD_INVALID", "after", message)
+        start = ids.index(after) + 1
+    return listed(ordered[start:], limit)
+
+
+def listed(found: Sequence[Item], limit: int) -> dict[str, Any]:
+    """Returns the page that some items begin with."""
+    page = found[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(found) > limit,
+    }

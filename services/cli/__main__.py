@@ -75,10 +75,9 @@ def main() -> int:
 
 
 def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
-    from services.gpus import num_gpus
     from services.serve import serve
     from services.serve_line import help_text
-    from services.serve_plan import make_plan
+    from services.serve_plan import make_plan, num_gpus
 
     if _HELP.intersection(arguments):
         print(help_text())
@@ -90,9 +89,8 @@ def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
-    from services.gpus import num_gpus
     from services.serve_line import help_text
-    from services.serve_plan import make_plan
+    from services.serve_plan import make_plan, num_gpus
 
     if _HELP.intersection(arguments):
         print(help_text())

@@ -22,8 +22,7 @@ from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 from shared.telemetry.round_log import open_round_log
 from shared.telemetry.tracing import tracer_for
-from shared.telemetry.wire_meter import WireMeter
-from shared.telemetry.wire_metrics import WireMetrics
+from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
 if TYPE_CHECKING:
     from services.followers import Followers

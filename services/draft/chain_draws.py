@@ -15,7 +15,7 @@ from services.draft.draft_scores import DraftScores, Path
 from services.draft.sequence import DraftSequence
 from shared.speculation.noise import fresh_seeds
 from shared.speculation.rejection import DrawnChain
-from shared.speculation.upload import uploaded
+from shared.speculation.row_sampling import uploaded
 from shared.speculation.verify import coupled_draw
 from shared.tokens import TokenTree, TreeShape
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from services.draft.sequence import DraftSequence
 from shared.kv.upload import uploaded_numbers
-from shared.speculation.confidence import coupled_confidence, point_mass_confidence
+from shared.speculation.distributions import coupled_confidence, point_mass_confidence
 from shared.speculation.noise import gumbel_noise
-from shared.speculation.penalties import TokenCounts, count_committed
-from shared.speculation.row_sampling import RowSampling, row_sampling
+from shared.speculation.row_sampling import RowSampling, TokenCounts, count_committed, row_sampling
 from shared.tokens import TokenTree
 
 Path = tuple[int, ...]

@@ -19,8 +19,7 @@ from shared.errors import InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.sampling import sampling_from_message
-from shared.rpc.trees import shape_message, tree_message
+from shared.rpc.requests import sampling_from_message, shape_message, tree_message
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.

@@ -21,7 +21,7 @@ def feature_layers(settings: DraftSettings) -> tuple[int, ...]:
     if settings.algorithm is Algorithm.MTP:
         return (target.num_layers + 1,)
     if settings.algorithm is Algorithm.DFLASH:
-        from shared.models.heads.dflash_config import DflashConfig
+        from shared.models.heads.dflash import DflashConfig
 
         return DflashConfig.from_folder(settings.model_folder, target).feature_layers
     from shared.models.heads.config import HeadConfig, HeadKind

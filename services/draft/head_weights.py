@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter
@@ -92,6 +92,7 @@ class HeadWeights:
         itself is a copy within the device."""
         from services.draft.drafters.standalone import StandaloneDrafter
         from shared.models.loader import load_decoder
+        from shared.models.weights import BESIDE_STEPS
 
         assert isinstance(self._drafter, StandaloneDrafter)
         running = self._drafter.decoder
@@ -103,6 +104,7 @@ class HeadWeights:
             dtype=running.dtype,
             device=running.device,
             options=self._settings.model_options,
+            pace=BESIDE_STEPS,
         )
         return running, new
 
@@ -111,18 +113,24 @@ class HeadWeights:
         from services.draft.drafters.eagle import EagleDrafter
         from shared.models.config import ModelConfig
         from shared.models.heads.config import HeadKind
-        from shared.models.heads.lent_tensors import LentTensors
         from shared.models.heads.loader import load_head
         from shared.models.heads.mtp_loader import load_mtp
+        from shared.models.heads.target_tensors import LentTensors
+        from shared.models.weights import BESIDE_STEPS
 
         assert isinstance(self._drafter, EagleDrafter)
         running, settings = self._drafter.head, self._settings
         lent = LentTensors(running, ModelConfig.from_folder(settings.target_folder))
-        dtype, device, options = running.dtype, running.device, settings.model_options
+        how: dict[str, Any] = {
+            "dtype": running.dtype,
+            "device": running.device,
+            "options": settings.model_options,
+            "pace": BESIDE_STEPS,
+        }
         if settings.algorithm is Algorithm.MTP:
-            return running, load_mtp(folder, lent, dtype=dtype, device=device, options=options)
+            return running, load_mtp(folder, lent, **how)
         kind = HeadKind(settings.algorithm.value)
-        new = load_head(folder, kind, lent, dtype=dtype, device=device, options=options)
+        new = load_head(folder, kind, lent, **how)
         if kind is HeadKind.EAGLE:  # its lm_head is what a token map left of the target's
             known = running.vocabulary
             vocabulary = replace(new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head)

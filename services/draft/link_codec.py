@@ -26,11 +26,14 @@ from services.draft.feature_codec import bad_features, rows_from_message
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.candidates import add_candidates
-from shared.rpc.columns import ColumnReader
-from shared.rpc.sampling import sampling_from_message
-from shared.rpc.trees import shape_message
-from shared.rpc.verdicts import malformed_verdicts, opening_wish, verdicts_from_message
+from shared.rpc.columns import (
+    ColumnReader,
+    add_candidates,
+    malformed_verdicts,
+    opening_wish,
+    verdicts_from_message,
+)
+from shared.rpc.requests import sampling_from_message, shape_message
 from shared.tokens import Verdict
 
 if TYPE_CHECKING:

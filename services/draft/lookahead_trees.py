@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from services.draft.drafters.tail import Tail, TailNode
 from services.draft.fan_out import FanOut
-from services.draft.rank_shares import RankShares
+from services.draft.likely_verdicts import RankShares
 from shared.tokens import TokenTree, TreeShape
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import Opening
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.telemetry.histogram import StepHistogram
-from shared.telemetry.request_id import NO_REQUEST, current_request_id
 from shared.telemetry.round_log import RoundLog
-from shared.telemetry.tracing import NO_TRACER, Span, Tracer
+from shared.telemetry.tracing import NO_REQUEST, NO_TRACER, Span, Tracer, current_request_id
+from shared.telemetry.vllm_metrics import StepHistogram
 from shared.tokens import Outcome, Verdict
 
 log = logging.getLogger(__name__)

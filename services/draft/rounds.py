@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.draft.answers import Answers
+from services.draft.candidates import Answers
 from services.draft.deficit_round_robin import DeficitRoundRobin
 from services.draft.drafters.drafter import Drafter, Lookahead, Proposal
 from services.draft.drafters.whole_trees import grows_whole

@@ -10,15 +10,18 @@ from pathlib import Path
 
 from services.draft.algorithm import Algorithm
 from services.draft.fan_out import MAX_BUDGET, FanOut
-from services.draft.model_folders import DEMO_TARGET, default_model_folder, has_next_token_layers
-from services.draft.settings_problems import missing_model, settings_problems
-from services.draft.shapes import (
+from services.draft.settings_problems import (
     CHAIN_SHAPE,
+    DEMO_TARGET,
     MAX_TREE_DEPTH,
     GivenShape,
     completed,
     completed_ngram,
+    default_model_folder,
+    has_next_token_layers,
+    missing_model,
     model_shape,
+    settings_problems,
 )
 from shared.errors import SettingsError
 from shared.hub import local_path
@@ -31,9 +34,8 @@ from shared.model_options import (
     ModelOptions,
     Quantisation,
 )
-from shared.ngram.index import MatchType, NgramOptions
-from shared.service_settings import DialingSettings
-from shared.settings import load_settings, setting
+from shared.ngram import MatchType, NgramOptions
+from shared.settings import DialingSettings, load_settings, setting
 from shared.tokens import TreeShape
 
 COMPILED_SEQUENCES = 32

@@ -19,14 +19,14 @@ from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft
 from services.embedded_settings import embedded_settings
 from services.followers import Followers
-from services.target.draft_metrics import WantedMetrics, engine_statuses
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DraftPlacement
-from services.target.metrics import TargetMetrics, engine_figures
+from services.target.metrics import TargetMetrics, WantedMetrics, engine_figures, engine_statuses
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings, with_local_model
 from services.target.tensor_parallel import start_followers
 from shared.errors import OutriderError
+from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings, split_arguments
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
@@ -34,9 +34,7 @@ from shared.telemetry.round_log import open_round_log
 from shared.telemetry.start_up import IMPORTS, SERVING, log_process_age, start_phase
 from shared.telemetry.tracing import tracer_for
 from shared.telemetry.vllm_metrics import VllmMetrics
-from shared.telemetry.wire_meter import WireMeter
-from shared.telemetry.wire_metrics import WireMetrics
-from shared.tokenizer_files import tokenizer_sha256
+from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
 # How long a busy event loop may keep the interpreter from the engine's thread, which then launches
 # late: Python's own 5 ms are longer than a step.
@@ -45,12 +43,9 @@ _SWITCH_INTERVAL_S = 0.0005
 
 def main() -> None:
     """Runs the target until SIGINT or SIGTERM."""
-    # Modules stay. A full collection that walks what they hold, some 200,000 objects with torch,
-    # takes 50 ms, in which no thread launches a step or sends a token.
-    gc.freeze()
+    tune_interpreter()
     try:
         settings, draft_settings = read_settings(sys.argv[1:], os.environ)
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         configure_logs("target", level=settings.log_level, log_format=settings.log_format)
         log_process_age(IMPORTS)
         # Of the process, so a draft it hosts has no say.
@@ -58,6 +53,14 @@ def main() -> None:
         uvloop.run(_serve(settings, draft_settings))
     except OutriderError as error:
         sys.exit(f"outrider-target: {error.message}")
+
+
+def tune_interpreter() -> None:
+    """Has Python hold up no step; once everything is imported."""
+    # Modules stay. A full collection that walks what they hold, some 200,000 objects with torch,
+    # takes 50 ms, in which no thread launches a step or sends a token.
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def read_settings(

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from shared.tokens import TreeShape
 
-MEMORY = 0.98
-"""Share of its weight that a round's acceptance keeps when its level is tried again."""
+MEMORY, UNTRIED_MEMORY = 0.98, 0.995
+"""Share of their weight that the trials of a level keep in a round that tries it, and in others."""
+LEAST_TRIALS = 16.0
+"""Trials that others leave a level: what was seen last counts until it is seen again."""
 FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0
 """Acceptance that a level is taken to have before anything is known, and the trials it is worth."""
+FORGET_S = 30.0
+"""What was not seen for so long is hoped to be twice as good as when it was."""
 
 
 @dataclass(slots=True)
@@ -21,9 +25,21 @@ class _Level:
     trials: float = 0.0
     hits: float = 0.0
 
+    def add(self, num_trials: int, num_hits: int) -> None:
+        """A round tried the level so many times, perhaps none."""
+        memory = MEMORY
+        if not num_trials:
+            memory = UNTRIED_MEMORY if self.trials > LEAST_TRIALS else 1.0
+        self.trials = memory * self.trials + num_trials
+        self.hits = memory * self.hits + num_hits
+
 
 class Acceptance:
-    """Acceptance rate of each level after an accepted one, by breadth and kind of sampling."""
+    """Acceptance rate of each level after an accepted one, by breadth and kind of sampling.
+
+    What is known of levels and breadths that are not in use becomes uncertain by and by, so that
+    they are hoped to be better and tried again.
+    """
 
     def __init__(self) -> None:
         self._levels: dict[tuple[int, bool], list[_Level]] = {}
@@ -32,38 +48,48 @@ class Acceptance:
         """Counts rounds with trees of a shape by the nodes that each accepted."""
         if not accepted:
             return
-        levels = self._levels.setdefault((shape.topk, is_greedy), [])
+        own = self._levels.setdefault((shape.topk, is_greedy), [])
         depth = min(shape.num_steps, shape.max_node_count)
-        levels.extend(_Level() for _ in range(len(levels), depth))
-        for index, level in enumerate(levels[:depth]):
-            num_trials = sum(count >= index for count in accepted)
-            if not num_trials:
-                break
-            level.trials = MEMORY * level.trials + num_trials
-            level.hits = MEMORY * level.hits + sum(count > index for count in accepted)
+        own.extend(_Level() for _ in range(len(own), depth))
+        for (_, kind), levels in self._levels.items():
+            if kind is not is_greedy:
+                continue
+            for index, level in enumerate(levels):
+                num_trials = num_hits = 0
+                if levels is own and index < depth:
+                    num_trials = sum(count >= index for count in accepted)
+                    num_hits = sum(count > index for count in accepted)
+                level.add(num_trials, num_hits)
 
     def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
         """Returns the tokens that a round is expected to commit, bonus included.
 
-        A breadth that was never tried promises what the next one that was does.
-
         Args:
-            hope: added to the rate of every level.
+            hope: added to the rate of every level, with twice the standard deviation that a rate of
+                so few trials has at most; 0 adds neither.
         """
         total, survival = 1.0, 1.0
-        for rate in self.rates(shape, is_greedy=is_greedy):
-            survival *= min(rate + hope, 1.0)
+        for rate, num_trials in self._rates(shape, is_greedy=is_greedy):
+            margin = hope + 1.0 / math.sqrt(1.0 + num_trials) if hope else 0.0
+            survival *= min(rate + margin, 1.0)
             total += survival
         return total
 
     def rates(self, shape: TreeShape, *, is_greedy: bool) -> list[float]:
-        """Returns how often each level of a tree is accepted where the one before was."""
+        """Returns how often each level of a tree is accepted where the one before was.
+
+        A breadth that was never tried promises what the next one that was does.
+        """
+        return [rate for rate, _ in self._rates(shape, is_greedy=is_greedy)]
+
+    def _rates(self, shape: TreeShape, *, is_greedy: bool) -> list[tuple[float, float]]:
+        """Returns the rate of each level, and the trials behind it."""
         tried = [topk for topk, kind in self._levels if kind is is_greedy]
         nearest = min(tried, key=lambda topk: abs(math.log2(topk / shape.topk)), default=0)
         levels = self._levels.get((nearest, is_greedy), [])
-        rates, rate = list[float](), FIRST_RATE
+        rates, rate = list[tuple[float, float]](), FIRST_RATE
         for index in range(min(shape.num_steps, shape.max_node_count)):
             level = levels[index] if index < len(levels) else _Level()
             rate = (level.hits + FIRST_WEIGHT * rate) / (level.trials + FIRST_WEIGHT)
-            rates.append(rate)
+            rates.append((rate, level.trials))
         return rates

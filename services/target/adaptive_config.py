@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import SettingsError
-from shared.speculation_limits import TREE_STEPS, TREE_TOKENS
+from shared.sampling_defaults import TREE_STEPS, TREE_TOKENS
 from shared.tokens import TreeShape
 
 MAX_STEPS = TREE_STEPS.highest

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
 from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
 from services.target.engine_gauges import EngineGauges
@@ -25,7 +24,7 @@ from services.target.inbox import Inbox
 from services.target.requests.request import EventSink, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler
 from services.target.step_loop import StepLoop
-from services.target.step_report import StepReport
+from services.target.step_report import Clock, StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import RankStages
@@ -35,9 +34,9 @@ from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import Table
 from shared.runtime.device import launch_on
+from shared.runtime.memory import Shortage, is_shortage
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage, is_shortage
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.target.drafts.attachments import Attachments
-from services.target.rounds.round_standing import RoundStanding
+from services.target.rounds.round_steps import RoundStanding
 from services.target.scheduler import Scheduler
 from shared.kv.leases import KvLeases
 from shared.tokens import Choice, TreeShape

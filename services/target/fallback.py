@@ -6,9 +6,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from services.target.drafts.kept import narrowed
+from services.target.drafts.assignment import narrowed
 from services.target.sequence import Sequence
-from shared.ngram.index import Cursor, NgramIndex, NgramOptions
+from shared.ngram import Cursor, NgramIndex, NgramOptions
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
 
 OPTIONS = NgramOptions(max_trie_depth=8, capacity=1_000_000, min_match=2)

@@ -3,23 +3,210 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.draw import Decision, Draw
-from services.target.launched_step import LaunchedStep
-from services.target.prompt_scores import SplitLogits
-from services.target.step import UNREAD, kv_moves, sequence_rows
+from services.target.requests.request import PromptScored
+from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
-from shared.kv.batch import ForwardBatch, build_batch
-from shared.kv.decode_batch import DecodeBatches
-from shared.kv.upload import uploaded_pairs
+from shared.kv.batch import DecodeBatches, ForwardBatch, SequenceRows, build_batch
+from shared.kv.upload import Array, uploaded_numbers, uploaded_pairs
+from shared.runtime.host_copy import HostCopy
 from shared.runtime.runner import ModelRunner
+from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
+
+UNREAD = 0
+"""Stands for a token that is filled in on the device."""
+
+
+def sequence_rows(entry: ScheduledSequence) -> SequenceRows:
+    """Returns the rows of one scheduled sequence: its tokens, then tree nodes.
+
+    Logits are wanted of the rows that score prompt tokens, and, when the step reaches the last
+    token, of that and of every node. A pending token is `UNREAD`: the device has it.
+    """
+    sequence, tree, start = entry.sequence, entry.tree, entry.start
+    known = sequence.token_ids[start : start + entry.num_rows]
+    assert not (sequence.num_pending and len(tree)), "a tree cannot hang off an unread token"
+    last_position = start + entry.num_rows - 1
+    num_all = entry.num_rows + len(tree)
+    drawing = range(entry.num_rows - 1, num_all) if entry.is_complete else ()
+    return SequenceRows(
+        token_ids=[*known, *[UNREAD] * (entry.num_rows - len(known)), *tree.token_ids],
+        positions=[
+            *range(start, start + entry.num_rows),
+            *(last_position + depth for depth in tree.depths),
+        ],
+        kv_start=start,
+        pages=sequence.open_lease.pages,
+        prefix_length=start,
+        tail_mask=_tail_mask(entry) if len(tree) else None,
+        logit_rows=[*entry.scored, *drawing],
+    )
+
+
+def kv_moves(
+    entry: ScheduledSequence, accepted_nodes: SequenceOf[int], page_size: int
+) -> list[tuple[int, int]]:
+    """Returns (from, to) slots that bring the KV of the accepted path behind the committed tokens.
+
+    Nodes were computed in tree order; after the verdict the accepted ones must stand in path
+    order. Nodes that stand right already are left out.
+    """
+    node_slots = entry.slots(page_size)[entry.num_rows :]
+    return [
+        (node_slots[node], node_slots[place])
+        for place, node in enumerate(accepted_nodes)
+        if node != place
+    ]
+
+
+def _tail_mask(entry: ScheduledSequence) -> Array:
+    """Committed rows are causal; a node sees every committed row, its ancestors and itself."""
+    num_rows, tree = entry.num_rows, entry.tree
+    mask = np.tri(num_rows + len(tree), dtype=np.bool_)
+    mask[num_rows:, num_rows:] = False
+    for node, parent in enumerate(tree.parent_indices, num_rows):
+        if parent is not None:
+            mask[node] = mask[num_rows + parent]
+        mask[node, node] = True
+    return mask
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The log probabilities of the scoring rows of one step.
+
+    Attributes:
+        spans: for each sequence that scores, the positions of its tokens.
+    """
+
+    packed: HostCopy
+    spans: tuple[tuple[Sequence, range], ...]
+
+    def read(self) -> list[tuple[Sequence, PromptScored]]:
+        """Waits for the device and returns one event for each sequence."""
+        num_top = [_num_top(sequence) for sequence, span in self.spans for _ in span]
+        found = iter(unpacked_logprobs(self.packed.read(), num_top, _named(self.spans)))
+        return [
+            (sequence, PromptScored(span.start, tuple(next(found) for _ in span)))
+            for sequence, span in self.spans
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLogits:
+    """The logits of a step, those that score apart from those that draw.
+
+    Attributes:
+        drawing: `[L]` int64, the rows of `logits` that draw; None when all of them do.
+    """
+
+    logits: Tensor
+    drawing: Tensor | None
+    scores: PromptScores | None
+
+    def drawn_of(self, values: Tensor) -> Tensor:
+        """Returns those of the values of all rows `[L]` that belong to drawing rows."""
+        return values if self.drawing is None else values.index_select(0, self.drawing)
+
+    @classmethod
+    def of(cls, scheduled: SequenceOf[ScheduledSequence], logits: Tensor) -> SplitLogits:
+        """Queues the scores and counts their tokens as scored.
+
+        Args:
+            logits: `[L, V]`; of each sequence the scoring rows, then the drawing ones.
+        """
+        if not any(entry.scored for entry in scheduled):
+            return cls(logits, None, None)
+        scoring: list[int] = []
+        drawing: list[int] = []
+        token_ids: list[int] = []
+        spans: list[tuple[Sequence, range]] = []
+        row = 0
+        for entry in scheduled:
+            num_drawing = 1 + len(entry.tree) if entry.is_complete else 0
+            if entry.scored:
+                spans.append((entry.sequence, _scored_positions(entry)))
+                token_ids += [entry.sequence.token_ids[place] for place in spans[-1][1]]
+                scoring += range(row, row + len(entry.scored))
+                entry.sequence.next_scored = spans[-1][1].stop
+            row += len(entry.scored)
+            drawing += range(row, row + num_drawing)
+            row += num_drawing
+        index = uploaded_numbers([scoring, token_ids], logits.device)
+        width = max(_num_top(each) for each, _ in spans)
+        packed = packed_logprobs(logits.index_select(0, index[0]), index[1], width, _named(spans))
+        rows = uploaded_numbers(drawing, logits.device)
+        scores = PromptScores(HostCopy(packed), tuple(spans))
+        return cls(logits.index_select(0, rows), rows, scores)
+
+
+def _named(spans: Iterable[tuple[Sequence, range]]) -> list[SequenceOf[int]]:
+    """Returns the tokens that are wanted at each position beside the likeliest."""
+    return [sequence.request.logprob_token_ids for sequence, span in spans for _ in span]
+
+
+def _scored_positions(entry: ScheduledSequence) -> range:
+    """Returns the positions of the scored tokens: each one after its row."""
+    return range(entry.start + entry.scored.start + 1, entry.start + entry.scored.stop + 1)
+
+
+def _num_top(sequence: Sequence) -> int:
+    scoring = sequence.request.prompt_scoring
+    assert scoring is not None
+    return scoring.num_top
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """One step between its launch and the commit of its tokens.
+
+    Attributes:
+        drawn: the scheduled sequences that draw, in the order of the draw's rows.
+        draw: None when none does.
+        scores: log probabilities of prompt tokens; None when no sequence wants any.
+        num_rows: rows of the forward.
+        start_s: when it was planned.
+        allows_run_ahead: whether the next step can be launched before this one's tokens are read.
+        host_gap_s: how long the device had nothing to do before, because of the host.
+        retired: sequences that ended while the step was in flight. Their rows are thrown away,
+            their pages stay theirs until it is read.
+    """
+
+    plan: StepPlan
+    drawn: tuple[ScheduledSequence, ...]
+    draw: Draw | None
+    scores: PromptScores | None
+    num_rows: int
+    start_s: float
+    allows_run_ahead: bool
+    host_gap_s: float = 0.0
+    retired: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of sequences that had more than one token to compute."""
+        return sum(entry.num_rows for entry in self.plan.scheduled if entry.num_rows > 1)
+
+    def computes(self, sequence: Sequence) -> bool:
+        """Whether rows of `sequence` are in flight."""
+        return any(entry.sequence is sequence for entry in self.plan.scheduled)
+
+    def read(self) -> list[tuple[ScheduledSequence, Decision]]:
+        """Waits for the device; returns what became of every sequence that drew."""
+        decisions = [] if self.draw is None else self.draw.read()
+        for entry in self.drawn:
+            entry.sequence.num_pending -= 1
+        return list(zip(self.drawn, decisions, strict=True))
 
 
 class Launcher:
@@ -66,7 +253,7 @@ class Launcher:
             _allows_run_ahead(drawn, draw),
         )
 
-    def _packed(self, scheduled: Sequence[ScheduledSequence]) -> ForwardBatch:
+    def _packed(self, scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
         if all(entry.is_plain for entry in scheduled):
             sequences = [entry.sequence for entry in scheduled]
             return self._decode_batches.build(
@@ -77,7 +264,7 @@ class Launcher:
         rows = [sequence_rows(entry) for entry in scheduled]
         return build_batch(rows, page_size=self._runner.page_size, device=self._runner.device)
 
-    def keep_accepted(self, decided: Sequence[tuple[ScheduledSequence, Decision]]) -> None:
+    def keep_accepted(self, decided: SequenceOf[tuple[ScheduledSequence, Decision]]) -> None:
         """Brings KV and features of accepted nodes into path order."""
         moves = [
             move
@@ -89,7 +276,7 @@ class Launcher:
             self._features.move(*self._runner.move(moves))
 
 
-def _allows_run_ahead(drawn: Sequence[ScheduledSequence], draw: Draw | None) -> bool:
+def _allows_run_ahead(drawn: SequenceOf[ScheduledSequence], draw: Draw | None) -> bool:
     if draw is None:
         return True
     if draw.token_ids is None or any(each.node_indices for each in drawn):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import Protocol
 
 from grpc import aio
 
-from services.target.admin_messages import (
+from services.target.admin_service import (
+    TargetAdminServicer,
     attachment_message,
     gauge_values,
     target_settings,
@@ -21,12 +23,9 @@ from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.output_fingerprint import output_fingerprint
 from services.target.requests.admission import Admission
-from services.target.requests.generate_service import ServedModel, TargetServicer
+from services.target.requests.generate_service import RequestService, ServedModel, TargetServicer
 from services.target.requests.request_record import RequestRecorder
-from services.target.requests.request_service import RequestService
-from services.target.rollout_service import TargetAdminServicer
 from services.target.settings import TargetSettings
 from services.target.vllm.model_facts import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
@@ -42,15 +41,49 @@ from shared.pb.outrider.speculation.v1 import (
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.options import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
+from shared.rpc.channel import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
+from shared.rpc.lifecycle import Lifecycle, stop_servers
 from shared.rpc.server import bind, create_server
-from shared.rpc.shutdown import stop_servers
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
 from shared.version import package_version
+
+_SETTINGS = (
+    *("dtype", "quantization", "kv_cache_dtype", "attention_backend", "device", "tp_size"),
+    "ep_size",
+    *("enable_deterministic_inference", "verification_mode", "context_length"),
+    *("speculative_use_rejection_sampling", "speculative_use_block_verification"),
+    *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+)
+_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja")
+_NUM_SAMPLES = 16
+_SAMPLE_BYTES = 65_536
+
+
+def output_fingerprint(settings: TargetSettings) -> str:
+    """Returns 16 hexadecimal digits. Large files are known by their sizes and some of their bytes:
+    reading all of them would take as long as loading them."""
+    digest = hashlib.sha256()
+    for name in _SETTINGS:
+        digest.update(f"{name}={getattr(settings, name)}\n".encode())
+    folder = Path(settings.model_path)
+    for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+        if path.suffix in _SUFFIXES:
+            digest.update(f"{path.name}:{path.stat().st_size}\n".encode())
+            _add_samples(digest, path)
+    return digest.hexdigest()[:16]
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    step = max(size // _NUM_SAMPLES, _SAMPLE_BYTES)
+    with path.open("rb") as file:
+        for offset in range(0, size, step):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))
+
 
 logger = logging.getLogger(__name__)
 _TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]

@@ -11,10 +11,9 @@ from torch import Tensor
 from services.target.drafts.feature_store import captured_layers
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
-from shared.kernels.linear import LinearWeight
-from shared.kernels.steady import is_hopper
+from shared.kernels.linear import LinearWeight, is_hopper
 from shared.kv.pool import KvPool
-from shared.layers.memory import linears, num_saved_bytes
+from shared.layers.linear import linears, num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
 from shared.models.checkpoint import Checkpoint
@@ -26,9 +25,15 @@ from shared.runtime.device import device_named, dtype_named, kv_dtype_named, lau
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.lockstep import Leader
-from shared.runtime.memory import fraction_in_force, num_pages_for
+from shared.runtime.memory import (
+    CacheSize,
+    Shortage,
+    fraction_in_force,
+    in_words,
+    num_pages_for,
+    refusing_shortage,
+)
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import CacheSize, Shortage, in_words, refusing_shortage
 from shared.telemetry.start_up import start_phase
 
 logger = logging.getLogger(__name__)

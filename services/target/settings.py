@@ -13,8 +13,7 @@ from services.target.flag_choices import (
     VerificationChoice,
     VerificationMode,
 )
-from services.target.rounds.round_problems import round_problems
-from services.target.verification_problems import verification_problems
+from services.target.settings_problems import round_problems, verification_problems
 from shared.errors import SettingsError
 from shared.hub import local_path, shown_name
 from shared.model_options import (
@@ -27,8 +26,7 @@ from shared.model_options import (
     Quantisation,
     device_problems,
 )
-from shared.service_settings import ServiceSettings, tls_problems
-from shared.settings import setting
+from shared.settings import ServiceSettings, setting, tls_problems
 
 DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
 

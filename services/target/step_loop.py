@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
-from services.target.clock import Clock
-from services.target.committer import Committer
+from services.target.committer import Committer, StepCommits
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
@@ -22,21 +21,17 @@ from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_store import FeatureSpec, FeatureStores
 from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback, OwnTrees
-from services.target.host_gap import HostGap
-from services.target.launched_step import LaunchedStep
-from services.target.launcher import Launcher
+from services.target.launcher import LaunchedStep, Launcher
+from services.target.requests.event_stream import Subscriptions
 from services.target.requests.new_sequences import NewSequences
 from services.target.requests.request import EventSink, ModelLimits
-from services.target.requests.subscriptions import Subscriptions
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
-from services.target.rounds.selection_commits import SelectionCommits
-from services.target.rounds.selection_steps import SelectionSteps, Turn
+from services.target.rounds.selection_steps import SelectionCommits, SelectionSteps, Turn
 from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
-from services.target.step_commits import StepCommits
-from services.target.step_report import StepReport
+from services.target.step_report import Clock, HostGap, StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import MemoryTag, MovableMemory, WeightControl
 from services.target.weight_version import WeightVersion
@@ -112,6 +107,7 @@ class StepLoop:
             make_rounds=factory.rounds_of,
             forget=self._forget,
             runs_ahead=overlaps,
+            launches_late=runner.computes_aside,
             config=adaptive or DEFAULT_CONFIG,
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
@@ -175,6 +171,9 @@ class StepLoop:
         ahead. Returns whether there was anything to do."""
         if self.weights.is_paused:
             self._tell()  # what commands have left
+            return False
+        if self._until_launch_s() > 0.0:
+            self._subscriptions.deliver()  # what commands have left
             return False
         self._rounds.choose(self._settle)
         self._selections.choose()
@@ -272,6 +271,9 @@ class StepLoop:
         round_s = self._selections.patience_s()
         if round_s is not None:
             return round_s
+        until_launch_s = self._until_launch_s()
+        if until_launch_s > 0.0:
+            return until_launch_s
         if self.weights.is_paused:
             return None
         if not self._scheduler.num_running:
@@ -282,6 +284,10 @@ class StepLoop:
     def _until_ready_s(self) -> float:
         deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self._clock(), 0.0)
+
+    def _until_launch_s(self) -> float:
+        """Seconds in which nothing has to be launched, because a round is under way."""
+        return 0.0 if self._in_flight is not None else self._rounds.until_launch_s()
 
     def prepare_next(self) -> bool:
         """Makes something that a later step would have to wait for; returns whether there was

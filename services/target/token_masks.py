@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.target.grammars.matcher import GrammarMatcher, Mask
 from services.target.step_plan import ScheduledSequence
-from shared.speculation.token_masks import num_mask_words
+from shared.speculation.distributions import num_mask_words
 from shared.speculation.verify import AcceptedPath
 from shared.tokens import TokenTree
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
-from services.target.requests.subscriptions import Subscriptions
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.weight_stager import RankStages, StageCall, TableCall
@@ -26,7 +26,7 @@ from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import Table, table_rows
 from shared.models.weight_update import WeightStage, checksums, named_tensors
 from shared.runtime.host_copy import HostCopy
-from shared.runtime.shortage import Shortage, is_shortage
+from shared.runtime.memory import Shortage, is_shortage
 
 logger = logging.getLogger(__name__)
 

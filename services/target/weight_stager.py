@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,26 +184,28 @@ class WeightStager:
             FailedPrecondition: there is no such group, or it broke.
         """
         group, device = self._group(name), self._decoder.device
-        places = [tensor.empty(device) for tensor in tensors]
+        shapes = [tensor.empty(torch.device("meta")) for tensor in tensors]
+        problem: CheckpointError | None = None
         try:
-            if is_flattened:
-                flat = torch.empty(
-                    sum(place.nbytes for place in places), dtype=torch.uint8, device=device
-                )
-                dist.broadcast(flat, src=0, group=group)
-                _unflatten(flat, places)
-            else:
-                for place in places:
-                    dist.broadcast(place, src=0, group=group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            with _beside_steps(device):
+                if is_flattened:
+                    size_bytes = sum(shape.nbytes for shape in shapes)
+                    flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+                    dist.broadcast(flat, src=0, group=group)
+                    places: Iterable[torch.Tensor] = _unflattened(flat, shapes)
+                else:
+                    places = (_broadcast(shape, device, group) for shape in shapes)
+                # One after the other, so that the device holds no more than one beside the model.
+                for tensor, place in zip(tensors, places, strict=True):
+                    try:
+                        self.stage.add(tensor.name, place)
+                    except CheckpointError as error:
+                        problem = problem or error
         except RuntimeError as error:
             message = f"the group {name!r} broke before all of the update came: {error}"
             raise FailedPrecondition(message, reason="WEIGHT_GROUP_BROKE") from error
-        for tensor in tensors:
-            self.stage.check(tensor.name, tensor.shape)
-        for tensor, place in zip(tensors, places, strict=True):
-            self.stage.add(tensor.name, place.cpu())
+        if problem is not None:
+            raise problem
 
     def add_rows(self, call: TableCall) -> None:
         """Takes part in `table_rows`, behind what is launched."""
@@ -240,12 +243,30 @@ def _joined(terms: GroupTerms, rank: int, backend: str) -> ProcessGroup:
     return group
 
 
-def _unflatten(flat: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
+@contextmanager
+def _beside_steps(device: torch.device) -> Iterator[None]:
+    """Queues the block's work on a GPU beside that of steps, and waits for it at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _broadcast(shape: torch.Tensor, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+    place = torch.empty_like(shape, device=device)
+    dist.broadcast(place, src=0, group=group)
+    return place
+
+
+def _unflattened(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     start = 0
-    for place in places:
-        part = flat[start : start + place.nbytes]
-        place.copy_(part.clone().view(place.dtype).view(place.shape))
-        start += place.nbytes
+    for shape in shapes:
+        part = flat[start : start + shape.nbytes]
+        yield part.clone().view(shape.dtype).view(shape.shape)
+        start += shape.nbytes
 
 
 @dataclass(frozen=True, slots=True)

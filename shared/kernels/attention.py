@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from shared.kernels.attention_rows import RowPlan, plan_rows
+from shared.kernels.cache import CacheScales, load
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.narrow_cache import CacheScales, load
-from shared.kernels.paged_rows import PagedRows
-from shared.kernels.split_plan import SplitPlan, plan_splits
+from shared.kernels.split_plan import PagedRows, SplitPlan, plan_splits
 from shared.model_options import AttentionBackend
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows, while

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.kernels.attention_rows import RowPlan
 from shared.kernels.attention_rows_jit import attend_rows, join_spans
-from shared.kernels.empties import empties
+from shared.kernels.launch import empties
 
 # Keys of a span; sums over them are made by one program.
 SPAN = 512

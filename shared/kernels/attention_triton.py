@@ -1,5 +1,4 @@
-"""Launches paged attention on CUDA; the kernels are in `attention_jit`, `attention_whole_jit` and
-`attention_chunk_jit`."""
+"""Launches paged attention on CUDA; the kernels are in `attention_jit`."""
 
 from __future__ import annotations
 
@@ -10,13 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.attention_chunk_jit import attend_chunk
-from shared.kernels.attention_jit import attend_splits, combine
-from shared.kernels.attention_whole_jit import attend_whole
-from shared.kernels.dependent import dependent_launch
-from shared.kernels.empties import empties
+from shared.kernels.attention_jit import attend_chunk, attend_splits, attend_whole, combine
+from shared.kernels.cache import CacheScales
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.narrow_cache import CacheScales
+from shared.kernels.launch import dependent_launch, empties
 from shared.kernels.split_plan import (
     FIRST_SPLIT_KEYS,
     PLAIN_TILE,

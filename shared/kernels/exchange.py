@@ -16,7 +16,7 @@ from shared.kernels.partials import Partials
 
 @dataclass(frozen=True, slots=True)
 class PeerSlots:
-    """Memory in which the GPUs of a group send each other rows; see `exchange_norm_jit`.
+    """Memory in which the GPUs of a group send each other rows; see `exchange_norm_triton`.
 
     Attributes:
         rank: of this process.

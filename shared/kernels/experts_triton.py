@@ -1,4 +1,4 @@
-"""Launches products with experts on CUDA; the kernels are in `experts_jit`."""
+"""Triton kernels of products with experts; see `shared.kernels.experts`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.activation import Activation
-from shared.kernels.dependent import dependent_launch
+from shared.kernels.dependent_jit import begin
 from shared.kernels.experts import ExpertTiles, ExpertWeight
-from shared.kernels.experts_jit import add_weighted, lay_tiles, multiply_tiles
+from shared.kernels.fused_jit import silu_times
+from shared.kernels.launch import dependent_launch
+from shared.kernels.linear import WORD_BLOCK
 from shared.kernels.partials import Partials
+from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from shared.kernels.quantised import from_words
-from shared.kernels.steady import WORD_BLOCK
+from shared.kernels.widened_jit import unpacked
+
+_ALPHA: tl.constexpr = tl.constexpr(SWIGLU_ALPHA)
+_LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)
+# Whose power float32 holds, and beside which 1 is nothing.
+_MOST_EXPONENT: tl.constexpr = tl.constexpr(80.0)
 
 # Pairs that one program counts.
 MOST_PAIRS = 4096
@@ -26,6 +34,179 @@ _GATES = {
     Activation.GELU_TANH: 2,
     Activation.CLAMPED_SWIGLU: 3,
 }
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])  # type: ignore[untyped-decorator]
+def lay_tiles(  # type: ignore[no-untyped-def]
+    experts, tile_pairs, tile_experts, num_pairs, num_tiles,
+    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK_TILES: tl.constexpr, CHUNK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program an expert: it counts the pairs of all of them, and places its own in order."""
+    begin(IS_DEPENDENT)
+    own = tl.program_id(0)
+    ids, tiles = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_TILES)
+    counts = tl.zeros((BLOCK_EXPERTS,), tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        some = start + tl.arange(0, CHUNK)
+        chosen = tl.load(experts + some, mask=some < num_pairs, other=NUM_EXPERTS).to(tl.int32)
+        counts += tl.sum((ids[:, None] == chosen[None, :]).to(tl.int32), 1)
+    # Nobody's expert stands for pairs past the end.
+    counts = tl.where(ids < NUM_EXPERTS, counts, 0)
+    tile_counts = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(ids < own, tile_counts, 0), 0)
+    num_own_tiles = tl.sum(tl.where(ids == own, tile_counts, 0), 0)
+    num_own = tl.sum(tl.where(ids == own, counts, 0), 0)
+    tl.store(tile_experts + first + tiles, own.to(tl.int64), mask=tiles < num_own_tiles)
+    if own == 0:
+        places = tl.sum(tile_counts, 0) + tiles
+        tl.store(tile_experts + places, NUM_EXPERTS, mask=places < num_tiles)
+    if num_own > 0:
+        pairs = tl.arange(0, BLOCK_PAIRS)
+        chosen = tl.load(experts + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)
+        is_own = chosen == own
+        place = first * ROWS + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(tile_pairs + place, pairs.to(tl.int64), mask=is_own)
+        padding = num_own + tl.arange(0, ROWS)
+        is_padding = padding < num_own_tiles * ROWS
+        tl.store(tile_pairs + first * ROWS + padding, num_pairs, mask=is_padding)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_shared"])  # type: ignore[untyped-decorator]
+def multiply_tiles(  # type: ignore[no-untyped-def]
+    inputs, weight, scales, bias, factors, results, tile_pairs, tile_experts,
+    num_pairs, input_stride, num_shared,
+    NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_PACKED: tl.constexpr, IS_E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr, STEP: tl.constexpr,
+    IS_FLOAT32: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of pairs and some channels of their expert, which it reads once.
+
+    The weight is the left operand, as in `steady_triton`: sums run over the whole depth in one
+    order, so a pair's bits depend neither on its tile nor on the size of tiles.
+
+    Args:
+        IS_PACKED: weights are words of four 8-bit numbers, in the order of `quantised.in_words`.
+        GATE: what gates channels, which are gates and then as many values; see `gated_values`.
+            0 leaves them.
+        NUM_PARTS: k, to write pairs as parts `[k, T, N]` float32 of their row, times `factors`
+            `[T, k]`; 0 writes `[T * k, N]`.
+    """
+    begin(IS_DEPENDENT)
+    tile = tl.program_id(1)
+    expert = tl.load(tile_experts + tile)
+    if expert < NUM_EXPERTS:
+        pairs = tl.load(tile_pairs + tile * TILE_ROWS + tl.arange(0, TILE_ROWS))
+        is_pair = pairs < num_pairs
+        lanes = tl.arange(0, TILE_CHANNELS)
+        num_results: tl.constexpr = NUM_CHANNELS // 2 if GATE else NUM_CHANNELS
+        tile_results: tl.constexpr = TILE_CHANNELS // 2 if GATE else TILE_CHANNELS
+        first = tl.program_id(0) * tile_results
+        # Channels past the end repeat the first ones: cheaper than masks on every load.
+        channels = (first + lanes % tile_results) % num_results
+        channels += lanes // tile_results * num_results
+        rows = inputs + (pairs // num_shared)[None, :] * input_stride
+        width: tl.constexpr = DEPTH // 4 if IS_PACKED else DEPTH
+        sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * width
+        is_input = is_pair[None, :]
+        quarter, whole = tl.arange(0, STEP // 4), tl.arange(0, STEP)
+        total = tl.zeros((TILE_CHANNELS, TILE_ROWS), tl.float32)
+        for start in range(0, DEPTH, STEP):
+            if IS_PACKED:
+                words = tl.load(sources + start // 4 + quarter[None, :])
+                here = rows + start + quarter[:, None]
+                inputs0 = tl.load(here, mask=is_input, other=0.0)
+                inputs1 = tl.load(here + STEP // 4, mask=is_input, other=0.0)
+                inputs2 = tl.load(here + STEP // 2, mask=is_input, other=0.0)
+                inputs3 = tl.load(here + 3 * STEP // 4, mask=is_input, other=0.0)
+                weights0, weights1, weights2, weights3 = unpacked(words, inputs0, IS_E4M3)
+                total = tl.dot(weights0, inputs0, total)
+                total = tl.dot(weights1, inputs1, total)
+                total = tl.dot(weights2, inputs2, total)
+                total = tl.dot(weights3, inputs3, total)
+            else:
+                if DEPTH % STEP == 0:
+                    left = tl.load(sources + start + whole[None, :])
+                    right = tl.load(rows + start + whole[:, None], mask=is_input, other=0.0)
+                else:
+                    is_deep = start + whole < DEPTH
+                    left = tl.load(
+                        sources + start + whole[None, :], mask=is_deep[None, :], other=0.0
+                    )
+                    right = tl.load(
+                        rows + start + whole[:, None], mask=is_input & is_deep[:, None], other=0.0
+                    )
+                left = left.to(right.dtype)
+                if IS_FLOAT32:
+                    total = tl.dot(left, right, total, input_precision="ieee")
+                else:
+                    total = tl.dot(left, right, total)
+        if HAS_SCALES:
+            total *= tl.load(scales + expert * NUM_CHANNELS + channels)[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + expert * NUM_CHANNELS + channels).to(tl.float32)[:, None]
+        columns = first + tl.arange(0, tile_results)
+        is_result = is_pair[:, None] & (columns < num_results)[None, :]
+        dtype = inputs.dtype.element_ty
+        if GATE:
+            halves = tl.reshape(total, (2, tile_results, TILE_ROWS))
+            gates, gated = tl.split(tl.permute(halves, (2, 1, 0)))
+            values = gated_values(gates.to(dtype), gated.to(dtype), GATE)
+        else:
+            # Rounded as products are that another kernel reads.
+            values = tl.trans(total).to(dtype)
+        places = pairs
+        if NUM_PARTS > 0:
+            own = tl.load(factors + pairs, mask=is_pair, other=0.0)
+            values = values.to(tl.float32) * own[:, None]
+            num_rows = (num_pairs // NUM_PARTS).to(tl.int64)
+            places = pairs % NUM_PARTS * num_rows + pairs // NUM_PARTS
+        tl.store(results + places[:, None] * num_results + columns[None, :], values, mask=is_result)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gated_values(gates, values, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns what `activation.gate_mul` does. GATE: 1 SILU, 2 GELU_TANH, 3 CLAMPED_SWIGLU."""
+    if GATE == 1:
+        result = silu_times(gates, values)
+    else:
+        gate, value = gates.to(tl.float32), values.to(tl.float32)
+        if GATE == 2:
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            activated = gate / (1.0 + tl.exp(tl.minimum(-inner, _MOST_EXPONENT)))
+        else:
+            gate = tl.minimum(gate, _LIMIT)
+            value = tl.minimum(tl.maximum(value, -_LIMIT), _LIMIT) + 1.0
+            activated = gate / (1.0 + tl.exp(tl.minimum(-gate * _ALPHA, _MOST_EXPONENT)))
+        result = (activated * value).to(gates.dtype)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_weighted(  # type: ignore[no-untyped-def]
+    pairs, weights, more, results, num_columns, NUM_CHOSEN: tl.constexpr,
+    HAS_MORE: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs of a row, and then `more`; one program a row and BLOCK columns."""
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(NUM_CHOSEN):
+        pair = row * NUM_CHOSEN + choice
+        values = tl.load(pairs + pair * num_columns + columns, mask=is_column, other=0.0)
+        weight = tl.load(weights + pair)
+        # What has no weight may never have been written.
+        total += tl.where(weight != 0.0, values.to(tl.float32) * weight, 0.0)
+    place = row * num_columns + columns
+    if HAS_MORE:
+        own = tl.load(more + place, mask=is_column, other=0.0)
+        total = total.to(own.dtype).to(tl.float32) + own.to(tl.float32)
+    tl.store(results + place, total, mask=is_column)
 
 
 @dataclass(frozen=True, slots=True)

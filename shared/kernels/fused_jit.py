@@ -13,7 +13,7 @@ from shared.kernels.dependent_jit import begin
 
 @triton.jit
 def normed_row(values, weights, num_columns, eps):  # type: ignore[no-untyped-def]
-    """Returns the norm of a row, padded with zeros; see `shared.kernels.norm.rms_norm`."""
+    """Returns the norm of a row, padded with zeros; see `shared.kernels.pointwise.rms_norm`."""
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / num_columns + eps)
     result = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)

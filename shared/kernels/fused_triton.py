@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.dependent import dependent_launch
+from shared.kernels.cache import CacheScales
 from shared.kernels.fused_jit import (
     add_norm,
     embed_own,
@@ -15,7 +15,7 @@ from shared.kernels.fused_jit import (
     rotate_store,
     silu_product,
 )
-from shared.kernels.narrow_cache import CacheScales
+from shared.kernels.launch import dependent_launch
 from shared.kernels.partials import Partials
 
 _BLOCK_HEADS = 8
@@ -73,7 +73,7 @@ def fused_join_inputs(
     *,
     normed_residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Does what `join_inputs` of `shared.kernels.head_inputs` does, in one pass."""
+    """Does what `join_inputs` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, num_columns = len(token_ids), hidden.shape[1]
     assert embedding.is_contiguous()
     assert hidden.is_contiguous()
@@ -93,7 +93,7 @@ def fused_join_inputs(
 
 
 def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
-    """Does what `own_embeddings` of `shared.kernels.embedding` does, in one pass."""
+    """Does what `own_embeddings` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, (num_tokens, num_columns) = len(token_ids), embedding.shape
     assert embedding.is_contiguous()
     assert token_ids.is_contiguous()
@@ -108,7 +108,7 @@ def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int)
 
 
 def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Does what `position_tables` of `shared.kernels.rotary` does, in one pass."""
+    """Does what `position_tables` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, half = len(positions), frequencies.shape[-1]
     tables = torch.empty((2, num_rows, 1, 2 * half), device=positions.device)
     cos, signed_sin = tables.unbind()

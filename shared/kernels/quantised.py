@@ -14,17 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels import e4m3
-from shared.kernels.linear import has_steady_product, steady_product
-from shared.kernels.steady import (
+from shared.kernels.cache import LARGEST, widened
+from shared.kernels.linear import (
     WORD_BLOCK,
     SteadyOperand,
     can_be_steady,
+    has_steady_product,
     steady_linear,
+    steady_product,
     tile_counters,
 )
 
-_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: e4m3.LARGEST}
+_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -81,7 +82,7 @@ class QuantisedWeight:
         # and round twice.
         values = from_words(self.values) if self.is_packed else self.values
         is_int8 = values.dtype is torch.int8
-        wide = values.to(torch.float32) if is_int8 else e4m3.widened(values)
+        wide = values.to(torch.float32) if is_int8 else widened(values)
         return wide.mul_(self.scales).to(dtype)
 
 

@@ -14,12 +14,12 @@ whom is computed on the device: reading lengths on the host would wait for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.paged_rows import PagedRows
 
 # Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
 MAX_PLAIN_ROWS = 16
@@ -32,6 +32,43 @@ MAX_KV_HEADS = 128
 # finely enough to fill the device and long ones need few partial results.
 FIRST_SPLIT_KEYS = 64
 SPLITS_PER_LEVEL = 16
+
+
+class PagedRows(Protocol):
+    """The rows of a forward as attention reads them; see `ForwardBatch`."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def query_starts(self) -> Tensor: ...
+
+    @property
+    def kv_lengths(self) -> Tensor: ...
+
+    @property
+    def prefix_lengths(self) -> Tensor: ...
+
+    @property
+    def page_table(self) -> Tensor: ...
+
+    @property
+    def tail_mask(self) -> Tensor | None: ...
+
+    @property
+    def is_causal(self) -> Tensor: ...
+
+    @property
+    def max_query_length(self) -> int: ...
+
+    @property
+    def max_kv_length(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_prompt_keys(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,13 @@
-"""Launches the products of `steady`; the kernel is in `steady_jit`."""
+"""Triton kernel of products whose rows do not depend on each other, with weights in 8 or 16 bits.
+
+The weight's tile is the left operand, so that a few rows of activations fill the short side of a
+matrix instruction, and 8-bit weights are widened in registers on their way there. Every element of
+the result is summed along K in steps of one fixed size, within segments of one fixed length, and
+the segments are added in order: its bits depend on its own row and channel alone, whatever the
+tiles and whichever programs share the work.
+
+Source: the last program of a tile adds the parts, as in stream-K, Osama et al., arXiv 2301.03598.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +15,21 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent import dependent_launch
-from shared.kernels.partials import Partials
-from shared.kernels.steady import (
+from shared.kernels.dependent_jit import begin
+from shared.kernels.fused_jit import silu_times
+from shared.kernels.launch import dependent_launch
+from shared.kernels.linear import (
     MAX_ROW_TILES,
     MOST_FEW_ROWS,
     TILE_CHANNELS,
     WORD_BLOCK,
     SteadyOperand,
 )
-from shared.kernels.steady_jit import product
+from shared.kernels.partials import Partials
+from shared.kernels.widened_jit import unpacked
 
 # Segments are halved up to this many programs that stream the weight, and no shorter than this.
 # Constants, because bits depend on them: not the device at hand.
@@ -28,6 +40,135 @@ _WIDE_TILE = 128
 # Tiles of weight and rows under way: as many as leave room for three programs a multiprocessor.
 _STAGES = {16: 4, 32: 4, 64: 3, _WIDE_TILE: 3}
 _WORD_STAGES = {16: 4, 32: 4, 64: 4, _WIDE_TILE: 3}
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def product(  # type: ignore[no-untyped-def]
+    inputs, weights, scales, bias, results, parts, counters,
+    num_rows, input_stride,
+    NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
+    IS_SPREAD: tl.constexpr, LEAVES_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Writes `results` `[T, N]`; spread segments leave `parts` `[S, T, N]` float32 first.
+
+    `counters` are zero before and after.
+
+    Args:
+        LEAVES_PARTS: another kernel adds the parts.
+        IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
+            either, and `results` are `[T, N / 2]`. There is one segment, no bias and no scale.
+    """
+    begin(IS_DEPENDENT)
+    tile = tl.program_id(0)
+    row_tile = tl.program_id(1)
+    lanes = tl.arange(0, TILE_CHANNELS)
+    channels = tile * TILE_CHANNELS + lanes
+    if IS_GATED:
+        half = TILE_CHANNELS // 2
+        channels = tile * half + lanes % half + (lanes // half) * (NUM_CHANNELS // 2)
+    rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_channel = channels < NUM_CHANNELS
+    is_row = rows < num_rows
+    is_result = is_row[:, None] & is_channel[None, :]
+    # Channels past the end repeat the first ones: cheaper than masks on every load.
+    width = DEPTH if IS_WIDE else DEPTH // 4
+    sources = weights + (channels % NUM_CHANNELS).to(tl.int64)[:, None] * width
+    quarter = tl.arange(0, QUARTER)
+    whole = tl.arange(0, 4 * QUARTER)
+    row_inputs = inputs + rows.to(tl.int64)[None, :] * input_stride
+    is_input = is_row[None, :]
+    total = tl.zeros([TILE_CHANNELS, TILE_ROWS], tl.float32)
+    first = tl.program_id(2) if IS_SPREAD else 0
+    last = first + 1 if IS_SPREAD else NUM_SEGMENTS
+    for segment in range(first, last):
+        part = tl.zeros([TILE_CHANNELS, TILE_ROWS], tl.float32)
+        end = tl.minimum((segment + 1) * SEGMENT, DEPTH)
+        for start in range(segment * SEGMENT, end, 4 * QUARTER):
+            if IS_WIDE:
+                tile_weights = tl.load(sources + start + whole[None, :])
+                here = row_inputs + start + whole[:, None]
+                tile_inputs = tl.load(here, mask=is_input, other=0.0)
+                part = tl.dot(tile_weights, tile_inputs, part)
+            else:
+                words = tl.load(sources + start // 4 + quarter[None, :])
+                here = row_inputs + start + quarter[:, None]
+                inputs0 = tl.load(here, mask=is_input, other=0.0)
+                inputs1 = tl.load(here + QUARTER, mask=is_input, other=0.0)
+                inputs2 = tl.load(here + 2 * QUARTER, mask=is_input, other=0.0)
+                inputs3 = tl.load(here + 3 * QUARTER, mask=is_input, other=0.0)
+                weights0, weights1, weights2, weights3 = unpacked(words, inputs0, IS_E4M3)
+                part = tl.dot(weights0, inputs0, part)
+                part = tl.dot(weights1, inputs1, part)
+                part = tl.dot(weights2, inputs2, part)
+                part = tl.dot(weights3, inputs3, part)
+        total += part
+    if IS_GATED:
+        store_gated(total, results, tile, rows, is_row, NUM_CHANNELS // 2, TILE_CHANNELS // 2)
+    elif IS_SPREAD:
+        size = num_rows.to(tl.int64) * NUM_CHANNELS
+        places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
+        tl.store(parts + first * size + places, tl.trans(total), mask=is_result)
+        if not LEAVES_PARTS:
+            # All threads' parts are out before one of them counts the program.
+            tl.debug_barrier()
+            counter = counters + row_tile * tl.num_programs(0) + tile
+            if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SEGMENTS - 1:
+                tl.store(counter, 0)
+                summed = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
+                for segment in range(NUM_SEGMENTS):
+                    here = parts + segment * size + places
+                    summed += tl.load(here, mask=is_result, other=0.0, cache_modifier=".cg")
+                store_rows(
+                    summed, scales, bias, results, places, channels, is_result,
+                    NUM_CHANNELS, IS_WIDE, HAS_BIAS,
+                )  # fmt: skip
+    else:
+        places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
+        store_rows(
+            tl.trans(total), scales, bias, results, places, channels, is_result,
+            NUM_CHANNELS, IS_WIDE, HAS_BIAS,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rows(  # type: ignore[no-untyped-def]
+    summed, scales, bias, results, places, channels, is_result,
+    NUM_CHANNELS: tl.constexpr, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Writes sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, scaled and with their bias."""
+    is_channel = channels < NUM_CHANNELS
+    if not IS_WIDE:
+        summed *= tl.load(scales + channels, mask=is_channel, other=0.0)[None, :]
+    if HAS_BIAS:
+        more = tl.load(bias + channels, mask=is_channel, other=0.0)
+        summed += more.to(tl.float32)[None, :]
+    tl.store(results + places, summed.to(results.dtype.element_ty), mask=is_result)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_gated(  # type: ignore[no-untyped-def]
+    total, results, tile, rows, is_row, NUM_RESULTS: tl.constexpr, TILE_RESULTS: tl.constexpr
+):
+    """Writes what gates leave of values.
+
+    Args:
+        total: `[2 * TILE_RESULTS, TILE_ROWS]`, gates first.
+    """
+    pairs = tl.reshape(total, [2, TILE_RESULTS, rows.shape[0]])
+    gates, gated = tl.split(tl.permute(pairs, (2, 1, 0)))
+    dtype = results.dtype.element_ty
+    columns = tile * TILE_RESULTS + tl.arange(0, TILE_RESULTS)
+    places = rows.to(tl.int64)[:, None] * NUM_RESULTS + columns[None, :]
+    tl.store(
+        results + places,
+        # Rounded as products are that another kernel reads.
+        silu_times(gates.to(dtype), gated.to(dtype)),
+        mask=is_row[:, None] & (columns < NUM_RESULTS)[None, :],
+    )
 
 
 def launch(inputs: Tensor, weight: SteadyOperand, bias: Tensor | None) -> Tensor:

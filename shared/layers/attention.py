@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
-from shared.kernels.paged_rows import PagedRows
+from shared.kernels.cache import rotate_into_cache
 from shared.kernels.partials import Partials
-from shared.kernels.rotary_cache import rotate_into_cache
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.linear import Linear
@@ -217,25 +216,9 @@ def plan_for(
 ) -> AttentionPlan:
     """Plans attention of every layer that has this shape."""
     return plan_attention(
-        _paged_rows(batch),
+        batch,
         sliding_window=shape.sliding_window,
         num_query_groups=shape.num_heads // shape.num_kv_heads,
         backend=backend,
         is_special=shape.is_special,
-    )
-
-
-def _paged_rows(batch: ForwardBatch) -> PagedRows:
-    return PagedRows(
-        positions=batch.positions,
-        query_starts=batch.query_starts,
-        kv_lengths=batch.kv_lengths,
-        prefix_lengths=batch.prefix_lengths,
-        page_table=batch.page_table,
-        tail_mask=batch.tail_mask,
-        is_causal=batch.is_causal,
-        max_query_length=batch.max_query_length,
-        max_kv_length=batch.max_kv_length,
-        page_size=batch.page_size,
-        num_prompt_keys=batch.num_prompt_keys,
     )

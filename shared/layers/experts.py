@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import Activation
 from shared.kernels.experts import (
     ExpertTiles,
     ExpertWeight,
@@ -19,12 +18,12 @@ from shared.kernels.experts import (
     weighted_sum,
 )
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.linear import LinearWeight, wide_linear
+from shared.kernels.linear import MOST_FEW_ROWS, LinearWeight, wide_linear
 from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Activation
 from shared.kernels.routing import Routing, route
-from shared.kernels.steady import MOST_FEW_ROWS
+from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
-from shared.layers.mlp import Mlp
 from shared.layers.tensor_group import Part, TensorGroup
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention
 from shared.kernels.attention_rows import RowPlan
-from shared.kernels.narrow_cache import store
+from shared.kernels.cache import store
 from shared.kernels.partials import Partials
-from shared.kernels.rotary import rotate
+from shared.kernels.pointwise import rotate
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm

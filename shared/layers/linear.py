@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import silu_mul
+from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
 from shared.kernels.partials import Partials
-from shared.kernels.quantised import (
-    QuantisedWeight,
-    largest_elements,
-    quantised_linear,
-)
+from shared.kernels.pointwise import silu_mul
+from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
 
 STORED_DTYPES = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,28 @@ class Linear:
         if isinstance(self.weight, QuantisedWeight):
             return quantised_linear(inputs, self.weight, bias)
         return linear(inputs, self.weight, bias)
+
+
+def num_saved_bytes(model: object) -> int:
+    """Returns the bytes that the quantised layers of `model`, a tree of dataclasses and tuples,
+    take less than unquantised ones would; 0 when none is quantised."""
+    weights = (layer.weight for layer in parts_of(model, Linear))
+    own = sum(each.num_saved_bytes for each in weights if isinstance(each, QuantisedWeight))
+    return own + sum(each.num_saved_bytes for each in parts_of(model, ExpertWeight))
+
+
+def linears(part: object) -> Iterator[Linear]:
+    """Yields every linear layer of a model, a tree of dataclasses and tuples."""
+    yield from parts_of(part, Linear)
+
+
+def parts_of(part: object, kind: type[_Kind]) -> Iterator[_Kind]:
+    """Yields every part of a kind of a model, a tree of dataclasses and tuples."""
+    if isinstance(part, kind):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from parts_of(each, kind)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from parts_of(getattr(part, field.name), kind)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.kernels.norm import add_rms_norm, rms_norm
 from shared.kernels.partials import Partials
+from shared.kernels.pointwise import add_rms_norm, rms_norm
 from shared.layers.tensor_group import Part
 
 

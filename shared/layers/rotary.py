@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.rotary import position_tables
+from shared.kernels.pointwise import position_tables
 
 
 class RopeScaling(enum.Enum):

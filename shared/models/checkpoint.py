@@ -15,15 +15,20 @@ from torch import Tensor
 from shared.errors import CheckpointError
 from shared.model_options import LoadFormat
 from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.mxfp4 import PackedKeys, packed_keys, unpacked, unpacked_shape
-from shared.models.packed_words import WordKeys, unpacked_words, word_keys
 from shared.models.scaled_weights import (
     EIGHT_BIT_DTYPES,
     SCALE_SUFFIXES,
+    PackedKeys,
     ScaleBlock,
+    WordKeys,
+    packed_keys,
     scale_block,
     scale_keys,
     spread_scales,
+    unpacked,
+    unpacked_shape,
+    unpacked_words,
+    word_keys,
 )
 
 _SAFETENSORS = ("model", "safetensors")

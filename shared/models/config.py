@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,19 +11,114 @@ from typing import Self
 import torch
 
 from shared.errors import CheckpointError
-from shared.kernels.activation import Activation
+from shared.kernels.pointwise import Activation
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
-from shared.models.hybrid_config import HybridConfig, read_hybrid
-from shared.models.latent_config import LatentConfig, latent_scale, read_latent
 from shared.models.rope_config import FULL_ATTENTION, SLIDING_ATTENTION, read_rope
 from shared.models.scaled_weights import scale_block
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _OUTER_KEYS = ("dtype", "torch_dtype")
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """Sizes of attention with two kinds of layers, which share the heads of queries.
+
+    The cache has one shape: as many key heads as the layers with more of them, and values as wide
+    as keys.
+
+    Attributes:
+        full_kv_heads: key heads of layers that see everything.
+        sliding_kv_heads: those of sliding layers.
+        value_dim: of a head's values.
+        value_scale: what values are multiplied by.
+    """
+
+    full_kv_heads: int
+    sliding_kv_heads: int
+    value_dim: int
+    value_scale: float
+
+    @property
+    def cached_kv_heads(self) -> int:
+        return max(self.full_kv_heads, self.sliding_kv_heads)
+
+
+def read_hybrid(config: ConfigFile) -> HybridConfig:
+    """Raises: CheckpointError for a missing or mistyped key, or counts that do not fit."""
+    full = config.integer("num_key_value_heads")
+    hybrid = HybridConfig(
+        full_kv_heads=full,
+        sliding_kv_heads=config.integer("swa_num_key_value_heads", 2 * full),
+        value_dim=config.integer("v_head_dim"),
+        value_scale=config.number("attention_value_scale", 1.0),
+    )
+    cached = hybrid.cached_kv_heads
+    if cached % full or cached % hybrid.sliding_kv_heads:
+        raise CheckpointError(
+            f"{config.path}: num_key_value_heads is {full} and swa_num_key_value_heads "
+            f"{hybrid.sliding_kv_heads}; one must be a multiple of the other"
+        )
+    return hybrid
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of attention with latent vectors, see `LatentAttention`.
+
+    Attributes:
+        query_rank: width of the compressed queries; None makes them of the input.
+        latent_dim: of the vector that becomes keys and values.
+        straight_dim: of a head's query and key without rotation.
+        rotary_dim: of their rotated part.
+        value_dim: of a head's values.
+    """
+
+    query_rank: int | None
+    latent_dim: int
+    straight_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Size of a head's query and key."""
+        return self.straight_dim + self.rotary_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Size of a token's row in the KV cache."""
+        return self.latent_dim + self.rotary_dim
+
+
+def read_latent(config: ConfigFile) -> LatentConfig:
+    """Raises: CheckpointError for a missing or mistyped key."""
+    return LatentConfig(
+        query_rank=config.integer("q_lora_rank") if "q_lora_rank" in config else None,
+        latent_dim=config.integer("kv_lora_rank"),
+        straight_dim=config.integer("qk_nope_head_dim"),
+        rotary_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+    )
+
+
+def latent_scale(config: ConfigFile, latent: LatentConfig) -> float:
+    """Returns the factor of the scores: stretched rotation brings one of its own.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 3.1.4, as its code has it.
+    """
+    scale: float = latent.query_dim**-0.5
+    spelling = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.nested(spelling)
+    factor, multiplier = rope.number("factor", 1.0), rope.number("mscale_all_dim", 0.0)
+    if factor <= 1.0 or not multiplier:
+        return scale
+    temperature = 0.1 * multiplier * math.log(factor) + 1.0
+    return scale * temperature * temperature
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from shared.errors import CheckpointError
+from shared.model_files import read_json
 
 CONFIG_FILE = "config.json"
 
@@ -24,15 +24,7 @@ class ConfigFile:
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
         """Raises: CheckpointError if the file is missing or holds no JSON object."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path} holds a {type(values).__name__}; it must be an object")
-        return cls(path, values)
+        return cls(path, read_json(path))
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None

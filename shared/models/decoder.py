@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.embedding import embeddings, own_embeddings
 from shared.kernels.partials import Partials
+from shared.kernels.pointwise import embeddings, own_embeddings
 from shared.kv.batch import ForwardBatch
-from shared.kv.layout import KvLayout
-from shared.kv.pool import KvPool
+from shared.kv.pool import KvLayout, KvPool
 from shared.layers.attention import AttentionShape, ForwardContext, plan_for
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.errors import CheckpointError
-from shared.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
+from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT
 from shared.kernels.routing import RouterScores, Routing
 from shared.models.config_file import ConfigFile
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import Activation
 from shared.kernels.experts import ExpertWeight
-from shared.kernels.steady import can_be_steady
+from shared.kernels.linear import can_be_steady
+from shared.kernels.pointwise import Activation
+from shared.layers.decoder_layer import Mlp
 from shared.layers.experts import Experts, Router
 from shared.layers.linear import STORED_DTYPES, Linear
-from shared.layers.mlp import Mlp
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import Quantisation
 from shared.models.checkpoint import Cut

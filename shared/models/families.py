@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from shared.kernels.activation import Activation
+from shared.kernels.pointwise import Activation
 from shared.kernels.routing import RouterScores
 from shared.models.expert_config import ExpertFamily, ExpertKeys
 from shared.models.rope_config import RopeDefaults

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
-from shared.kernels import e4m3
+from shared.kernels.cache import LARGEST
 from shared.layers.attention import Attention
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
@@ -56,7 +56,7 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
         keys = weights * math.sqrt(shape.head_dim)
     # A rotation mixes two channels of a head.
     keys = keys * math.sqrt(2.0) * attention_factor
-    bounds = torch.stack((keys.amax(1), values.amax(1))) * (_ROUNDING / e4m3.LARGEST)
+    bounds = torch.stack((keys.amax(1), values.amax(1))) * (_ROUNDING / LARGEST)
     return torch.exp2(bounds.clamp(min=2.0**-100).log2().ceil())
 
 

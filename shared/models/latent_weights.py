@@ -13,8 +13,7 @@ from shared.layers.norm import RmsNorm
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import Quantisation
 from shared.models.checkpoint import Cut
-from shared.models.config import ModelConfig
-from shared.models.latent_config import LatentConfig
+from shared.models.config import LatentConfig, ModelConfig
 from shared.models.shard import Shard
 from shared.models.weights import WeightPart
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import enum
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shared.layers.attention import Attention, AttentionShape, NarrowHeads
-from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.decoder_layer import DecoderLayer, FeedForward, Mlp
 from shared.layers.linear import Linear
-from shared.layers.mlp import FeedForward, Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.layers.tensor_group import TensorGroup
@@ -28,10 +30,51 @@ from shared.models.decoder_weights import (
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
-from shared.models.mtp_keys import MTP_PREFIXES, find_mtp_layers
 from shared.models.shard import WHOLE, Shard
-from shared.models.weights import read_weights
+from shared.models.weights import AT_ONCE, CopyPace, read_weights
 from shared.telemetry.start_up import start_phase
+
+# What else stands beside next-token layers.
+MTP_PREFIXES = ("model.mtp.",)
+
+
+class MtpStyle(enum.Enum):
+    """The spellings; MIMO's concatenates in the opposite order, see `MtpLayer`."""
+
+    DEEPSEEK = "model.layers."
+    MIMO = "model.mtp_layers."
+    MIMO_V2 = "model.mtp.layers."
+
+
+# In a DeepSeek-style folder the layers are numbered on from the decoder's own, so only the
+# tensors that no decoder layer has tell them apart.
+_KEYS = {
+    MtpStyle.DEEPSEEK: re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\."),
+    MtpStyle.MIMO: re.compile(r"model\.mtp_layers\.(\d+)\."),
+    MtpStyle.MIMO_V2: re.compile(r"model\.mtp\.layers\.(\d+)\."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayers:
+    """The next-token layers of one checkpoint.
+
+    Attributes:
+        style: None when there are none.
+        prefixes: what the keys of each layer begin with, first layer first.
+    """
+
+    style: MtpStyle | None
+    prefixes: tuple[str, ...]
+
+
+def find_mtp_layers(keys: Collection[str]) -> MtpLayers:
+    """Returns the next-token layers among the keys of a checkpoint."""
+    for style, pattern in _KEYS.items():
+        numbers = sorted({int(match[1]) for match in map(pattern.match, keys) if match})
+        if numbers:
+            return MtpLayers(style, tuple(f"{style.value}{number}." for number in numbers))
+    return MtpLayers(None, ())
 
 
 def load_decoder(
@@ -40,6 +83,7 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+    pace: CopyPace = AT_ONCE,
     show_progress: bool = False,
     group: TensorGroup | None = None,
 ) -> Decoder:
@@ -63,6 +107,7 @@ def load_decoder(
             shard_of(group),
             dtype=dtype,
             device=device,
+            pace=pace,
             show_progress=show_progress,
         )
         phase.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -77,9 +122,11 @@ def read_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    pace: CopyPace = AT_ONCE,
+    is_pinned: bool = False,
     show_progress: bool = False,
 ) -> dict[str, Tensor]:
-    """Reads the tensors of `decoder_parts` to `device`, cast to `dtype`.
+    """Reads the tensors of `decoder_parts` to `device`, cast to `dtype`; see `read_weights`.
 
     Raises:
         CheckpointError: see `load_decoder`.
@@ -100,6 +147,8 @@ def read_decoder(
         ignored_keys=keys_of_others(config, shard, keys),
         dtype=dtype,
         device=device,
+        pace=pace,
+        is_pinned=is_pinned,
         show_progress=show_progress,
     )
 

@@ -3,6 +3,21 @@
 A weight `[N, K]` of int8 or e4m3 stands for `weight * scale`. Its scales are under its own key and
 `_scale` (compressed-tensors) or `_scale_inv` (block FP8, which multiplies as well, for all its
 name): one for all, one an output channel, or one a block of rows and columns.
+
+Weights that a checkpoint stores in 4 bits: blocks of 32 elements of e2m1 with a scale each.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 6.3, as gpt-oss's files
+have it: `{key}_blocks` `[..., N, K / 32, 16]` holds two elements a byte, the lower half first, and
+`{key}_scales` `[..., N, K / 32]` the exponents, biased by 127.
+
+Integers that a checkpoint packs into words of 32 bits: `pack-quantized` of compressed-tensors.
+
+A weight `[N, K]` of 4 or 8 bits stands under its own key and `_packed` as `[N, words]` int32,
+beside its shape under `_shape`. A word holds 8 or 4 columns, the first in the lowest bits, each as
+the number plus half of the range. Its scales are those of any weight in few bits, see
+`scaled_weights`.
+
+Source: compressed_tensors/compressors, `pack_to_int32`.
 """
 
 from __future__ import annotations
@@ -15,15 +30,22 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 from shared.models.config_file import ConfigFile
-from shared.models.mxfp4 import MXFP4
 
+MXFP4 = "mxfp4"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCK_SIZE = 32
+_EXPONENT_BIAS = 127
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_PACKED, _SHAPE = "_packed", "_shape"
+_WORD_BITS = 32
+_NUM_BITS = (4, 8)
 QUANTIZATION_CONFIG = "quantization_config"
 EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 SCALE_SUFFIXES = ("_scale", "_scale_inv")
-
 _COMPRESSED_TENSORS = "compressed-tensors"
 _BLOCK_FP8 = "fp8"
-# Those of compressed-tensors: the bits that a number may have, see `packed_words` for the last.
+# Those of compressed-tensors: the bits that a number may have; the last packs them into words.
 _FORMATS = {
     "int-quantized": (8,),
     "float-quantized": (8,),
@@ -31,6 +53,70 @@ _FORMATS = {
     "pack-quantized": (4, 8),
 }
 _STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKeys:
+    """Keys of the two tensors of a 4-bit weight."""
+
+    blocks: str
+    scales: str
+
+
+def packed_keys(keys: Collection[str]) -> dict[str, PackedKeys]:
+    """Returns the weights in 4 bits among the keys of a checkpoint, by the name of the whole."""
+    found = {}
+    for key in keys:
+        name = key.removesuffix(_BLOCKS)
+        if name != key and f"{name}{_SCALES}" in keys:
+            found[name] = PackedKeys(key, f"{name}{_SCALES}")
+    return found
+
+
+def unpacked_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape `[..., K, N]` of a weight from that of its blocks."""
+    *stack, num_rows, num_blocks, _ = blocks
+    return (*stack, num_blocks * _BLOCK_SIZE, num_rows)
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns the weight `[..., K, N]` in bfloat16, which holds every element exactly."""
+    sizes = torch.tensor((*_SIZES, *(-size for size in _SIZES)), dtype=torch.float32)
+    halves = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
+    elements = sizes[halves.int()]
+    exponents = scales.int().unsqueeze(-1) - _EXPONENT_BIAS
+    weight = torch.ldexp(elements, exponents).to(torch.bfloat16)
+    return weight.flatten(-2).transpose(-1, -2)
+
+
+@dataclass(frozen=True, slots=True)
+class WordKeys:
+    """Keys of a packed weight's words and of its shape."""
+
+    words: str
+    shape: str
+
+
+def word_keys(keys: Collection[str]) -> dict[str, WordKeys]:
+    """Returns the packed weights among the keys of a checkpoint, by the name of the whole."""
+    names = (key.removesuffix(_PACKED) for key in keys if key.endswith(_PACKED))
+    return {
+        name: WordKeys(f"{name}{_PACKED}", f"{name}{_SHAPE}")
+        for name in names
+        if f"{name}{_SHAPE}" in keys
+    }
+
+
+def unpacked_words(words: Tensor, num_columns: int) -> Tensor | None:
+    """Returns int8 `[N, K]` of `[N, words]`; None where neither 4 nor 8 bits make K columns."""
+    for bits in _NUM_BITS:
+        in_a_word = _WORD_BITS // bits
+        if words.shape[1] == -(-num_columns // in_a_word):
+            shifts = torch.arange(in_a_word, dtype=torch.int32) * bits
+            fields = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+            numbers: Tensor = fields.flatten(1)[:, :num_columns] - 2 ** (bits - 1)
+            return numbers.to(torch.int8)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """New weights for a decoder that serves: gathered in the host's memory, then put in place at once.
 
+For a GPU that memory is pinned, and stays with the process: the next update has it at once.
+
 Nothing of the decoder changes before everything has been checked. Values go into the tensors that
 are there, whose addresses CUDA graphs hold, and come to their layout (packed, in 8 bits) by the
 loader's own path, a layer at a time.
@@ -30,9 +32,7 @@ from shared.models.decoder_weights import (
     decoder_parts,
     keys_of_others,
 )
-from shared.models.loader import build_layer, norm_from, read_decoder, shard_of
-from shared.models.mtp_keys import MTP_PREFIXES
-from shared.models.weight_copies import WeightCopy, copy_weights
+from shared.models.loader import MTP_PREFIXES, build_layer, norm_from, read_decoder, shard_of
 from shared.models.weights import cut_tensor, empty_targets, places_of
 
 _MAX_NAMES = 5
@@ -50,6 +50,7 @@ class WeightStage:
 
     def __init__(self, decoder: Decoder, keys: DecoderKeys, options: ModelOptions) -> None:
         self._decoder, self._keys, self._options = decoder, keys, options
+        self._is_pinned = decoder.device.type == "cuda"
         config = decoder.config
         self._parts = decoder_parts(config, shard_of(decoder.group), keys)
         self._by_key: dict[str, list[int]] = defaultdict(list)
@@ -99,6 +100,7 @@ class WeightStage:
             shard_of(self._decoder.group),
             dtype=self._decoder.dtype,
             device=_CPU,
+            is_pinned=self._is_pinned,
         )
         self._tensors = tensors
         self._arrived = set(self._by_key)
@@ -131,7 +133,9 @@ class WeightStage:
             return
         for index in self._by_key[name]:
             part = self._parts[index]
-            self._place(index).copy_(part.taken(partial(cut_tensor, tensor)))
+            # From a GPU behind what is queued there; whoever sends from one waits for it.
+            taken = part.taken(partial(cut_tensor, tensor))
+            self._place(index).copy_(taken, non_blocking=self._is_pinned)
         self._arrived.add(name)
 
     def check_ready(self) -> None:
@@ -163,7 +167,7 @@ class WeightStage:
         tensors, self._tensors, self._places = self._tensors, {}, {}
         head = tensors.get(_EMBEDDING if config.tie_word_embeddings else _LM_HEAD)
         if (embedding := tensors.get(_EMBEDDING)) is not None:
-            decoder.embedding.copy_(embedding)
+            decoder.embedding.copy_(embedding, non_blocking=True)
         if head is not None and not _is_same(decoder.lm_head, decoder.embedding):
             _put(decoder.lm_head, Linear.of(head.to(decoder.device)))
         if _NORM in tensors:
@@ -180,7 +184,9 @@ class WeightStage:
         # What has not come is told by its shape alone, and is left as it is.
         own = [part for part in self._parts if part.target.startswith(prefix)]
         given = empty_targets(own, decoder.dtype, torch.device("meta"))
-        given |= _on_device(tensors, decoder.device)
+        given |= {
+            name: each.to(decoder.device, non_blocking=True) for name, each in tensors.items()
+        }
         new = build_layer(
             decoder.config,
             given,
@@ -204,7 +210,7 @@ class WeightStage:
             target = self._parts[index].target
             indices = [i for i, part in enumerate(self._parts) if part.target == target]
             own = [self._parts[i] for i in indices]
-            allocated = empty_targets(own, self._decoder.dtype, _CPU)
+            allocated = empty_targets(own, self._decoder.dtype, _CPU, is_pinned=self._is_pinned)
             self._tensors |= allocated
             self._places |= dict(zip(indices, places_of(own, allocated), strict=True))
         return self._places[index]
@@ -252,17 +258,6 @@ def _put(old: object, new: object) -> None:
         for field in dataclasses.fields(old):
             if field.name != "counters":
                 _put(getattr(old, field.name), getattr(new, field.name))
-
-
-def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    if device.type == "cpu":
-        return dict(tensors)
-    # Written by other threads, which are not in inference mode.
-    with torch.inference_mode(mode=False):
-        placed = {name: torch.empty_like(each, device=device) for name, each in tensors.items()}
-    for _ in copy_weights((WeightCopy(tensors[name], placed[name]) for name in placed), device):
-        pass
-    return placed
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

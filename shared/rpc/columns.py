@@ -1,20 +1,34 @@
-"""Columns of a message: checked, so that entry i of each belongs together."""
+"""Candidates and verdicts to and from protobuf, in columns: checked, so that entry i of each column
+belongs together. On the hot path: once a step, batched."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
-from shared.rpc.trees import shape_from_message, shape_message
-from shared.tokens import TreeShape
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.rpc.requests import shape_from_message, shape_message
+from shared.tokens import ANY_TREE, NO_TREE, DraftReport, Outcome, TreeShape, TreeWish, Verdict
 
 T = TypeVar("T")
 Refusal = Callable[[str], InvalidArgument]
 """Makes the error for columns that do not fit together."""
+
+_OUTCOMES = {
+    Outcome.VERIFIED: pb.VerdictBatch.OUTCOME_VERIFIED,
+    Outcome.MISSED: pb.VerdictBatch.OUTCOME_MISSED,
+    Outcome.STALE: pb.VerdictBatch.OUTCOME_STALE,
+    Outcome.VERIFIED_NEXT_READY: pb.VerdictBatch.OUTCOME_VERIFIED_NEXT_READY,
+}
+_OUTCOME_OF: dict[int, Outcome] = {number: outcome for outcome, number in _OUTCOMES.items()}
 
 
 class ColumnReader:
@@ -109,3 +123,278 @@ def add_optional(column: Any, values: Sequence[T], absent: T) -> None:
     """Fills a column, unless each value is `absent`."""
     if any(each != absent for each in values):
         column.extend(values)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """A target's limits on trees.
+
+    Attributes:
+        max_nodes: of a tree.
+        vocab_size: tokens are below it.
+        max_depth: of a node, as far as a sliding window of the model reaches.
+    """
+
+    max_nodes: int
+    vocab_size: int
+    max_depth: int
+
+
+def add_candidates(
+    batch: pb.CandidateBatch, columns: CandidateColumns, report: DraftReport
+) -> None:
+    """Puts one step's candidates into an empty message."""
+    batch.sequence_ids.extend(columns.sequence_ids)
+    batch.rounds.extend(columns.rounds)
+    batch.committed_token_counts.extend(columns.committed_token_counts)
+    add_optional(batch.candidate_ids, columns.candidate_ids, 0)
+    if any(bonus >= 0 for bonus in columns.bonus_token_ids):
+        batch.condition_bonus_token_ids.extend(columns.bonus_token_ids)
+        batch.condition_node_indices.extend(columns.node_indices)
+        batch.condition_candidate_ids.extend(columns.conditioned_ids)
+    add_shapes(columns.shapes, batch.shape_numbers, batch.shapes)
+    if columns.sequence_ids:
+        batch.node_offsets.extend(columns.node_offsets)
+    batch.token_ids.extend(columns.token_ids)
+    batch.parent_indices.extend(columns.parent_indices)
+    if not all(map(math.isnan, columns.log_probs)):
+        batch.log_probs.extend(columns.log_probs)
+    batch.warming = report.is_warming
+    if report.draft_s is not None:
+        batch.draft_duration.FromNanoseconds(round(report.draft_s * 1e9))
+    if report.pinned_shape is not None:
+        batch.pinned_shape.CopyFrom(shape_message(report.pinned_shape))
+
+
+def report_from_message(batch: pb.CandidateBatch) -> DraftReport:
+    """Returns what a batch says beside its candidates.
+
+    Raises:
+        InvalidArgument: the pinned shape is out of range.
+    """
+    has_time, has_shape = batch.HasField("draft_duration"), batch.HasField("pinned_shape")
+    return DraftReport(
+        draft_s=batch.draft_duration.ToNanoseconds() / 1e9 if has_time else None,
+        pinned_shape=shape_from_message(batch.pinned_shape) if has_shape else None,
+        is_warming=batch.warming,
+    )
+
+
+def candidates_from_message(batch: pb.CandidateBatch, limits: TreeLimits) -> CandidateColumns:
+    """Returns the candidates.
+
+    Raises:
+        InvalidArgument: columns do not fit together, a tree is malformed or beyond the limits, or a
+            shape is out of range.
+    """
+    num_nodes = len(batch.token_ids)
+    read = ColumnReader(batch, len(batch.sequence_ids), InvalidArgument.malformed_tree)
+    if bool(batch.condition_bonus_token_ids) != bool(batch.condition_node_indices):
+        raise InvalidArgument.malformed_tree(
+            f"{len(batch.condition_bonus_token_ids)} bonus tokens of conditions, but "
+            f"{len(batch.condition_node_indices)} nodes"
+        )
+    log_probs = read.array("log_probs", np.float32)
+    columns = CandidateColumns(
+        sequence_ids=read.required("sequence_ids"),
+        rounds=read.required("rounds"),
+        committed_token_counts=read.required("committed_token_counts"),
+        candidate_ids=read.optional("candidate_ids", 0),
+        bonus_token_ids=read.optional("condition_bonus_token_ids", -1),
+        node_indices=read.optional("condition_node_indices", -1),
+        conditioned_ids=read.optional("condition_candidate_ids", 0),
+        shapes=read.shapes("shape_numbers", "shapes"),
+        node_offsets=read.offsets("node_offsets", "token_ids", "parent_indices"),
+        token_ids=read.array("token_ids", np.int32),
+        parent_indices=read.array("parent_indices", np.int32),
+        log_probs=log_probs if len(log_probs) else np.full(num_nodes, np.nan, np.float32),
+    )
+    if num_nodes:
+        _check_trees(columns, limits)
+        _check_log_probs(columns)
+    return columns
+
+
+def _check_trees(columns: CandidateColumns, limits: TreeLimits) -> None:
+    offsets, parents = np.array(columns.node_offsets), np.asarray(columns.parent_indices)
+    sizes = np.diff(offsets)
+    largest = int(sizes.max())
+    if largest > limits.max_nodes:
+        raise InvalidArgument.malformed_tree(
+            f"{largest} nodes; the target accepts {limits.max_nodes}"
+        )
+    nodes = np.arange(len(parents)) - np.repeat(offsets[:-1], sizes)
+    for place in _first((parents < -1) | (parents >= nodes)):
+        parent = int(parents[place])
+        message = f"node {nodes[place]} has parent {parent}; a parent must come before its child"
+        if parent < -1:
+            message = f"parent index {parent} is below -1"
+        raise InvalidArgument.malformed_tree(message)
+    if largest > limits.max_depth:
+        _check_depths(columns, sizes, limits.max_depth)
+    tokens = np.asarray(columns.token_ids)
+    for place in _first((tokens < 0) | (tokens >= limits.vocab_size)):
+        raise InvalidArgument.malformed_tree(
+            f"token {tokens[place]} is outside the vocabulary [0, {limits.vocab_size})"
+        )
+
+
+def _check_depths(columns: CandidateColumns, sizes: NDArray[np.int64], max_depth: int) -> None:
+    for place in np.flatnonzero(sizes > max_depth).tolist():
+        depth = max(columns.tree(place).depths)
+        if depth > max_depth:
+            raise InvalidArgument.malformed_tree(
+                f"a node at depth {depth}; the model's sliding window leaves room for {max_depth}"
+            )
+
+
+def _check_log_probs(columns: CandidateColumns) -> None:
+    """A tree has a finite log probability at each node, or NaN at each."""
+    log_probs = np.asarray(columns.log_probs)
+    if len(log_probs) != len(columns.token_ids):
+        raise InvalidArgument.malformed_tree(
+            f"{len(columns.token_ids)} token ids but {len(log_probs)} log probabilities"
+        )
+    if np.isfinite(log_probs).all():
+        return
+    is_absent, is_infinite = np.isnan(log_probs), np.isinf(log_probs)
+    starts = np.array(columns.node_offsets)
+    num_absent = np.concatenate(([0], np.cumsum(is_absent)))
+    absent = num_absent[starts[1:]] - num_absent[starts[:-1]]
+    if is_infinite.any() or ((absent > 0) & (absent < np.diff(starts))).any():
+        raise InvalidArgument.malformed_tree("a log probability is not finite")
+
+
+def _first(is_wrong: NDArray[np.bool_]) -> list[int]:
+    """Returns the first place that is wrong, if one is."""
+    place = int(is_wrong.argmax())
+    return [place] if is_wrong[place] else []
+
+
+def add_verdicts(batch: pb.VerdictBatch, verdicts: Sequence[Verdict]) -> None:
+    """Puts one step's verdicts into an empty message."""
+    if not verdicts:
+        return
+    batch.sequence_ids.extend([each.sequence_id for each in verdicts])
+    batch.rounds.extend([each.round for each in verdicts])
+    batch.outcomes.extend([_OUTCOMES[each.outcome] for each in verdicts])
+    batch.committed_token_counts.extend([each.committed_token_count for each in verdicts])
+    committed = [each.committed_token_ids for each in verdicts]
+    _add_ragged(batch.committed_offsets, batch.committed_token_ids, committed)
+    accepted = [each.accepted_node_indices for each in verdicts]
+    _add_ragged(batch.accepted_offsets, batch.accepted_node_indices, accepted)
+    add_optional(batch.candidate_ids, [each.candidate_id or 0 for each in verdicts], 0)
+    add_optional(batch.next_candidate_ids, [each.next_candidate_id or 0 for each in verdicts], 0)
+    _add_wishes(batch, [each.wish for each in verdicts])
+    if any(each.runner_ups for each in verdicts):
+        runner_ups = [each.runner_ups for each in verdicts]
+        tokens = [[token for token, _ in own] for own in runner_ups]
+        _add_ragged(batch.runner_up_offsets, batch.runner_up_token_ids, tokens)
+        batch.runner_up_log_probs.extend([each for own in runner_ups for _, each in own])
+
+
+def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
+    """Returns the verdicts.
+
+    Raises:
+        InvalidArgument: columns do not fit together, an outcome is unknown, no token was committed,
+            or a wanted shape or number of outcomes is out of range.
+    """
+    read = ColumnReader(batch, len(batch.sequence_ids), malformed_verdicts)
+    return list(
+        map(
+            Verdict,
+            read.required("sequence_ids"),
+            read.required("rounds"),
+            [_outcome(number) for number in read.required("outcomes")],
+            _ragged(
+                read.offsets("accepted_offsets", "accepted_node_indices"),
+                batch.accepted_node_indices[:],
+            ),
+            _committed(read, batch),
+            read.required("committed_token_counts"),
+            _wishes(read),
+            [each or None for each in read.optional("candidate_ids", 0)],
+            [each or None for each in read.optional("next_candidate_ids", 0)],
+            _runner_ups(read, batch),
+        )
+    )
+
+
+def opening_wish(message: pb.SequenceOpened) -> TreeWish:
+    """Returns what the target wants of the first tree of a sequence.
+
+    Raises:
+        InvalidArgument: the shape or the number of outcomes is out of range.
+    """
+    shape = shape_from_message(message.wanted_shape) if message.HasField("wanted_shape") else None
+    num_outcomes = message.wanted_outcome_count if message.HasField("wanted_outcome_count") else -1
+    if message.HasField("wanted_outcome_count") and num_outcomes < 0:
+        raise InvalidArgument.out_of_range("wanted_outcome_count", num_outcomes, "at least 0")
+    return _wish(shape, num_outcomes, is_paused=message.paused)
+
+
+def malformed_verdicts(message: str) -> InvalidArgument:
+    """Returns the error for verdicts that do not fit together."""
+    return InvalidArgument.of("VERDICTS_MALFORMED", "verdicts", f"malformed verdicts: {message}")
+
+
+def _add_wishes(batch: pb.VerdictBatch, wishes: Sequence[TreeWish]) -> None:
+    add_shapes([each.shape for each in wishes], batch.wanted_shape_numbers, batch.wanted_shapes)
+    add_optional(batch.paused, [each.is_paused for each in wishes], absent=False)
+    counts = [-1 if each.num_outcomes is None else each.num_outcomes for each in wishes]
+    add_optional(batch.wanted_outcome_counts, counts, -1)
+
+
+def _wishes(read: ColumnReader) -> list[TreeWish]:
+    shapes = read.shapes("wanted_shape_numbers", "wanted_shapes")
+    paused = read.optional("paused", absent=False)
+    counts = read.optional("wanted_outcome_counts", -1)
+    if counts and min(counts) < -1:
+        raise InvalidArgument.out_of_range("wanted_outcome_counts", min(counts), "at least -1")
+    # Few differ, and making one costs a microsecond.
+    keys = list(zip(shapes, counts, paused, strict=True))
+    made = {key: _wish(key[0], key[1], is_paused=key[2]) for key in set(keys)}
+    return [made[key] for key in keys]
+
+
+def _wish(shape: TreeShape | None, num_outcomes: int, *, is_paused: bool) -> TreeWish:
+    if is_paused:
+        return NO_TREE
+    if shape is None and num_outcomes < 0:
+        return ANY_TREE
+    return TreeWish(shape, num_outcomes=None if num_outcomes < 0 else num_outcomes)
+
+
+def _outcome(number: int) -> Outcome:
+    outcome = _OUTCOME_OF.get(number)
+    if outcome is None:
+        raise InvalidArgument.of("OUTCOME_UNKNOWN", "outcomes", f"an outcome is {number}")
+    return outcome
+
+
+def _committed(read: ColumnReader, batch: pb.VerdictBatch) -> list[tuple[int, ...]]:
+    offsets = read.offsets("committed_offsets", "committed_token_ids")
+    committed = _ragged(offsets, batch.committed_token_ids[:])
+    if not all(committed):
+        raise InvalidArgument.of(
+            "VERDICT_EMPTY", "committed_offsets", "a verdict commits at least 1 token; one has 0"
+        )
+    return committed
+
+
+def _runner_ups(read: ColumnReader, batch: pb.VerdictBatch) -> list[tuple[tuple[int, float], ...]]:
+    if not batch.runner_up_offsets:
+        return [()] * len(batch.sequence_ids)
+    offsets = read.offsets("runner_up_offsets", "runner_up_token_ids", "runner_up_log_probs")
+    pairs = zip(batch.runner_up_token_ids, batch.runner_up_log_probs, strict=True)
+    return _ragged(offsets, list(pairs))
+
+
+def _add_ragged(offsets: Any, values: Any, rows: Sequence[Sequence[int]]) -> None:
+    offsets.extend(accumulate(map(len, rows), initial=0))
+    values.extend([each for row in rows for each in row])
+
+
+def _ragged(offsets: Sequence[int], values: list[Any]) -> list[tuple[Any, ...]]:
+    return [tuple(values[start:end]) for start, end in pairwise(offsets)]

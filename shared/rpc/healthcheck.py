@@ -10,9 +10,9 @@ from pathlib import Path
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.addresses import address_problems
 from shared.errors import SettingsError
 from shared.rpc.channel import open_channel
+from shared.settings import address_problems
 from shared.tls import ClientTls, checked_client_tls
 
 

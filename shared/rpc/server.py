@@ -1,22 +1,143 @@
-"""gRPC servers with health, reflection and one error policy."""
+"""gRPC servers with health, reflection and one error policy: an interceptor sets the request id of
+a call and turns errors into statuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
 
+import grpc
 from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.errors import SettingsError
-from shared.rpc.credentials import server_credentials
-from shared.rpc.interceptors import ErrorInterceptor
+from shared.errors import EngineFailed, InvalidArgument, OutriderError, SettingsError
+from shared.rpc.channel import MAX_MESSAGE_BYTES, server_credentials, server_options
 from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.options import MAX_MESSAGE_BYTES, server_options
+from shared.rpc.status import Metadata, abort_arguments, enter_request
 from shared.tls import ServerTls
 
+logger = logging.getLogger(__name__)
+Context = aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Any]
+
 Registration = Callable[[aio.Server], None]
+
+
+class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Sets the request id, and turns an `OutriderError` into its rich status, once.
+
+    Anything else that escapes a handler is our bug: the caller gets INTERNAL with the request id,
+    the log gets the traceback. Aborts and cancellations pass through.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method
+            return None
+        method = handler_call_details.method
+        if handler.unary_unary is not None:
+            build, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        elif handler.stream_unary is not None:
+            build, behaviour = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+        elif handler.unary_stream is not None:
+            build, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        else:
+            build, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        deserialize = handler.request_deserializer
+        return build(
+            _guarded(behaviour, method),
+            deserialize and partial(_deserialized, deserialize),
+            handler.response_serializer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a request whose bytes are no message: gRPC would answer with a Python text."""
+
+    error: InvalidArgument
+
+
+def _deserialized(deserialize: Callable[[bytes], Any], content: bytes) -> Any:
+    try:
+        return deserialize(content)
+    except DecodeError:
+        message = f"the request of {len(content):,} bytes is not the message of this method"
+        return _Undecodable(InvalidArgument(message, reason="MESSAGE_UNDECODABLE"))
+
+
+def _checked(request: Any) -> Any:
+    """Returns a request, or a stream of them that raises at the first that is none.
+
+    Raises:
+        InvalidArgument: its bytes could not be decoded.
+    """
+    if isinstance(request, _Undecodable):
+        raise request.error
+    return _checked_stream(request) if isinstance(request, AsyncIterator) else request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
+    """Returns the behaviour with its errors translated; both forms of streaming are coroutines."""
+    respond = _written if inspect.isasyncgenfunction(behaviour) else _awaited
+
+    async def guarded(request: Any, context: Context) -> Any:
+        request_id = enter_request(cast("Metadata", context.invocation_metadata() or ()))
+        try:
+            return await respond(behaviour, _checked(request), context)
+        except aio.AbortError:  # an Exception to Python, the wanted end of the call to gRPC
+            raise
+        except Exception as error:  # the last line: what gets past here kills the connection
+            await _abort(context, error, method, request_id)
+
+    return guarded
+
+
+async def _awaited(behaviour: Behaviour, request: Any, context: Context) -> Any:
+    return await behaviour(request, context)
+
+
+async def _written(behaviour: Behaviour, request: Any, context: Context) -> None:
+    """Writes what a generator yields. Closes it at once when the call ends before it does, so that
+    its `finally` does not wait for the garbage collector."""
+    async with contextlib.aclosing(behaviour(request, context)) as responses:
+        async for response in responses:
+            await context.write(response)
+
+
+async def _abort(context: Context, error: Exception, method: str, request_id: str) -> NoReturn:
+    """Ends the call with the error's status.
+
+    Raises:
+        AbortError: always; gRPC's way of ending a call.
+    """
+    if not isinstance(error, OutriderError):
+        if context.done():  # a write to a caller who left fails as well; that is no bug of ours
+            logger.debug("%s ended while its caller was leaving", method, exc_info=error)
+        else:
+            logger.error("%s failed", method, exc_info=error)
+        error = EngineFailed(
+            f"request {request_id} failed; see the server's log", reason="ENGINE_FAILED"
+        )
+    await context.abort(**abort_arguments(error, request_id))
+    raise AssertionError("abort raises")
 
 
 async def create_server(

@@ -1,11 +1,11 @@
-"""Converts `OutriderError` to gRPC statuses with details, and back.
+"""Converts `OutriderError` to gRPC statuses with details, and back; and a call's metadata.
 
 The details travel as a serialized `google.rpc.Status` in the trailing metadata, where grpcurl,
-`buf curl` and every gRPC client library look for them.
-"""
+`buf curl` and every gRPC client library look for them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 from google.protobuf import any_pb2, message
@@ -14,8 +14,15 @@ from grpc import StatusCode as GrpcCode
 from grpc import aio
 
 from shared.errors import FieldViolation, OutriderError, Unavailable, error_class
-from shared.rpc.metadata import Metadata
-from shared.telemetry.request_id import REQUEST_ID_KEY
+from shared.telemetry.tracing import (
+    REQUEST_ID_KEY,
+    TRACEPARENT_KEY,
+    accepted_request_id,
+    current_request_id,
+    current_traceparent,
+)
+
+Metadata = Iterable[tuple[str, str | bytes]]
 
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -26,6 +33,15 @@ _MAX_VIOLATIONS = 4
 # https://github.com/grpc/grpc/issues/36066
 _LOST_STATUS = "Internal error from Core"
 _CODES = {code.value[0]: code for code in GrpcCode}
+
+
+def enter_request(metadata: Metadata) -> str:
+    """Makes a call's metadata current for its task; returns the request id."""
+    texts = {key: value for key, value in metadata if isinstance(value, str)}
+    request_id = accepted_request_id(texts.get(REQUEST_ID_KEY))
+    current_request_id.set(request_id)
+    current_traceparent.set(texts.get(TRACEPARENT_KEY))
+    return request_id
 
 
 def abort_arguments(error: OutriderError, request_id: str) -> dict[str, Any]:

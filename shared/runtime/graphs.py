@@ -17,16 +17,13 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
-from shared.kv.batch import ForwardBatch
-from shared.kv.decode_batch import empty_decode_batch
+from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
-from shared.runtime.capture import capturing
 from shared.runtime.graph_inputs import GraphInputs, GraphLimits
-from shared.runtime.graph_key import GraphKey, key_of, keys_of
-from shared.runtime.graph_store import GraphStore
-from shared.runtime.shortage import CacheSize
+from shared.runtime.graph_store import GraphKey, GraphStore, capturing, key_of, keys_of
+from shared.runtime.memory import CacheSize
 
 logger = logging.getLogger(__name__)
 # A few sequences, or the tree of one: what a target is asked for first.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
-from shared.runtime.pass_codec import PackedRows, PackedTrees, Part, Parts
+from shared.runtime.tree_draft import PackedRows, PackedTrees, Part, Parts
 from shared.runtime.tree_pass import TreePass
 from shared.tokens import TokenTree
 

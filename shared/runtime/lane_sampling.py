@@ -18,10 +18,14 @@ from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_sequences import Newcomer
 from shared.runtime.round_state import LENGTH, RoundState
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
-from shared.speculation.penalties import TokenCounts, histogram
-from shared.speculation.row_sampling import RowSampling, row_sampling
-from shared.speculation.tree_rows import TreeRows
-from shared.speculation.upload import uploaded
+from shared.speculation.row_sampling import (
+    RowSampling,
+    TokenCounts,
+    histogram,
+    row_sampling,
+    uploaded,
+)
+from shared.speculation.tree import TreeRows
 from shared.speculation.verify import draw_tokens
 from shared.tokens import TokenLogprobs
 

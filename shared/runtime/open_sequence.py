@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kv.pages import PADDING_PAGE
+from shared.kv.leases import PADDING_PAGE
 from shared.kv.upload import Array, UploadBlock, uploaded
 from shared.runtime.round_state import (
     ACTIVE,

@@ -11,7 +11,7 @@ from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.runtime.tree_draft import ScoredRows
 from shared.speculation.growth import Beam, Children, TreeGrowth, choose_children
-from shared.speculation.tree_rows import tree_rows
+from shared.speculation.tree import tree_rows
 
 
 class PlainScores:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shared.kv.upload import uploaded
 from shared.runtime.round_batches import RoundShape, RoundTree
 from shared.runtime.round_state import RoundState
-from shared.speculation.tree_rows import NO_TOKEN, rows_of_parents
+from shared.speculation.tree import NO_TOKEN, rows_of_parents
 
 
 def cut(token_ids: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -15,7 +15,7 @@ from shared.kernels.split_plan import MAX_PLAIN_ROWS
 from shared.kv.batch import ForwardBatch
 from shared.runtime.round_state import RoundState
 from shared.speculation.growth import Beam
-from shared.speculation.tree_rows import TreeRows
+from shared.speculation.tree import TreeRows
 from shared.tokens import TreeShape
 
 WALK_TOKEN, WALK_PARENT, WALK_LINE = range(3)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.models.decoder import DecoderOutput
-from shared.runtime.capture import capturing
+from shared.runtime.graph_store import capturing
 from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
 from shared.runtime.prompt_chunks import PromptChunks
 from shared.runtime.round_batches import RoundTree

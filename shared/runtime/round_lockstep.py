@@ -21,7 +21,7 @@ from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.speculation.tree_rows import TreeRows
+from shared.speculation.tree import TreeRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.kernels.kernel_settings import has_triton
-from shared.models.heads.head import DraftHead
-from shared.models.heads.layers import SplitHeadLayer
+from shared.models.heads.head import DraftHead, SplitHeadLayer
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_selection import RoundSelection
@@ -33,7 +32,7 @@ class RoundParts:
         if not (has_triton(device) and fits_kernels(shape)):
             return PLAIN
         # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_draft_fused import FusedRoundDraft
+        from shared.runtime.fused_code import FusedRoundDraft
 
         is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
         return cls(FusedRoundDraft if is_split else RoundDraft, verification_for(shape, device))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.round_state import RoundState
-from shared.speculation.confidence import coupled_confidence
+from shared.speculation.distributions import coupled_confidence
 from shared.speculation.noise import gumbel_noise
 from shared.speculation.row_sampling import RowSampling, sampling_of_columns
 from shared.speculation.verify import draw_tokens

@@ -8,8 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.dependent import dependent_launch
-from shared.kernels.empties import empties
+from shared.kernels.launch import dependent_launch, empties
 from shared.runtime.round_growth_jit import choose_tokens, score_blocks
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import LENGTH, OFFSET, SEED, RoundState

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import triton
 
-from shared.runtime import prepared_trees as prepared
+from shared.runtime import round_selection as prepared
 from shared.runtime.round_batches import RoundTree
+from shared.runtime.round_growth import UnwrittenTrees
+from shared.runtime.round_layout_jit import select_trees
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_selection import RoundSelection
-from shared.runtime.round_selection_jit import select_trees
 from shared.runtime.round_state import ACTIVE, ENDED, LENGTH, OPEN, TAIL, RoundState
-from shared.runtime.unwritten_trees import UnwrittenTrees
-from shared.speculation.tree_rows import NO_TOKEN
+from shared.speculation.tree import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kv.pages import PADDING_PAGE
+from shared.kv.leases import PADDING_PAGE
 from shared.kv.upload import Array, uploaded
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams

@@ -19,7 +19,7 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.round_batches import RoundShape, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.speculation.tree_rows import AcceptedRows, TreeRows, accept_rows
+from shared.speculation.tree import AcceptedRows, TreeRows, accept_rows
 
 RESULT_COUNTS = 2
 """Columns of a result before its tokens: how many are committed, how many nodes were drafted."""

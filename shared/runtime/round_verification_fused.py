@@ -8,9 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.dependent import dependent_launch
-from shared.kernels.empties import empties
 from shared.kernels.fused_triton import parts_of
+from shared.kernels.launch import dependent_launch, empties
 from shared.kernels.linear import LinearWeight, linear_partials
 from shared.models.decoder import DecoderOutput
 from shared.runtime.round_batches import RoundTree
@@ -23,7 +22,7 @@ from shared.runtime.round_verification import (
     RoundVerification,
 )
 from shared.speculation.draw_triton import fused_draw
-from shared.speculation.tree_rows import TreeRows
+from shared.speculation.tree import TreeRows
 
 _MOVED_ELEMENTS = 1024
 _STORED_ELEMENTS = 1024

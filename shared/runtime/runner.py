@@ -12,10 +12,10 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_pairs
 from shared.models.decoder import Decoder
-from shared.runtime.compiled import compile_small
+from shared.runtime.device import compile_small
 from shared.runtime.graphs import CapturedForward, ForwardGraphs
 from shared.runtime.lockstep import Leader
-from shared.runtime.shortage import CacheSize
+from shared.runtime.memory import CacheSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
@@ -13,7 +14,7 @@ from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.speculation.growth import Children
-from shared.speculation.tree_rows import TreeRows
+from shared.speculation.tree import TreeRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,3 +181,48 @@ def grow(growth: Growth, forwards: Forwards, num_steps: int) -> Iterator[None]:
     for _ in range(num_steps - 1):
         yield None
         growth.add(forwards.next(*growth.beam()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTrees:
+    """Trees: `[S, 3 T + 2 L K]` int32, tokens, parents and the bits of the scores of T rows, then
+    tokens and parents of the rows of L levels."""
+
+    numbers: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Candidates and states of computed rows.
+
+    Attributes:
+        numbers: `[S, 2 N W]` int32, the tokens that may follow N rows, then the bits of their
+            scores.
+        states: `[S, N, H]`; None for a model without.
+    """
+
+    numbers: Tensor
+    states: Tensor | None
+
+
+Part: TypeAlias = PackedTrees | PackedRows | None
+Parts: TypeAlias = Iterator[Part]
+"""A pass under way: each step queues a part of it on the device, and some bring a result, which
+holds until the next pass."""
+
+
+def packed(part: ScoredRows | ComputedRows | None) -> Part:
+    """Returns what `GrowthLevels` yield."""
+    match part:
+        case ScoredRows():
+            rows, beams = part.rows, part.beams.flatten(2).int().unbind()
+            bits = part.paths.view(torch.int32)
+            columns = (rows.token_ids.int(), rows.parents.int(), bits, *beams)
+            return PackedTrees(torch.cat(columns, dim=1))
+        case ComputedRows():
+            choices = part.choices
+            bits = choices.log_probs.contiguous().view(torch.int32)
+            numbers = torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1)
+            return PackedRows(numbers, part.states)
+        case None:
+            return None

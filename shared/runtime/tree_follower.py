@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from shared.runtime.pass_codec import Parts
+from shared.runtime.tree_draft import Parts
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_lockstep import BeginTrees, CaptureTrees, QueuePart
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from shared.runtime.growing_trees import GrowingTrees, PassRows, PassTree
 from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.pass_codec import Parts
-from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.tree_draft import Parts
 from shared.runtime.tree_lockstep import TreeLeader
-from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_model import PassKind, TreeModel
 from shared.runtime.tree_pass import PassLimits, TreePass
 from shared.runtime.walked_tree import WalkedTree
 from shared.tokens import TokenTree, TreeShape

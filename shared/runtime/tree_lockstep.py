@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from shared.runtime.lockstep import Leader
 from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.pass_codec import Parts
+from shared.runtime.tree_draft import Parts
 from shared.tokens import TreeShape
 
 

@@ -14,10 +14,25 @@ from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.decoder_draft import DecoderDraft
-from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_parts import RoundParts, fits_kernels
 from shared.runtime.tree_draft import TreeDraft
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """The properties by which passes differ.
+
+    Attributes:
+        num_choices: see `TreeDraft`.
+        is_split: it can stop after each forward. Each sequence has one open row, which comes
+            behind one that a pass computed: where rows read states, it reads that one's.
+        is_walk: it computes trees that are given instead of growing them.
+    """
+
+    num_choices: int = 0
+    is_split: bool = False
+    is_walk: bool = False
 
 
 class TreeModel(Protocol):
@@ -106,6 +121,6 @@ class DecoderModel:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
             return DecoderDraft(self.decoder, self.pool, batches)
         # Triton is not installed where there is no CUDA.
-        from shared.runtime.decoder_draft_fused import FusedDecoderDraft
+        from shared.runtime.fused_code import FusedDecoderDraft
 
         return FusedDecoderDraft(self.decoder, self.pool, batches)

@@ -14,15 +14,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shared.runtime.capture import capturing
+from shared.kernels.split_plan import PLAIN_TILE, num_splits
+from shared.models.heads.head import DraftHead
+from shared.runtime.graph_store import capturing
 from shared.runtime.joined_rows import write_rows
 from shared.runtime.open_sequence import OpenArrays, OpenInputs, OpenSequence, OpenSlots
-from shared.runtime.pass_codec import PackedRows, PackedTrees, Part, Parts, packed
-from shared.runtime.pass_kind import PassKind
 from shared.runtime.round_batches import WALK_LINE, RoundBatches, RoundShape
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.tree_draft import TreeDraft
-from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_draft import PackedRows, PackedTrees, Part, Parts, TreeDraft, packed
+from shared.runtime.tree_model import PassKind, TreeModel
+from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
 # A graph of so many slots serves fewer sequences nearly as fast as one of their number.
@@ -272,3 +273,24 @@ def _replayed(captured: _Captured) -> Parts:
 
 def _next_result(parts: Parts) -> Part:
     return next(part for part in parts if part is not None)
+
+
+def num_pass_rows(tree: TreeShape, limits: PassLimits) -> int:
+    """Returns the rows of the largest forward of a pass: those that are open, or a level's."""
+    return limits.max_sequences * max(tree.num_steps + 1, tree.topk)
+
+
+def head_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> int:
+    """Returns about what the largest graph needs beside weights and cache; others share it."""
+    attention, size = head.layers[0].attention.shape, head.dtype.itemsize
+    num_rows = num_pass_rows(tree, limits)
+    features = 2 * limits.max_sequences * (tree.num_steps + 1) * head.feature_spec.width * size
+    partial = num_splits(limits.max_context_tokens) * (attention.head_dim + 2)
+    # Each sequence fills its last block of rows up.
+    num_groups = attention.num_heads // attention.num_kv_heads
+    num_kernel_rows = num_rows + limits.max_sequences * max(PLAIN_TILE // num_groups, 1)
+    kernels = num_kernel_rows * attention.num_heads * partial * 4
+    logits = limits.max_sequences * tree.topk * head.vocabulary.size * (4 + size)
+    # Inputs, states and what the layer makes of them, for as long as the pass goes on.
+    blocks = tree.num_steps * num_rows * 16 * head.embedding.shape[1] * size
+    return features + kernels + logits + blocks

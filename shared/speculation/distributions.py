@@ -16,6 +16,17 @@ repetition penalty, and for requests with both min-p and top-p.
 Of equal logits, truncation and greedy rows keep the lowest token id.
 
 Raw logits may hold -inf for tokens that a grammar forbids, but not in a whole row.
+
+Top-k and top-p as one cut of the descending order.
+
+Both keep the first tokens of the order by (logit, then lowest id), so a count of kept tokens says
+it all, and the ids are needed only among the tokens that tie at the border. bfloat16 logits tie
+often; a cut that left ties to the device would not be reproducible.
+
+The score by which a draft ranks candidates: how likely the target accepts each.
+
+Scores of one row are log probabilities of disjoint events, so they sum along a path to the log
+probability that the whole path is accepted, which is what tree growth ranks by.
 """
 
 from __future__ import annotations
@@ -25,9 +36,110 @@ import math
 import torch
 from torch import Tensor
 
-from shared.speculation.penalties import TokenCounts, apply_penalties
-from shared.speculation.row_sampling import RowSampling
-from shared.speculation.truncation import keep_top
+from shared.speculation.row_sampling import RowSampling, TokenCounts, apply_penalties
+
+_LOW_BITS = 32
+_SIGN_FREE = 0x7FFFFFFF
+
+WORD_BITS = 32
+# Mass of the most probable token in integer units. A row of 2^18 such tokens sums to 2^62.
+_MASS_UNIT = 2.0**44
+
+
+def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Returns the k highest values of the last axis, best first; the lowest index wins a tie.
+
+    Each value becomes an integer key that orders like (value, -index), so no two keys are equal
+    and every device finds the same ones.
+
+    Args:
+        values: `[..., N]` float32 without NaN, N < 2^32.
+        k: in [1, N].
+
+    Returns:
+        Values `[..., k]` float32 and indices `[..., k]` int64.
+    """
+    assert values.dtype == torch.float32
+    # Adding zero turns -0.0, whose bits order below 0.0, into 0.0.
+    bits = (values + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ _SIGN_FREE, bits).to(torch.int64)
+    size = values.shape[-1]
+    descending_index = torch.arange(size - 1, -1, -1, device=values.device)
+    keys = (ordered << _LOW_BITS) | descending_index
+    best = keys.topk(k, dim=-1, largest=True, sorted=True).values
+    indices = (size - 1) - (best & ((1 << _LOW_BITS) - 1))
+    return values.gather(-1, indices), indices
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Returns the 32-bit words of one row's mask."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def masked_logits(logits: Tensor, masks: Tensor) -> Tensor:
+    """Returns the logits with -inf for every token its row may not draw.
+
+    A distribution made of them is the model's distribution under the condition that the token is
+    allowed, whatever temperature and cuts follow.
+
+    Args:
+        logits: `[R, V]` of any float type; not changed.
+        masks: `[R, ceil(V / 32)]` int32 on the same device; bit i % 32 of word i // 32 allows
+            token i. Each row allows at least one token.
+    """
+    places = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
+    is_allowed = (masks.unsqueeze(-1) >> places) & 1
+    is_allowed = is_allowed.flatten(1)[:, : logits.shape[1]].to(torch.bool)
+    return torch.where(is_allowed, logits, -math.inf)
+
+
+def keep_top(scaled: Tensor, top_ks: Tensor, top_ps: Tensor | None, *, width: int) -> Tensor:
+    """Returns `scaled` with -inf outside top-k, then outside top-p of the renormalised rest.
+
+    Args:
+        scaled: `[R, V]` float32 logits over temperature, the highest of a row 0.
+        top_ks: `[R, 1]` int64, at least 1; more than V is off.
+        top_ps: `[R, 1]` float64 in (0, 1], 1 is off; None when off in every row.
+        width: tokens to order; no less than each row's top-k where that is on, else V. Rows that
+            ask for more keep `width` tokens.
+    """
+    ordered = _descending(scaled, width)
+    num_kept = top_ks.clamp_max(width)
+    if top_ps is not None:
+        num_kept = torch.where(top_ps < 1.0, _num_in_mass(ordered, num_kept, top_ps), num_kept)
+    return _keep_highest(scaled, num_kept, lowest=ordered.gather(-1, num_kept - 1))
+
+
+def _num_in_mass(ordered: Tensor, num_kept: Tensor, top_ps: Tensor) -> Tensor:
+    """Returns `[R, 1]` the fewest of the first `num_kept` tokens whose share reaches top-p.
+
+    Masses are summed as integers: their sums are the same in any order of the additions, which a
+    parallel scan of floats does not promise.
+    """
+    ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+    masses = (ordered.exp().to(torch.float64) * _MASS_UNIT).to(torch.int64)
+    masses = masses.masked_fill(ranks >= num_kept, 0)
+    sums = masses.cumsum(dim=-1)
+    needed = sums[:, -1:].to(torch.float64) * top_ps
+    # A token stays while the mass before it has not reached top-p, so the first always does.
+    is_short = (sums - masses).to(torch.float64) < needed
+    return torch.minimum(is_short.sum(dim=-1, keepdim=True), num_kept)
+
+
+def _descending(values: Tensor, width: int) -> Tensor:
+    if width == values.shape[-1]:
+        return values.sort(dim=-1, descending=True).values
+    return values.topk(width, dim=-1, sorted=True).values
+
+
+def _keep_highest(scaled: Tensor, num_kept: Tensor, *, lowest: Tensor) -> Tensor:
+    """Keeps the `num_kept` highest values; at the lowest kept value the lowest ids stay."""
+    above = scaled > lowest
+    tied = scaled == lowest
+    num_tied_kept = num_kept - above.sum(dim=-1, keepdim=True)
+    # Inclusive counts: the j-th tied token stays while j <= num_tied_kept.
+    kept = above | (tied & (tied.cumsum(dim=-1) <= num_tied_kept))
+    return scaled.masked_fill(~kept, -math.inf)
 
 
 def target_log_probs(
@@ -102,3 +214,61 @@ def _allowed_only(logits: Tensor, sampling: RowSampling) -> Tensor:
         return logits
     is_empty = (remaining == -math.inf).all(dim=-1, keepdim=True)
     return torch.where(is_empty, logits, remaining)
+
+
+def coupled_confidence(
+    logits: Tensor,
+    sampling: RowSampling,
+    noise: Tensor | None,
+    counts: TokenCounts | None = None,
+) -> Tensor:
+    """Returns the log probability that the coupled rule accepts each token.
+
+    The target takes the argmax of `target_logits + T * noise`, and the draft knows T and the noise.
+    What it does not know is how far the target's logits are from its own. At T = 0 EAGLE-2 ranks by
+    the softmax of the draft's logits l; that is the chance of the argmax if the target's logits are
+    l plus independent unit Gumbel errors. The same errors at T > 0 make the chance of token v
+
+        P(argmax(l + error + T * noise) = v) = softmax(l + T * noise)_v,
+
+    so the noise enters as a known shift of the logits and the greedy score is the case T = 0. The
+    first child is then the token the draft itself would draw, and its score says how clearly it
+    leads. Ranking by the plain draft probability instead would ignore what the noise tells: a
+    likely token with bad noise would go first although the draft expects it to lose.
+
+    The error of a real draft need not have unit scale; that bends the scores alike in every row, as
+    it does for greedy EAGLE-2.
+
+    Args:
+        logits: `[R, V]` raw draft logits.
+        sampling: of the same R rows. The draft may leave out what costs it more than it gains.
+        noise: `[R, V]` float32 noise of each row's seed and the position of the tokens scored, the
+            same that the target will use; rows of one sequence and level share it. None when every
+            row is greedy.
+        counts: needed when a row has penalties.
+
+    Returns:
+        `[R, V]` float32, -inf for tokens the row's sampling parameters remove.
+    """
+    logits = shaped_logits(logits, sampling, counts)
+    if sampling.all_greedy:
+        return logits.log_softmax(dim=-1)
+    assert noise is not None, "drawing rows need the noise the target will use"
+    temperatures = torch.where(sampling.greedy, 0.0, sampling.temperatures)
+    removed = ~sampling.greedy & (truncated(logits, sampling) == -math.inf)
+    shifted = logits + temperatures * noise
+    return shifted.masked_fill(removed, -math.inf).log_softmax(dim=-1)
+
+
+def point_mass_confidence(
+    logits: Tensor, sampling: RowSampling, counts: TokenCounts | None = None
+) -> Tensor:
+    """Returns the log probability that the point-mass rule accepts each token.
+
+    That rule accepts a child with the target's probability of it, so the draft's estimate of that
+    probability is the score. Arguments and result are those of `coupled_confidence`.
+    """
+    plain = shaped_logits(logits, sampling, counts).log_softmax(dim=-1)
+    if sampling.all_greedy:
+        return plain
+    return torch.where(sampling.greedy, plain, target_log_probs(logits, sampling, counts))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.speculation.topk import stable_topk
+from shared.speculation.distributions import stable_topk
 from shared.tokens import TokenTree, TreeShape
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.speculation.topk import stable_topk
-from shared.speculation.upload import uploaded_ids
+from shared.speculation.distributions import stable_topk
+from shared.speculation.row_sampling import uploaded_ids
 from shared.tokens import TokenLogprobs
 
 

@@ -73,28 +73,6 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, stream: i
     return _gumbel(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
 
 
-def gumbel_noise_of(
-    seeds: Tensor, positions: Tensor, token_ids: Tensor, *, stream: int = 0
-) -> Tensor:
-    """Returns the noise `gumbel_noise` has at the given tokens.
-
-    It computes one Philox block a token, so for more than a quarter of the vocabulary the whole
-    row is cheaper.
-
-    Args:
-        seeds: `[R]` int64.
-        positions: `[R]` int64.
-        token_ids: `[R, K]` int64, not negative.
-        stream: as in `gumbel_noise`.
-
-    Returns:
-        `[R, K]` float32.
-    """
-    words = _words(seeds, positions, token_ids // _WORDS_PER_BLOCK, stream)
-    chosen = (token_ids % _WORDS_PER_BLOCK).unsqueeze(-1)
-    return _gumbel(torch.stack(words, dim=-1).gather(-1, chosen).squeeze(-1))
-
-
 def fresh_generator() -> torch.Generator:
     """Returns a generator of the host that nobody can foresee."""
     generator = torch.Generator()

@@ -1,51 +1,27 @@
-"""Layout of the rows of a token tree: row 0 is the root, row i + 1 is node i.
+"""Rows of token trees: row 0 is the root, row i + 1 is node i.
 
-The root is the last committed token, whose KV is computed in the same forward as the nodes'.
-"""
+The root is the last committed token, whose KV is computed in the same forward as the nodes'. The
+functions of one tree run on the host. What they and `verify.accept_path` do, `TreeRows` does for
+all trees of a batch at once, in tensors of fixed shapes and without waiting for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from dataclasses import dataclass
 
-from shared.tokens import StopParams, TokenTree
+import torch
+from torch import Tensor
+
+from shared.speculation.growth import SelectedNodes
+from shared.tokens import TokenTree
+
+NO_TOKEN = -1
+"""Where a tree has fewer nodes than rows."""
 
 
 def row_parents(tree: TokenTree) -> tuple[int | None, ...]:
     """Returns the row of each row's parent; None for the root."""
     return (None, *(0 if parent is None else parent + 1 for parent in tree.parent_indices))
-
-
-def row_depths(tree: TokenTree) -> tuple[int, ...]:
-    """Returns each row's distance from the root."""
-    return (0, *tree.depths)
-
-
-def row_positions(tree: TokenTree, *, root_position: int) -> tuple[int, ...]:
-    """Returns each row's absolute position; siblings share one."""
-    return tuple(root_position + depth for depth in row_depths(tree))
-
-
-def drawn_positions(tree: TokenTree, *, root_position: int) -> tuple[int, ...]:
-    """Returns the absolute position of the token each row draws: one past the row's own.
-
-    This is the position that keys the noise.
-    """
-    return tuple(position + 1 for position in row_positions(tree, root_position=root_position))
-
-
-def tail_mask(tree: TokenTree) -> tuple[tuple[bool, ...], ...]:
-    """Returns what each row sees of the rows: the root, its ancestors and itself.
-
-    Square, and lower triangular because parents come first; it is `SequenceRows.tail_mask` of a
-    tree whose prefix ends before the root.
-    """
-    parents = row_parents(tree)
-    mask: list[list[bool]] = []
-    for row, parent in enumerate(parents):
-        seen = [False] * len(parents) if parent is None else list(mask[parent])
-        seen[row] = True
-        mask.append(seen)
-    return tuple(tuple(seen) for seen in mask)
 
 
 def row_paths(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
@@ -57,20 +33,102 @@ def row_paths(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
     return tuple(paths)
 
 
-def banned_by_min_tokens(
-    tree: TokenTree, stop: StopParams, *, num_output_tokens: int, eos_token_ids: Collection[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens that each row must not draw because they would end the output too early.
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """B trees of T rows each.
+
+    Attributes:
+        token_ids: `[B, T]` int64; -1 where a tree has fewer nodes.
+        parents: `[B, T]` int64, row of the parent; the root is its own.
+        depths: `[B, T]` int64, distance from the root.
+        visible: `[B, T, T]` bool, what each row sees: the root, its ancestors and itself.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    visible: Tensor
+
+    @property
+    def num_nodes(self) -> Tensor:
+        """`[B]` int64, nodes that each tree has."""
+        return (self.token_ids[:, 1:] != NO_TOKEN).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRows:
+    """The decisions on B trees of depth D.
+
+    Attributes:
+        counts: `[B]` int64, accepted nodes.
+        rows: `[B, D + 1]` int64, the root's row, then those of the accepted path; element k
+            beyond the path is k.
+        token_ids: `[B, D + 1]` int64, the tokens to commit: the path's, then the bonus; 0 beyond.
+    """
+
+    counts: Tensor
+    rows: Tensor
+    token_ids: Tensor
+
+
+def tree_rows(nodes: SelectedNodes, root_token_ids: Tensor, max_depth: int) -> TreeRows:
+    """Lays out selected nodes behind their roots.
 
     Args:
-        tree: the candidate; an empty tree for a plain row.
-        stop: its stop tokens, and the model's own end tokens unless they are ignored.
-        num_output_tokens: committed so far, the root included when it is an output token.
-        eos_token_ids: the model's own end tokens.
+        root_token_ids: `[B]` int64, the last committed token of each sequence.
+        max_depth: of any node.
     """
-    ending = set(stop.stop_token_ids) | (set() if stop.ignore_eos else set(eos_token_ids))
-    banned = tuple(sorted(ending))
-    return tuple(
-        banned if num_output_tokens + depth < stop.min_output_tokens else ()
-        for depth in row_depths(tree)
+    is_node = nodes.path > -math.inf
+    # Candidates ascend, so the place of a parent among the kept ones can be searched.
+    places = torch.searchsorted(nodes.candidates, nodes.parents - 1)
+    parents = torch.where(is_node & (nodes.parents > 0), places + 1, 0)
+    parents = torch.cat((torch.zeros_like(parents[:, :1]), parents), dim=1)
+    tokens = torch.where(is_node, nodes.token_ids, NO_TOKEN)
+    return rows_of_parents(
+        torch.cat((root_token_ids.unsqueeze(1), tokens), dim=1), parents, max_depth
     )
+
+
+def rows_of_parents(token_ids: Tensor, parents: Tensor, max_depth: int) -> TreeRows:
+    """Returns trees from the tokens `[B, T]` and the parents `[B, T]` of their rows.
+
+    Args:
+        max_depth: of any node.
+    """
+    visible = _ancestors(parents, max_depth)
+    return TreeRows(token_ids, parents, visible.sum(dim=2) - 1, visible)
+
+
+def accept_rows(tree: TreeRows, drawn: Tensor, max_depth: int) -> AcceptedRows:
+    """Returns the paths whose tokens are the ones the target drew.
+
+    Args:
+        drawn: `[B, T]` int64, the token each row drew; not negative.
+        max_depth: D, of any node; less than T.
+    """
+    batch_size, num_rows = drawn.shape
+    matches = tree.token_ids == drawn.gather(1, tree.parents)
+    matches[:, 0] = True
+    # Siblings hold different tokens, so what is accepted is one path, ordered by row.
+    accepted = (matches.unsqueeze(1) | ~tree.visible).all(dim=2)
+    steps = torch.arange(max_depth + 1, device=drawn.device)
+    # One place too many takes every row that is not accepted.
+    places = torch.where(accepted, accepted.cumsum(dim=1) - 1, max_depth + 1)
+    rows = torch.cat((steps, steps.new_zeros(1))).repeat(batch_size, 1)
+    own = torch.arange(num_rows, device=drawn.device).expand_as(places)
+    rows = rows.scatter(1, places, own)[:, : max_depth + 1]
+    counts = accepted.sum(dim=1) - 1
+    is_committed = steps <= counts.unsqueeze(1)
+    token_ids = torch.where(is_committed, drawn.gather(1, rows), 0)
+    return AcceptedRows(counts=counts, rows=rows, token_ids=token_ids)
+
+
+def _ancestors(parents: Tensor, max_depth: int) -> Tensor:
+    """Returns `[B, T, T]` bool, each row's ancestors and itself, from parents `[B, T]`."""
+    rows = torch.arange(parents.shape[1], device=parents.device)
+    ancestors = rows.expand_as(parents)
+    visible = (ancestors.unsqueeze(2) == rows) | (rows == 0)
+    for _ in range(max_depth - 1):
+        ancestors = parents.gather(1, ancestors)
+        visible = visible | (ancestors.unsqueeze(2) == rows)
+    return visible

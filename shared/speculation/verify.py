@@ -22,10 +22,8 @@ from torch import Tensor
 from shared.errors import InvalidArgument
 from shared.speculation.distributions import shaped_logits, truncated
 from shared.speculation.noise import fresh_coins, fresh_seeds, gumbel_noise
-from shared.speculation.penalties import TokenCounts
-from shared.speculation.row_sampling import RowSampling
+from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded, uploaded_ids
 from shared.speculation.tree import row_parents
-from shared.speculation.upload import uploaded, uploaded_ids
 from shared.tokens import TokenTree
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import TextIO
 
-from shared.telemetry.request_id import NO_REQUEST, current_request_id, current_traceparent
+from shared.telemetry.tracing import NO_REQUEST, current_request_id, current_traceparent
 
 _MAX_CHARACTERS = 4096  # of a message, and of each text beside it
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

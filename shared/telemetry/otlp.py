@@ -13,8 +13,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.errors import SettingsError
-from shared.telemetry.request_id import TRACEPARENT_KEY
-from shared.telemetry.tracing import Attributes
+from shared.telemetry.tracing import TRACEPARENT_KEY, Attributes
 
 _EXPORT_TIMEOUT_S = 5.0
 

@@ -1,18 +1,43 @@
-"""Spans of requests across processes; a no-op unless an OTLP endpoint is set.
+"""Context of the request being served, and its spans across processes; a no-op unless an OTLP
+endpoint is set.
 
 A process begins a span for each request it serves and passes the span's `traceparent` on, so that
-the next process's span is its child. Source: W3C, "Trace Context".
-"""
+the next process's span is its child. Source: W3C, "Trace Context"."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import SettingsError
 
+REQUEST_ID_KEY = "x-request-id"
+TRACEPARENT_KEY = "traceparent"
+NO_REQUEST = "-"
+MAX_REQUEST_ID_LENGTH = 128
+
+current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+"""Set by the server interceptor for the time of a call."""
+
+current_traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
+"""W3C trace context of the call, as it came."""
+
 Attributes = Mapping[str, str | int | float | bool]
+
+
+def new_request_id() -> str:
+    """Returns a fresh id."""
+    return uuid.uuid4().hex
+
+
+def accepted_request_id(proposed: str | None) -> str:
+    """Returns the caller's id, or a fresh one where it has none that is fit for a log line."""
+    if proposed and len(proposed) <= MAX_REQUEST_ID_LENGTH and proposed.isprintable():
+        return proposed
+    return new_request_id()
 
 
 class Span(Protocol):

@@ -8,9 +8,11 @@ Source: vLLM, "Production Metrics"; Gateway API inference extension, "Model Serv
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -19,8 +21,6 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-
-from shared.telemetry.histogram import StepHistogram
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -33,7 +33,6 @@ _TOKEN_SECONDS = (
     *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
 )
 _TOKENS = tuple(float(2**power) for power in range(18))
-
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token", _SECONDS),
     "inter_token_latency_seconds": ("Gap between steps, shared by a step's tokens", _TOKEN_SECONDS),
@@ -53,6 +52,35 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": "Draft tokens verified",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted",
 }
+
+
+class StepHistogram:
+    """A histogram filled by one thread, for events more frequent than requests. Costs a fifth of
+    the client library's, which takes a lock each time.
+
+    Args:
+        bounds: upper bounds, ascending, each inclusive; what is above all goes to `+Inf`.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds `count` observations of `value`."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Adds a sample of the state now to a metric family. From any thread."""
+        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        family.add_metric(labels, buckets=buckets, sum_value=self._sum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from shared.telemetry.round_log import RoundLog
 
@@ -63,3 +67,23 @@ class StreamMeter:
             self._log.instant(
                 name, stream=self._attachment_id, number=number, bytes=num_bytes, kind=kind
             )
+
+
+class WireMetrics(Collector):
+    """`<prefix>_wire_bytes` and `<prefix>_wire_messages` by `direction`: sent, received."""
+
+    def __init__(self, prefix: str, meter: WireMeter) -> None:
+        self._prefix = prefix
+        self._meter = meter
+
+    def collect(self) -> Iterator[Metric]:
+        size = CounterMetricFamily(
+            f"{self._prefix}_wire_bytes", "Bytes of Speculate streams", labels=("direction",)
+        )
+        count = CounterMetricFamily(
+            f"{self._prefix}_wire_messages", "Messages of Speculate streams", labels=("direction",)
+        )
+        for direction, totals in (("sent", self._meter.sent), ("received", self._meter.received)):
+            size.add_metric((direction,), totals.num_bytes)
+            count.add_metric((direction,), totals.num_messages)
+        yield from (size, count)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
-from services.draft.model_folders import default_model_folder
+from services.draft.settings_problems import default_model_folder
 from services.target.settings import DEMO_MODEL
 from shared.errors import OutriderError
 from shared.tokens import TreeShape

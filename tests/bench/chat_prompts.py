@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway.text.model_text import ModelText
+from gateway.model_text import ModelText
 from tests.load.prompts import PROMPTS
 
 

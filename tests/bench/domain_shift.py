@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 from tokenizers import Tokenizer
 
-from services.draft.model_folders import DEMO_HEADS, DEMO_TARGET
+from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
 from shared.demo.recipe import basics, geography
 from tests.bench.stack import running_stack
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for heads, texts and logs")
     parser.add_argument("--algorithm", default="EAGLE3", choices=("EAGLE", "EAGLE3", "MTP"))
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--updates", type=int, default=25, help="of a lesson")
+    parser.add_argument("--updates", type=int, default=100, help="of a lesson")
     parser.add_argument("--offline-steps", type=int, default=600)
     parser.add_argument("--offline", type=Path, help="a head that was trained so, to compare with")
     parser.add_argument("--port", type=int, default=8931)

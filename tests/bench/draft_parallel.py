@@ -26,7 +26,7 @@ from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
 from services.draft.tensor_parallel import start_followers
 from shared.kv.leases import KvLeases
-from shared.layers.memory import linears
+from shared.layers.linear import linears
 from shared.model_options import Dtype
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.bench.device_clock import copy_bandwidth

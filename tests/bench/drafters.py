@@ -23,9 +23,9 @@ from pathlib import Path
 from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.engine import DraftEngine
-from services.draft.model_folders import DEMO, DEMO_TARGET
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
+from services.draft.settings_problems import DEMO, DEMO_TARGET
 from services.draft.training.texts import TextReader
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
@@ -36,8 +36,8 @@ from services.target.process import attachment_terms
 from services.target.requests.request import Event, Failed, Finished, GenerationRequest
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
+from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings
-from shared.tokenizer_files import tokenizer_sha256
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.bench.engine_times import Answers
 from tests.load.figures import table

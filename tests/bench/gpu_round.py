@@ -18,17 +18,15 @@ from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.layers.attention import Attention, AttentionShape
+from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
-from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import RopeConfig, Rotary
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.head import DraftHead
-from shared.models.heads.layers import Eagle3Layer
-from shared.models.heads.vocabulary import DraftVocabulary
-from shared.runtime.round_draft_fused import FusedRoundDraft
+from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
+from shared.runtime.fused_code import FusedRoundDraft
 from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
@@ -36,7 +34,7 @@ from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import Newcomer
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification_fused import FusedRoundVerification
-from shared.speculation.tree_rows import TreeRows
+from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TreeShape
 from tests.bench.force_jit import force_path
 from tests.bench.round_line import RoundLine

@@ -21,7 +21,7 @@ from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
 from services.draft.learner.student import Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
-from services.draft.model_folders import DEMO_HEADS, DEMO_TARGET
+from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.generation import write_answers

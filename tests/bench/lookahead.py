@@ -22,9 +22,9 @@ from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import FeatureRows
 from services.draft.fan_out import FanOut
-from services.draft.model_folders import DEMO_TARGET
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
+from services.draft.settings_problems import DEMO_TARGET
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.generation import write_answers
 from shared.settings import load_settings

@@ -18,7 +18,7 @@ from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grp
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
-from shared.rpc.trees import shape_message
+from shared.rpc.requests import shape_message
 from shared.tokens import TreeShape
 from tests.bench.child import Child
 from tests.bench.scrape import add_counters

@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.draft.model_folders import DEMO_DRAFT
+from services.draft.settings_problems import DEMO_DRAFT
 from services.probe import grpc_is_serving
 from services.target.settings import DEMO_MODEL
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.draft.answers import Answers
+from services.draft.candidates import Answers
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import LinkOpened, LinkTerms, Output
 from services.draft.link_codec import event_from_response, request_from_output
@@ -26,7 +26,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_messages import draft_messages
 from services.target.sequence import Sequence
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.candidates import TreeLimits, candidates_from_message, report_from_message
+from shared.rpc.columns import TreeLimits, candidates_from_message, report_from_message
 from shared.tokens import Condition, DraftReport, TokenTree, TreeShape
 from tests.helpers.one_draft import make_attachment, make_sequence
 from tests.load.figures import table

@@ -23,7 +23,7 @@ from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers
 from shared.kv.batch import SequenceRows, build_batch
-from shared.layers.memory import linears
+from shared.layers.linear import linears
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner

@@ -15,7 +15,7 @@ from shared.kv.pool import KvPool
 from shared.models.config_file import CONFIG_FILE
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import load_dflash
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder

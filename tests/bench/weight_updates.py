@@ -2,43 +2,54 @@
 
 ``python -m tests.bench.weight_updates --target FOLDER --head FOLDER`` prints how long an update
 takes as a whole, how long no step ran, and how long the bytes alone take over the same medium: a
-read of the checkpoint with a copy to the device, or a broadcast (NCCL where there is a second GPU
-for the sender, else gloo). Of a draft's swaps it prints the longest wait for a token in rounds.
+read of the checkpoint with a copy to the device, or a broadcast. NCCL needs a second GPU for the
+sender; with one GPU, copies within its memory stand in for what NCCL would write there, and the
+link's own time is left out. Of a draft's swaps it prints the longest wait for a token in rounds.
+With `--learner`, a learner in a process of its own on the same GPU is told of all sequences at
+first, as one with a GPU of its own would be, and then trains for a tenth of the time; printed are
+tokens a second beside those without it, and whether all answers stay the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
+import json
 import multiprocessing
 import socket
 import statistics
+import sys
+import tempfile
 import time
+import urllib.request
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from services.embedded_factory import build_embedded_draft
-from services.target.__main__ import read_settings
-from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
+from services.target.__main__ import tune_interpreter
+from services.target.weight_stager import WeightStager
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
-from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as target_pb
-from shared.pb.outrider.target.v1 import target_service_pb2_grpc as target_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.rpc.channel import open_channel
-from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.served import Target, running_target
 
 _GROUP = "weight_update"
 _NUM_SWAPS = 20
+_NUM_UPDATES = 2
+_WINDOW_S = 8.0
+_BUSY_SHARE = 0.1
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass
@@ -46,11 +57,15 @@ class Load:
     """Requests that never end, and when their tokens came.
 
     Attributes:
-        arrivals_s: of each request's tokens, one list each.
+        arrivals_s: of each request's messages, one list each.
+        counts: tokens of each of these messages.
+        answers: all that were ever given to each request, which is asked again and again.
     """
 
     stub: Any
     arrivals_s: list[list[float]] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+    answers: dict[int, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
     async def run(self, number: int) -> None:
         """Asks one request after the other."""
@@ -60,10 +75,23 @@ class Load:
                 sampling_params=sampling_pb2.SamplingParams(temperature=0.7, seed=number),
                 stop_params=sampling_pb2.StopParams(max_output_token_count=400, ignore_eos=True),
             )
-            arrivals: list[float] = []
+            arrivals, counts, tokens = list[float](), list[int](), list[int]()
             self.arrivals_s.append(arrivals)
+            self.counts.append(counts)
             async for response in self.stub.Generate(request):
-                arrivals += [time.perf_counter()] if response.delta.token_ids else []
+                if response.delta.token_ids:
+                    arrivals.append(time.perf_counter())
+                    counts.append(len(response.delta.token_ids))
+                    tokens += response.delta.token_ids
+            self.answers[number].add(tuple(tokens))
+
+    async def rate(self, seconds: float) -> float:
+        """Returns tokens a second of the next seconds."""
+        begin_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        end_s = time.perf_counter()
+        pairs = zip(chain(*self.arrivals_s), chain(*self.counts), strict=True)
+        return sum(n for at_s, n in pairs if begin_s <= at_s <= end_s) / (end_s - begin_s)
 
     def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
         """Returns the waits for tokens that ended within a time."""
@@ -94,24 +122,31 @@ def _medium_s(folder: Path, device: torch.device) -> tuple[float, int]:
     return time.perf_counter() - begin_s, num_bytes
 
 
-def _send(port: int, folder: Path, backend: str, device: str) -> None:
-    """A trainer of rank 0: sends a checkpoint."""
+def _send(port: int, folder: Path) -> None:
+    """A trainer of rank 0 on the second GPU: sends a checkpoint."""
     from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=120)
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=limit))
+    tensors = _loaded(folder, "cuda:1")
+    torch.cuda.set_device(1)
+    group, _ = _new_process_group_helper(
+        2, 0, [], "nccl", PrefixStore(_GROUP, store), timeout=limit,
+        group_name=_GROUP,  # type: ignore[arg-type]
+    )  # fmt: skip
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    for _ in range(_NUM_UPDATES):
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0, group=group)
+        torch.cuda.synchronize()
+
+
+def _loaded(folder: Path, device: str) -> list[torch.Tensor]:
+    """Returns a checkpoint's tensors in the order in which they are sent."""
     paths = sorted(folder.glob("*.safetensors"))
     files = [sorted(load_file(path, device=device).items()) for path in paths]
-    tensors = [tensor for file in files for _, tensor in file]
-    group, _ = _new_process_group_helper(
-        2, 0, [], backend, PrefixStore(_GROUP, store), group_name=_GROUP, timeout=limit
-    )
-    _world.pg_group_ranks[group] = {0: 0, 1: 1}
-    for tensor in tensors:
-        dist.broadcast(tensor, src=0, group=group)
-    if device != "cpu":
-        torch.cuda.synchronize()
+    return [tensor for file in files for _, tensor in file]
 
 
 async def _from_disk(admin: Any, folder: Path, device: torch.device) -> None:
@@ -123,104 +158,177 @@ async def _from_disk(admin: Any, folder: Path, device: torch.device) -> None:
     _row("update from disk", time.perf_counter() - begin_s, pause_s, medium_s, num_bytes)
 
 
+async def _learning(served: Target, load: Load, target: Path, head: Path) -> None:
+    calm = [await load.rate(_WINDOW_S)]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    with tempfile.TemporaryDirectory() as out:
+        learner = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.draft.learner", "--target", served.address),
+            *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(head)),
+            *("--target-model-path", str(target), "--out", out, "--metrics-port", str(port)),
+            *("--busy-share", str(_BUSY_SHARE), "--lesson-updates", "1000000"),
+            *("--lesson-tokens", str(round(calm[0] * (_WINDOW_S + 3.0)))),
+        )
+        try:
+            while not await _figure(port, "attached_target_count"):
+                await asyncio.sleep(0.2)
+            told, was_busy = await load.rate(_WINDOW_S), await _figure(port, "busy_seconds_total")
+            while not await _figure(port, "busy_seconds_total"):
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(2.0)
+            busy_s, begin_s = await _figure(port, "busy_seconds_total"), time.perf_counter()
+            learning = await load.rate(2 * _WINDOW_S)
+            busy_s = await _figure(port, "busy_seconds_total") - busy_s
+            share = busy_s / (time.perf_counter() - begin_s)
+        finally:
+            learner.kill()
+            await learner.wait()
+    await asyncio.sleep(2.0)
+    calm.append(await load.rate(_WINDOW_S))
+    plain = statistics.mean(calm)
+    print(
+        f"learner: {calm[0]:.0f} and {calm[1]:.0f} tokens/s without one; {told:.0f} while it is "
+        f"told ({told / plain - 1:+.1%}, busy {was_busy:.1f} s); {learning:.0f} while it trains "
+        f"for {share:.1%} of the time ({learning / plain - 1:+.1%}); "
+        f"{sum(len(each) > 1 for each in load.answers.values())} of {len(load.answers)} requests "
+        f"had more than one answer",
+        flush=True,
+    )
+
+
+async def _figure(port: int, name: str) -> float:
+    """Returns a metric of the learner; 0 until it serves any."""
+
+    def read() -> str:
+        with contextlib.suppress(OSError):
+            url = f"http://127.0.0.1:{port}/metrics"
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return str(answer.read().decode())
+        return ""
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    found = [line.split()[-1] for line in lines if line.startswith(f"outrider_learner_{name} ")]
+    return float(found[0]) if found else 0.0
+
+
 def _announced(folder: Path) -> tuple[pb.UpdateWeightsRequest.Distributed, int]:
     """Returns what the sender sends, in its order, and how many bytes."""
     sent, num_bytes = pb.UpdateWeightsRequest.Distributed(group_name=_GROUP), 0
     for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in sorted(load_file(path).items()):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            sent.tensors.add(name=name, dtype=dtype, shape=tensor.shape)
-            num_bytes += tensor.nbytes
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name in sorted(header.keys() - {"__metadata__"}):
+            told = header[name]
+            sent.tensors.add(name=name, dtype=_DTYPES[told["dtype"]], shape=told["shape"])
+            num_bytes += told["data_offsets"][1] - told["data_offsets"][0]
     return sent, num_bytes
 
 
-async def _from_group(admin: Any, folder: Path) -> None:
-    has_second = torch.cuda.device_count() > 1
-    backend, device = ("nccl", "cuda:1") if has_second else ("gloo", "cpu")
+async def _from_nccl(admin: Any, folder: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
-    sender = multiprocessing.get_context("spawn").Process(
-        target=_send, args=(port, folder, backend, device)
-    )
+    sender = multiprocessing.get_context("spawn").Process(target=_send, args=(port, folder))
     sender.start()
     try:
         await admin.InitWeightUpdateGroup(
             pb.InitWeightUpdateGroupRequest(
                 master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2,
-                group_name=_GROUP, backend=backend,
+                group_name=_GROUP, backend="nccl",
             )
         )  # fmt: skip
-        sent, num_bytes = _announced(folder)
-        begin_s = time.perf_counter()
-        answer = await admin.UpdateWeights(pb.UpdateWeightsRequest(distributed=sent))
-        whole_s = time.perf_counter() - begin_s
-        pause_s = answer.update.pause_duration.ToNanoseconds() / 1e9
-        print(
-            f"{f'update from {backend}':28s} {whole_s:8.3f} s whole {pause_s:8.3f} s without "
-            f"steps, {num_bytes / whole_s / 1e9:.2f} GB/s",
-            flush=True,
-        )
+        for _ in range(_NUM_UPDATES):
+            await _distributed(admin, folder, "update from NCCL")
     finally:
         sender.join(20)
         sender.kill()
 
 
-async def _swaps(admin: Any, load: Load, head: Path) -> None:
-    """Swaps the head's own weights in, again and again."""
+async def _from_memory(admin: Any, folder: Path, device: torch.device) -> None:
+    """What a group would write is copied within the device's memory instead."""
+    tensors = await asyncio.to_thread(_loaded, folder, str(device))
+    waiting = list[torch.Tensor]()
+
+    def broadcast(place: torch.Tensor, src: int, group: object) -> None:
+        place.copy_(waiting.pop(0))
+
+    with (
+        mock.patch.object(WeightStager, "_group", lambda stager, name: name),
+        mock.patch.object(dist, "broadcast", broadcast),
+    ):
+        for _ in range(_NUM_UPDATES):
+            waiting += tensors
+            await _distributed(admin, folder, "update within the device")
+
+
+async def _distributed(admin: Any, folder: Path, what: str) -> None:
+    sent, num_bytes = _announced(folder)
     begin_s = time.perf_counter()
-    await asyncio.sleep(3.0)
-    calm = load.gaps_s(begin_s, time.perf_counter())
-    round_s, begin_s, pauses_s = statistics.median(calm), time.perf_counter(), list[float]()
-    for number in range(_NUM_SWAPS):
-        request = pb.UpdateDraftWeightsRequest(model_path=str(head), weight_version=str(number))
-        answer = await admin.UpdateDraftWeights(request)
-        pauses_s.append(answer.pause_duration.ToNanoseconds() / 1e9)
-    gaps = load.gaps_s(begin_s, time.perf_counter())
+    answer = await admin.UpdateWeights(pb.UpdateWeightsRequest(distributed=sent))
+    whole_s = time.perf_counter() - begin_s
+    pause_s = answer.update.pause_duration.ToNanoseconds() / 1e9
     print(
-        f"{_NUM_SWAPS} swaps of the draft: rounds waited {max(pauses_s) * 1e3:.2f} ms at most; "
-        f"a token {max(gaps) / round_s:.2f} rounds at most, {max(calm) / round_s:.2f} without; "
-        f"a round {round_s * 1e3:.2f} ms",
+        f"{what:28s} {whole_s:8.3f} s whole {pause_s:8.3f} s without steps, "
+        f"{num_bytes / 1e9:.2f} GB",
         flush=True,
     )
 
 
-async def _measure(target: Path, head: Path | None, flags: Sequence[str], count: int) -> None:
+async def _swaps(admin: Any, load: Load, head: Path) -> None:
+    """Swaps the head's own weights in, again and again; as long again without."""
+    begin_s, pauses_s, begun_s = time.perf_counter(), list[float](), list[float]()
+    for number in range(_NUM_SWAPS):
+        request = pb.UpdateDraftWeightsRequest(model_path=str(head), weight_version=str(number))
+        begun_s.append(time.perf_counter())
+        answer = await admin.UpdateDraftWeights(request)
+        pauses_s.append(answer.pause_duration.ToNanoseconds() / 1e9)
+    end_s = time.perf_counter()
+    await asyncio.sleep(end_s - begin_s)
+    gaps = load.gaps_s(begin_s, end_s)
+    calm = load.gaps_s(end_s, time.perf_counter())
+    round_s = statistics.median(calm)
+    first = load.gaps_s(begun_s[0], begun_s[1])
+    print(
+        f"{_NUM_SWAPS} swaps of the draft within {end_s - begin_s:.1f} s: rounds waited "
+        f"{max(pauses_s) * 1e3:.2f} ms at most; a token {max(gaps) / round_s:.2f} rounds at most "
+        f"({max(first) / round_s:.2f} at the first), {max(calm) / round_s:.2f} without; a round "
+        f"{round_s * 1e3:.2f} ms",
+        flush=True,
+    )
+
+
+async def _measure(
+    target: Path, head: Path | None, flags: Sequence[str], count: int, *, with_learner: bool
+) -> None:
     words = ["--model-path", str(target), "--port", "0", *flags]
     if head is not None:
         words += [
             *("--draft", "embedded", "--speculative-algorithm", "EAGLE3"),
             *("--speculative-draft-model-path", str(head)),
         ]
-    settings, chosen = read_settings(words, {})
-    engine = build_engine(settings, lambda report: None)
-    process = TargetProcess(engine, settings, tokenizer_sha256(target))
-    if chosen is not None:
-        built = build_embedded_draft(engine, settings, chosen)
-        process.embed(built.port, built.settings)
-    await process.start()
-    try:
-        async with (
-            open_channel(f"127.0.0.1:{process.port}") as channel,
-            open_channel(f"127.0.0.1:{process.admin_port}") as maintenance,
-        ):
-            admin = pb_grpc.AdminServiceStub(maintenance)
-            load = Load(target_grpc.TargetServiceStub(channel))
-            running = [asyncio.create_task(load.run(number)) for number in range(count)]
-            try:
-                await asyncio.sleep(2.0)
-                if head is not None:
-                    await _swaps(admin, load, head)
-                for _ in range(2):
-                    await _from_disk(admin, target, engine.device)
-                await _from_group(admin, target)
-                assert not any(each.done() for each in running), "a request was lost"
-            finally:
-                for each in running:
-                    each.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-    finally:
-        await process.stop(grace_s=0.0)
+    async with running_target(words) as served:
+        admin, load = served.admin, Load(served.stub)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        running = [asyncio.create_task(load.run(number)) for number in range(count)]
+        try:
+            await asyncio.sleep(2.0)
+            if head is not None:
+                await _swaps(admin, load, head)
+            for _ in range(_NUM_UPDATES):
+                await _from_disk(admin, target, device)
+            if torch.cuda.device_count() > 1:
+                await _from_nccl(admin, target)
+            else:
+                await _from_memory(admin, target, device)
+            if head is not None and with_learner:
+                await _learning(served, load, target, head)
+            assert not any(each.done() for each in running), "a request was lost"
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
 
 def main() -> None:
@@ -229,8 +337,18 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--head", type=Path, help="of EAGLE3, embedded")
     parser.add_argument("--requests", type=int, default=8, help="that run at once")
+    parser.add_argument("--learner", action="store_true", help="measure the cost of one")
     arguments, flags = parser.parse_known_args()
-    asyncio.run(_measure(arguments.target, arguments.head, flags, arguments.requests))
+    tune_interpreter()
+    asyncio.run(
+        _measure(
+            arguments.target,
+            arguments.head,
+            flags,
+            arguments.requests,
+            with_learner=arguments.learner,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.quantised import QuantisedWeight
-from shared.layers.memory import linears
+from shared.layers.linear import linears
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.runner import ModelRunner

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.draft.training.heads import SHAPE_FILE
 from shared.models.checkpoint import Checkpoint
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.heads.config import HeadConfig, HeadKind
-from shared.models.heads.dflash_config import DflashConfig
+from shared.models.heads.dflash import DflashConfig
 from tests.bench.wide_model import (
     WideModel,
     WideShape,
@@ -73,9 +74,19 @@ class WideHead:
     def write(self, folder: Path, *, dtype: torch.dtype) -> Path:
         """Writes config and weights; returns `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(self.folder, folder, self._config_changes(dtype))
+        changes = self._config_changes(dtype)
+        write_config(self.folder, folder, changes)
+        if (self.folder / SHAPE_FILE).is_file():  # of our own trainer, which can train it further
+            (folder / SHAPE_FILE).write_text(json.dumps(self._training_shape(changes)))
         write_shards(folder, self._tensors(dtype), _SHARD_SIZE_BYTES)
         return folder
+
+    def _training_shape(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Returns the sizes by the trainer's names."""
+        small = json.loads((self.folder / SHAPE_FILE).read_text())
+        named = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+        sizes = {name: changes.get(named.get(name, name), value) for name, value in small.items()}
+        return sizes | {"num_target_layers": self._target.config.num_layers}
 
     def _tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         if self._algorithm == "EAGLE3" and _TOKEN_MAP not in self._checkpoint.files:
@@ -92,6 +103,7 @@ class WideHead:
         size = self._shape.draft_vocab_size
         yield "lm_head.weight", self._target.read("lm_head.weight")[:size].to(dtype)
         yield _TOKEN_MAP, torch.zeros(size, dtype=torch.int64)
+        yield _TOKEN_MASK, torch.arange(self._target.config.vocab_size) < size
 
     def _axes_of(self, key: str) -> tuple[Axis | None, ...]:
         stream = self._axes.stream

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shared.models.decoder import Decoder
 from shared.models.decoder_weights import LM_HEAD_KEY, decoder_parts
 from shared.models.loader import build_decoder
 from shared.models.scaled_weights import QUANTIZATION_CONFIG
-from shared.models.weights import stack_weights
+from shared.models.weights import cut_tensor, empty_targets, places_of
 from tests.bench.widening import (
     Axis,
     CannotWiden,
@@ -198,7 +199,11 @@ class WideModel:
     ) -> Decoder:
         """Returns the decoder on the device, without a file in between."""
         parts = decoder_parts(self.config)
-        tensors = stack_weights(parts, self.read, dtype=dtype, device=self._device)
+        tensors = empty_targets(parts, dtype, self._device)
+        for part, place in zip(parts, places_of(parts, tensors), strict=True):
+            tensor = self.read(part.key)
+            assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
+            place.copy_(part.taken(partial(cut_tensor, tensor)))
         return build_decoder(self.config, tensors, self._device, options)
 
     def write(self, folder: Path, *, dtype: torch.dtype, shard_size_bytes: int) -> None:

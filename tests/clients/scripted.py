@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gateway.settings import DEMO_MODEL
+from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from shared.text.tokenizer import Tokenizer
-from shared.tokenizer_files import tokenizer_sha256
+from shared.text import Tokenizer
 from tests.clients.with_agents import LAST_WORDS, SECRET
 from tests.helpers.fake_target import FakeTarget, Steps
 

@@ -20,7 +20,12 @@ _SCRIPTED_PORT = 18540
 _START_TIMEOUT_S = 120.0
 _NAMES = (  # by which suites of others ask for a model
     *("Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen3-0.6B"),
-    *("Qwen/Qwen3-8B", "HuggingFaceH4/zephyr-7b-beta", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    *(
+        "Qwen/Qwen3-1.7B",
+        "Qwen/Qwen3-8B",
+        "HuggingFaceH4/zephyr-7b-beta",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
     *("claude-3-7-sonnet-latest", "default", "gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1"),
     *("gpt-6-astra", "model", "string", "test"),
 )

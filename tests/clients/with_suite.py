@@ -52,7 +52,7 @@ def main(name: str) -> int:
     settings = root / "pytest.ini"
     settings.write_text("[pytest]\n")  # none of the suite's own
     program = (sys.executable, "-m", "pytest", "-q", "-c", str(settings), f"--rootdir={root}")
-    options = ("-p", f"suites.{name}", "-p", "no:cacheprovider", "--tb=short", "--timeout=120")
+    options = ("-p", f"suites.{name}", "-p", "no:cacheprovider", "--tb=short", "--timeout=240")
     options += (f"--confcutdir={root / suite.configured}",)
     paths = os.pathsep.join((str(_HERE), str(root)))
     return subprocess.run(

@@ -22,12 +22,10 @@ SHORT = {**CHAT, "max_tokens": 6, "ignore_eos": True}
 # Who may ask for the time of day, and what for: nobody waits or measures by it.
 WALL_CLOCK = {
     "gateway/planner.py": "`created` of an answer",
-    "gateway/process.py": "start time, shown",
+    "gateway/process.py": "start times, shown",
     "gateway/responses/answer.py": "`created_at` of an answer",
-    "gateway/responses/conversation_routes.py": "`created_at` of a conversation",
-    "gateway/responses/routes.py": "`created_at` of an answer",
-    "gateway/text/chat_template.py": "`strftime_now` of templates",
-    "gateway/workers.py": "start time, shown",
+    "gateway/responses/routes.py": "`created_at` of an answer or a conversation",
+    "gateway/model_text.py": "`strftime_now` of templates",
     "services/certs.py": "validity of certificates",
     "services/draft/learner/learner.py": "time of a lesson, recorded",
     "services/draft/process.py": "start time, shown",

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.pool import PoolSettings, TargetPool
 from gateway.target_link import LinkTiming
-from shared.rpc import options
+from shared.rpc import channel
 from tests.gateway.driving import eventually
 from tests.helpers.fake_target import FakeTarget
 
@@ -61,8 +61,8 @@ async def test_a_half_open_connection_is_found_by_pings_and_dialled_again(
 ) -> None:
     # In production 20 s and 10 s; the test has less time. Before the target starts, which would
     # take more pings than it allows for an attack.
-    monkeypatch.setattr(options, "KEEPALIVE_INTERVAL_MS", 300)
-    monkeypatch.setattr(options, "KEEPALIVE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(channel, "KEEPALIVE_INTERVAL_MS", 300)
+    monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_MS", 300)
     async with FakeTarget(sha256) as target:
         proxy = SilentProxy(target.port)
         async with proxy as address, _pool(address, sha256) as pool:
@@ -89,7 +89,7 @@ async def _pool(address: str, sha256: str) -> AsyncIterator[TargetPool]:
 
 
 def test_both_ends_ping_each_other_on_silent_streams() -> None:
-    for chosen in (dict(options.channel_options()), dict(options.server_options())):
+    for chosen in (dict(channel.channel_options()), dict(channel.server_options())):
         assert chosen["grpc.keepalive_time_ms"] == 20_000
         assert chosen["grpc.keepalive_timeout_ms"] == 10_000
         assert chosen["grpc.http2.ping_timeout_ms"] == 10_000

@@ -25,21 +25,21 @@ import grpc.aio
 import httptools
 import uvloop
 
+from gateway.answer import OpenAnswers
 from gateway.app import create_app
 from gateway.http_server import HttpServer, listen
 from gateway.limits import RequestLimits
-from gateway.maintenance_service import maintenance_server
 from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
+from gateway.process import maintenance_server
 from gateway.responses.store import ResponseStore, StoreLimits
 from gateway.serving import Gateway
-from gateway.text.model_text import ModelText
+from shared.model_files import tokenizer_sha256
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.channel import open_channel
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind
-from shared.tokenizer_files import tokenizer_sha256
 from tests.fuzz.connection import Connection
 from tests.fuzz.findings import MAX_SECONDS, BugLog, Findings
 from tests.fuzz.mutations import BODIES, mutated, nasty_path, written

@@ -25,9 +25,8 @@ from shared.candidate_columns import CandidateColumns
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.rpc.candidates import add_candidates
 from shared.rpc.channel import open_channel
-from shared.rpc.verdicts import verdicts_from_message
+from shared.rpc.columns import add_candidates, verdicts_from_message
 from shared.tokens import NO_REPORT, Candidate, Condition, TokenTree
 from tests.fuzz.findings import MAX_SECONDS, Findings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint

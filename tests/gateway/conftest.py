@@ -13,20 +13,19 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from gateway.api_keys import KeyLimits, keys_from_texts
+from gateway.answer import OpenAnswers
+from gateway.api_keys import KeyLimits, Quotas, keys_from_texts
 from gateway.app import Gateway, create_app
 from gateway.http_server import HttpServer, listen
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
-from gateway.quota import Quotas
 from gateway.responses.store import ResponseStore
 from gateway.target_link import LinkTiming
-from gateway.text.model_text import ModelText
+from shared.model_files import tokenizer_sha256
 from shared.rpc.lifecycle import Lifecycle
-from shared.text.tokenizer import Tokenizer
-from shared.tokenizer_files import tokenizer_sha256
+from shared.text import Tokenizer
 from tests.gateway.driving import MakeGateway, eventually, http_client
 from tests.gateway.thinking_model import thinking_model
 from tests.helpers.fake_target import FakeTarget

@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from gateway.app import Gateway, create_app
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.helpers.fake_target import FakeTarget, Steps
 
 MESSAGES: Any = [{"role": "user", "content": "then"}]

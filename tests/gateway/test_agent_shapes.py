@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.text.model_text import ModelText
+from gateway.model_text import ModelText
 from tests.gateway.driving import MakeGateway, error_of, events, http_client, post, say
 from tests.gateway.messages.test_messages import anthropic_error
 from tests.gateway.responses.test_responses import typed_events

@@ -14,13 +14,11 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from gateway.api_keys import KeyLimits, Scope, keys_from_file, keys_from_texts
+from gateway.api_keys import KeyLimits, Quotas, Scope, keys_from_file, keys_from_texts
 from gateway.app import Gateway, create_app
-from gateway.http_protocol import ConnectionLimits
-from gateway.http_server import HttpServer, listen
+from gateway.http_server import ConnectionLimits, HttpServer, listen
 from gateway.limits import RequestLimits
-from gateway.maintenance_service import maintenance_server
-from gateway.quota import Quotas
+from gateway.process import maintenance_server
 from gateway.settings import GatewaySettings
 from shared.errors import SettingsError
 from shared.rpc.admin_service import AdminHooks, ProcessInfo

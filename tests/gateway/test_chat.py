@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import MESSAGES, PROMPT, ids_of, in_steps, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -9,7 +9,7 @@ from openai.types import Completion
 
 from gateway.app import Gateway
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget, Reply, Steps
 

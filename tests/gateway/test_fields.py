@@ -12,11 +12,9 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
-from gateway.fingerprint import fingerprint
-from gateway.generation import TargetModel
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.model_text import ModelText
-from shared.text.tokenizer import Tokenizer
+from gateway.generation import TargetModel, fingerprint
+from gateway.model_text import ChatTemplate, ModelText
+from shared.text import Tokenizer
 from tests.gateway.driving import (
     CHAT,
     MESSAGES,
@@ -29,7 +27,7 @@ from tests.gateway.driving import (
     post,
     say,
 )
-from tests.gateway.test_errors import COMPLETION
+from tests.gateway.test_failures import COMPLETION
 from tests.helpers.fake_target import FakeTarget
 
 BOTH = (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION))
@@ -103,9 +101,17 @@ async def test_the_stop_string_stays_by_sglangs_name(
     client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
 ) -> None:
     await say(target, tokenizer, "the quick fox jumps")
-    body = {**COMPLETION, "stop": "fox", "no_stop_trim": True, "max_tokens": 50}
-    answer = (await client.post("/v1/completions", json=body)).json()
-    assert answer["choices"][0]["text"] == "the quick fox"
+    asked = {"stop": "fox", "no_stop_trim": True, "max_tokens": 50}
+    for url, body in BOTH:
+        whole = (await client.post(url, json={**body, **asked})).json()["choices"][0]
+        streamed = await client.post(url, json={**body, **asked, "stream": True})
+        choices = [chunk["choices"][0] for chunk in events(streamed.content)[:-1]]
+        deltas = [
+            choice.get("delta", {}).get("content") or choice.get("text") for choice in choices
+        ]
+        text = whole["text"] if "text" in whole else whole["message"]["content"]
+        assert text == "the quick fox"
+        assert "".join(filter(None, deltas)) == "the quick fox"
 
 
 async def test_tokens_are_named_by_their_ids(
@@ -131,13 +137,14 @@ async def test_tokens_are_named_by_their_ids(
     assert all(name.startswith("token_id:") for name in names)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "kept"), [(2, 2), (-1, 4), (4000, 5)])
 async def test_only_the_end_of_a_prompt_is_kept(
-    client: httpx.AsyncClient, target: FakeTarget, asked: int, kept: int
+    client: httpx.AsyncClient, target: FakeTarget, asked: int, kept: int, stream: bool
 ) -> None:
     prompt = [5, 6, 7, 8, 9]
     max_tokens = 4092 if asked == -1 else 2
-    body = {**COMPLETION, "prompt": prompt, "truncate_prompt_tokens": asked}
+    body = {**COMPLETION, "prompt": prompt, "truncate_prompt_tokens": asked, "stream": stream}
     response = await client.post("/v1/completions", json={**body, "max_tokens": max_tokens})
     assert response.status_code == 200
     assert list(target.submits[0].request.prompt_token_ids) == prompt[-kept:]
@@ -284,10 +291,15 @@ async def test_thoughts_that_are_not_set_apart_are_text(
     message = (await post(gateway, "/v1/chat/completions", body)).json()["choices"][0]["message"]
     assert message["content"] == "<think>the fox</think>jumps"
     assert "reasoning" not in message
+    streamed = await post(gateway, "/v1/chat/completions", {**body, "stream": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(streamed.content)[:-1]]
+    assert "".join(each.get("content") or "" for each in deltas) == message["content"]
+    assert not any("reasoning" in each for each in deltas)
     response = await post(gateway, "/v1/chat/completions", {**body, "regex": "a"})
     assert (await error_of(response))[:2] == (400, "separate_reasoning")
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("url", "body"),
     [
@@ -303,7 +315,9 @@ async def test_every_interface_takes_the_sampling_fields(
     tokenizer: Tokenizer,
     url: str,
     body: dict[str, Any],
+    stream: bool,
 ) -> None:
+    body = {**body, "stream": stream}
     fields = {
         "top_k": 7,
         "min_p": 0.25,
@@ -446,13 +460,14 @@ async def test_anthropics_budget_bounds_the_thoughts(
 ) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body = {"model": "fake", "messages": MESSAGES, "max_tokens": 2000, "thinking": thinking}
-    gateway = await make_gateway(target, text=marked)
-    assert (await post(gateway, "/v1/messages", body)).status_code == 200
-    assert target.submits[-1].request.sampling_params.thinking.max_tokens == 1024
-    gateway = await make_gateway(target, text=thinking_text)
-    answer = await post(gateway, "/v1/messages", body)
-    assert answer.status_code == 200
-    assert "budget_tokens" in answer.headers["x-outrider-notice"]
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        gateway = await make_gateway(target, text=marked)
+        assert (await post(gateway, path, body)).status_code == 200
+        assert target.submits[-1].request.sampling_params.thinking.max_tokens == 1024
+        gateway = await make_gateway(target, text=thinking_text)
+        answer = await post(gateway, path, body)
+        assert answer.status_code == 200
+        assert "budget_tokens" in answer.headers["x-outrider-notice"]
 
 
 async def test_usage_is_there_from_the_first_chunk_on(
@@ -550,19 +565,32 @@ _REFUSED: dict[str, Any] = {
     "length_penalty": 0.5,
     "lora_path": "x",
     "mirostat": 2,
+    "kv_transfer_params": {"prompt_token_ids": [5]},
+    "moderation": {"model": "x"},
+    "repetition_detection": {"max_pattern_size": 4},
+    "return_sampling_mask": True,
+    "return_prompt_token_ids": True,
+    "routed_experts_start_len": 3,
     "use_beam_search": True,
+    "watermark": {"enabled": True},
 }
 _OF_OTHERS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"best_of": 2, "suffix": "x", "prompt": "x"},
+    "/v1/chat/completions": {
+        "best_of": 2,
+        "prompt": "x",
+        "reasoning_format": "none",
+        "return_routed_experts": True,
+        "suffix": "x",
+    },
     "/v1/completions": {
         "chat_template_kwargs": {"a": 1},
         "input_ids": [5],
+        "enable_thinking": True,
         "max_completion_tokens": 3,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "verbosity": "low",
     },
     "/v1/responses": {
-        "chat_template_kwargs": {"a": 1},
         "echo": True,
         "guided_json": {"type": "object"},
         "input_ids": [5],
@@ -575,6 +603,7 @@ _OF_OTHERS: dict[str, dict[str, Any]] = {
     "/v1/messages": {
         "n": 2,
         "parallel_tool_calls": False,
+        "compaction": {"type": "summary"},
         "reasoning_effort": "low",
         "regex": "a",
         "separate_reasoning": False,
@@ -586,6 +615,7 @@ _OF_OTHERS: dict[str, dict[str, Any]] = {
         "stop": "o",
         "stop_regex": "o",
         "temperature": 0.5,
+        "max_thinking_tokens": 3,
         "thinking_token_budget": 3,
     },
 }
@@ -607,9 +637,87 @@ async def test_what_would_change_the_answer_is_refused_by_name(
         assert absent.status_code == 200, absent.text
 
 
+async def test_what_a_message_asks_for_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "the", "prefix": True}]
+    response = await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    assert (await error_of(response))[:3] == (400, "messages[1].prefix", "not_implemented")
+
+
+THINKS = "{{ 'on' if enable_thinking else 'off' if enable_thinking is false else 'free' }}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "free"),
+        ({"thinking": {"type": "enabled"}}, "on"),
+        ({"thinking": {"type": "disabled"}}, "off"),
+        ({"thinking": {"type": "adaptive"}}, "free"),
+        ({"enable_thinking": False}, "off"),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, "on"),
+    ],
+)
+async def test_the_template_hears_whether_to_think(
+    make_gateway: MakeGateway,
+    target: FakeTarget,
+    text: ModelText,
+    fields: dict[str, Any],
+    told: str,
+    stream: bool,
+) -> None:
+    gateway = await make_gateway(target, text=replace(text, template=ChatTemplate(THINKS, {})))
+    body = {**CHAT, "max_tokens": 2, "stream": stream, **fields}
+    assert (await post(gateway, "/v1/chat/completions", body)).status_code == 200
+    sent = target.submits[-1].request.prompt_token_ids
+    assert list(sent) == await ids_of(text.tokenizer, told)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions"])
+async def test_every_chat_hands_variables_to_the_template(
+    make_gateway: MakeGateway, target: FakeTarget, text: ModelText, path: str
+) -> None:
+    gateway = await make_gateway(target, text=replace(text, template=ChatTemplate(THINKS, {})))
+    body = {**GENERATING[path], "chat_template_kwargs": {"enable_thinking": True}}
+    assert (await post(gateway, path, body)).status_code == 200
+    sent = target.submits[-1].request.prompt_token_ids
+    assert list(sent) == await ids_of(text.tokenizer, "on")
+
+
+async def test_caches_are_kept_apart_by_sglangs_name(
+    client: httpx.AsyncClient, target: FakeTarget
+) -> None:
+    for path, body in GENERATING.items():
+        for fields, salt in (
+            ({"extra_key": "a"}, "a"),
+            ({"extra_key": "a", "cache_salt": "b"}, "ba"),
+            ({"extra_key": ""}, ""),
+        ):
+            assert (await client.post(path, json={**body, **fields})).status_code == 200
+            assert target.submits[-1].request.cache_salt == salt, path
+
+
+async def test_an_id_that_every_chunk_would_repeat_is_short(client: httpx.AsyncClient) -> None:
+    for url in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        response = await client.post(url, json={**GENERATING[url], "rid": "x" * 129})
+        assert (await error_of(response))[:2] == (400, "rid")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_has_the_id_that_its_request_gives(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    for url, body in BOTH:
+        answer = await client.post(url, json={**body, "rid": "mine", "stream": stream})
+        first = events(answer.content)[0] if stream else answer.json()
+        assert first["id"] == "mine"
+
+
 @pytest.mark.parametrize("path", GENERATING)
 async def test_what_asks_for_nothing_is_not_refused(client: httpx.AsyncClient, path: str) -> None:
     neutral = {"best_of": 1, "length_penalty": 1.0, "n": 1, "tools": [], "use_beam_search": False}
+    if path == "/v1/responses":
+        neutral |= {"image": {"context_compression": "auto"}}
     if path == "/v1/messages":
         neutral |= {"response_format": {"type": "text"}, "separate_reasoning": True}
     if path in ("/v1/completions", "/generate"):  # which tell no thoughts from text

@@ -14,7 +14,7 @@ from gateway.app import Gateway
 from gateway.generation import Generation, TargetState
 from shared.tokens import SamplingParams, StopParams
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, error_of, eventually
-from tests.gateway.test_errors import COMPLETION
+from tests.gateway.test_failures import COMPLETION
 from tests.helpers.fake_target import FakeTarget
 
 JSON = {"content-type": "application/json"}
@@ -156,7 +156,7 @@ async def test_what_cannot_be_encoded_is_counted_nowhere(
     def unencodable(*_: object) -> None:
         raise ValueError("Value out of range: 2147483648")
 
-    monkeypatch.setattr("gateway.target_session.submit_message", unencodable)
+    monkeypatch.setattr("gateway.target_link.submit_message", unencodable)
     response = await client.post("/v1/completions", json=COMPLETION)
     assert (await error_of(response))[::2] == (400, "request_unencodable")
     assert (gateway.pool.num_live, gateway.pool.links[0].num_reserved_tokens) == (0, 0)
@@ -174,7 +174,7 @@ async def test_a_link_that_fails_is_logged_and_dialled_again(
 
     (link,) = gateway.pool.links
     with monkeypatch.context() as patched:
-        patched.setattr("gateway.target_session.event_from_message", broken)
+        patched.setattr("gateway.target_link.event_from_message", broken)
         epoch = link.epoch
         response = await client.post("/v1/completions", json={**COMPLETION, "stream": False})
         assert response.status_code == 503
@@ -195,7 +195,7 @@ async def test_a_request_that_cannot_be_told_of_a_loss_leaves_the_link_alive(
         raise RuntimeError("it cannot be placed")
 
     link = gateway.pool.links[0]
-    link._session.submit(_generation(), broken)
+    link.submit(_generation(), broken)
     epoch = link.epoch
     await target.break_sessions()
     await eventually(lambda: link.epoch > epoch)

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from gateway.answer import Inbox
+from gateway.failures import Aborted, ClientGone, ClientTooSlow
 from gateway.generation import Delta, Started
-from gateway.inbox import Aborted, ClientGone, ClientTooSlow, Inbox
 
 
 def inbox(max_unread_tokens: int = 100) -> tuple[Inbox, list[str]]:

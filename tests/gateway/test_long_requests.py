@@ -13,12 +13,12 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
-from gateway.off_loop import off_loop
+from gateway.limits import off_loop
 from gateway.schema import MAX_BIASED_TOKENS, ChatCompletionRequest, CompletionRequest
 from shared.errors import DeadlineExceeded
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, error_of
-from tests.gateway.test_errors import COMPLETION
+from tests.gateway.test_failures import COMPLETION
 
 
 async def _ticks_while(work: Any) -> int:

@@ -20,7 +20,7 @@ from gateway import demo
 from gateway.settings import GatewaySettings
 from shared.errors import SettingsError
 from shared.settings import load_settings, shown_settings
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, events, say
 from tests.helpers.fake_target import FakeTarget
 from tests.helpers.serving import free_ports

@@ -8,10 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.generation import Delta, Round
-from gateway.inbox import Inbox
-from gateway.rounds import MAX_UNSENT_NODES, NodeBudget
-from shared.text.tokenizer import Tokenizer
+from gateway.answer import Inbox
+from gateway.generation import MAX_UNSENT_NODES, Delta, NodeBudget, Round
+from shared.text import Tokenizer
 from shared.tokens import EMPTY_TREE, TokenTree
 from tests.gateway.driving import CHAT, error_of, events, say
 from tests.helpers.fake_target import FakeTarget

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.model_text import ModelText
 from gateway.schema_check import SchemaChecks
 from gateway.schema_trial import verdict
-from gateway.text.model_text import ModelText
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, events, http_client, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -10,10 +10,9 @@ import pytest
 
 from gateway.stop_patterns import StopPattern, StopPatterns
 from shared.errors import InvalidArgument
-from shared.text.stop_strings import StopStrings
-from shared.text.tokenizer import Tokenizer
+from shared.text import StopStrings, Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, error_of, events, say
-from tests.gateway.test_errors import COMPLETION
+from tests.gateway.test_failures import COMPLETION
 from tests.helpers.fake_target import FakeTarget
 
 

@@ -15,10 +15,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.app import Gateway, create_app
-from gateway.http_protocol import BodyWriter
+from gateway.http_server import BodyWriter
 from gateway.limits import RequestLimits
 from shared.errors import Unavailable
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -15,13 +15,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
-from gateway.output.families import ReasoningParser, ToolCallParser
-from gateway.output.style import OutputStyle
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.model_text import ModelText
+from gateway.model_text import ChatTemplate, ModelText
+from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
 from shared.grammar import GrammarKind
-from shared.rpc.grammar import grammar_from_message
-from shared.text.tokenizer import Tokenizer
+from shared.rpc.requests import grammar_from_message
+from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, http_client, post, say
 from tests.helpers.fake_target import FakeTarget
 

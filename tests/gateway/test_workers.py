@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.for_all_workers import Reply, _best, _health, _summed
 from gateway.settings import GatewaySettings
+from gateway.workers import Reply, _best, _health, _summed
 from shared.errors import SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.output.families import ReasoningParser, ToolCallParser
-from gateway.output.style import OutputStyle
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.model_text import ModelText
+from gateway.model_text import ChatTemplate, ModelText
+from gateway.output.style import OutputStyle, ReasoningParser, ToolCallParser
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ARGUMENTS = '{"city": "Bern \\"{"}'

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.attention import PagedRows
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 
 
@@ -96,12 +95,6 @@ def with_pages(
     return placed, (sum(needed) + 1) * page_size
 
 
-def paged_rows(batch: ForwardBatch) -> PagedRows:
-    """Returns the part of a batch that attention reads."""
-    names = PagedRows.__dataclass_fields__
-    return PagedRows(**{name: getattr(batch, name) for name in names})
-
-
-def packed(sequences: list[SequenceRows], page_size: int, device: torch.device) -> PagedRows:
+def packed(sequences: list[SequenceRows], page_size: int, device: torch.device) -> ForwardBatch:
     """Packs sequences that have pages."""
-    return paged_rows(build_batch(sequences, page_size=page_size, device=device))
+    return build_batch(sequences, page_size=page_size, device=device)

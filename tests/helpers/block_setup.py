@@ -13,10 +13,9 @@ from services.draft.drafters.dflash import DflashDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.pool import KvPool
-from shared.models.heads.dflash import DflashHead
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.block_runner import BlockRunner
+from shared.runtime.head_runner import BlockRunner
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import DflashOracle, TinyDflash, write_dflash

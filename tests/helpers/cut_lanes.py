@@ -15,8 +15,7 @@ from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
 from services.target.tensor_parallel import start_followers
-from shared.kv.leases import KvLeases
-from shared.kv.pages import PagePool
+from shared.kv.leases import KvLeases, PagePool
 from shared.model_options import Dtype
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape

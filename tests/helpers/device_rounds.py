@@ -25,7 +25,7 @@ from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sequences import Newcomer
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
-from shared.speculation.tree_rows import TreeRows
+from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.poisoned import POISON, poison_padding

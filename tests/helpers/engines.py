@@ -32,8 +32,7 @@ from services.target.requests.request import (
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
-from shared.kv.leases import KvLeases
-from shared.kv.pages import PagePool
+from shared.kv.leases import KvLeases, PagePool
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.kv_scales import kv_scales

@@ -8,8 +8,7 @@ from pathlib import Path
 from gateway.settings import GatewaySettings
 from services.draft.learner.settings import LearnerSettings
 from services.draft.settings import DraftSettings
-from services.serve_settings import LauncherSettings
-from services.sglang_settings import SglangSettings
+from services.serve_settings import LauncherSettings, SglangSettings
 from services.target.settings import TargetSettings
 from shared.settings_field import Field, declared_fields
 

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.grammars.source import grammar_source
-from services.target.grammars.special_tokens import SpecialTokens
+from services.target.grammars.structural_tag import SpecialTokens
 from shared.grammar import Grammar, GrammarKind
 
 EOS = 0

@@ -20,7 +20,7 @@ from shared.models.heads.head import DraftHead
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.runner import ModelRunner, RunnerOutput
 from shared.speculation.row_sampling import row_sampling
-from shared.speculation.tree import drawn_positions, row_positions, tail_mask
+from shared.speculation.tree import row_parents
 from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens
 from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 
@@ -77,7 +77,7 @@ class HostRounds:
         root = sequence.num_tokens - 1
         num_rows = root - start + 1
         output = self._forward(start, num_rows, tree)
-        positions = torch.tensor(drawn_positions(tree, root_position=root))
+        positions = torch.tensor([root + 1 + depth for depth in (0, *tree.depths)])
         rows = row_sampling([self.sampling], [1 + len(tree)], device=self._pool.device)
         logits = output.logits
         drawn = draw_tokens(logits, rows, positions.to(logits.device)).tolist()
@@ -88,7 +88,7 @@ class HostRounds:
 
     def _forward(self, start: int, num_rows: int, tree: TokenTree) -> RunnerOutput:
         tokens, root = self.sequence.token_ids, self.sequence.num_tokens - 1
-        positions = row_positions(tree, root_position=root)
+        positions = tuple(root + depth for depth in (0, *tree.depths))
         rows = SequenceRows(
             token_ids=[*tokens[start:], *tree.token_ids],
             positions=[*range(start, root), *positions],
@@ -131,3 +131,18 @@ class HostRounds:
     def _slot(self, index: int) -> int:
         page_size = self._pool.page_size
         return self._pages[index // page_size] * page_size + index % page_size
+
+
+def tail_mask(tree: TokenTree) -> tuple[tuple[bool, ...], ...]:
+    """Returns what each row sees of the rows: the root, its ancestors and itself.
+
+    Square, and lower triangular because parents come first; it is `SequenceRows.tail_mask` of a
+    tree whose prefix ends before the root.
+    """
+    parents = row_parents(tree)
+    mask: list[list[bool]] = []
+    for row, parent in enumerate(parents):
+        seen = [False] * len(parents) if parent is None else list(mask[parent])
+        seen[row] = True
+        mask.append(seen)
+    return tuple(tuple(seen) for seen in mask)

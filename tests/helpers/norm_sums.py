@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shared.kernels.norm import add_rms_norm
+from shared.kernels.pointwise import add_rms_norm
 from shared.layers.tensor_group import TensorGroup
-from shared.runtime.capture import capturing
+from shared.runtime.graph_store import capturing
 
 EPS = 1e-5
 WIDTHS = ((torch.bfloat16, 4096), (torch.float16, 768), (torch.float32, 100))

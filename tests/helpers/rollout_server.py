@@ -11,21 +11,19 @@ from typing import Any
 
 import httpx
 
+from gateway.answer import OpenAnswers
+from gateway.api_keys import Quotas
 from gateway.app import Gateway, create_app
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
-from gateway.quota import Quotas
 from gateway.target_link import LinkTiming
-from gateway.text.model_text import ModelText
-from services.embedded_factory import build_embedded_draft
-from services.target.__main__ import read_settings
-from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
+from shared.model_files import tokenizer_sha256
 from shared.rpc.lifecycle import Lifecycle
-from shared.tokenizer_files import tokenizer_sha256
 from tests.gateway.driving import eventually
+from tests.helpers.served import target_process
 
 ASK: dict[str, Any] = {
     "input_ids": [10, 20, 30, 40, 50, 60, 70],
@@ -81,15 +79,10 @@ async def rollout_server(
         *("--model-path", str(folder), "--port", "0", "--device", "cpu", "--context-length", "128"),
         *("--max-total-tokens", "1024", "--served-model-name", "tiny", *flags),
     ]
-    settings, chosen = read_settings(arguments, {})
     async with AsyncExitStack() as opened:
         targets = []
         for _ in range(count):
-            engine = build_engine(settings, lambda report: None)
-            target = TargetProcess(engine, settings, sha256)
-            if chosen is not None:
-                built = build_embedded_draft(engine, settings, chosen)
-                target.embed(built.port, built.settings)
+            target = target_process(arguments)
             await target.start()
             opened.push_async_callback(target.stop, grace_s=0.0)
             targets.append(target)

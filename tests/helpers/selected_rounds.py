@@ -10,12 +10,11 @@ import torch
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.prepared_trees import MAX_PREPARED, Ending, PreparedTree
 from shared.runtime.round_runner import RoundLimits
+from shared.runtime.round_selection import MAX_PREPARED, Ending, PreparedTree
 from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
-from shared.runtime.selection_runner import SelectionRunner
-from shared.runtime.selection_shapes import covering_shape
+from shared.runtime.selection_runner import SelectionRunner, covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
 from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE, build_engine, request, run
 from tests.helpers.poisoned import poison_padding

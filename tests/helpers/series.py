@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from gateway.api_keys import Quotas
 from gateway.metrics import GatewayMetrics
 from gateway.pool import PoolSettings, TargetPool
-from gateway.quota import Quotas
 from services.draft.metrics import DraftMetrics
 from services.draft.recorder import DraftCounters
-from services.target.draft_metrics import WantedMetrics
-from services.target.metrics import TargetMetrics
+from services.target.metrics import TargetMetrics, WantedMetrics
 from shared.telemetry.vllm_metrics import EngineFigures, VllmMetrics
-from shared.telemetry.wire_meter import WireMeter
-from shared.telemetry.wire_metrics import WireMetrics
+from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 

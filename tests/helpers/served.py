@@ -13,17 +13,19 @@ from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
+from services.embedded_factory import build_embedded_draft
+from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
+from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.settings import load_settings
-from shared.tokenizer_files import tokenizer_sha256
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [30, 31])
 MAX_TOKENS = 60
@@ -92,16 +94,49 @@ async def serving_target(
     }
     chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]
     engine = build_engine(chosen, on_step)
-    process = TargetProcess(engine, chosen, tokenizer_sha256(folder))
+    async with _running(TargetProcess(engine, chosen, tokenizer_sha256(folder))) as target:
+        yield target
+
+
+def target_process(arguments: Sequence[str]) -> TargetProcess:
+    """Returns a target as its flags say, not started, with the draft that it embeds."""
+    settings, chosen = read_settings(arguments, {})
+    engine = build_engine(settings, lambda report: None)
+    process = TargetProcess(engine, settings, tokenizer_sha256(settings.model_path))
+    if chosen is not None:
+        built = build_embedded_draft(engine, settings, chosen)
+        process.embed(built.port, built.settings)
+    return process
+
+
+@asynccontextmanager
+async def running_target(arguments: Sequence[str]) -> AsyncIterator[Target]:
+    """A target as its flags say."""
+    async with _running(target_process(arguments)) as target:
+        yield target
+
+
+@asynccontextmanager
+async def _running(process: TargetProcess) -> AsyncIterator[Target]:
     await process.start()
-    async with (
-        open_channel(f"127.0.0.1:{process.port}") as channel,
-        open_channel(f"127.0.0.1:{process.admin_port}") as admin,
-    ):
-        try:
+    try:
+        async with (
+            open_channel(f"127.0.0.1:{process.port}") as channel,
+            open_channel(f"127.0.0.1:{process.admin_port}") as admin,
+        ):
             yield Target(process, channel, admin)
-        finally:
-            await process.stop(grace_s=0.0)
+    finally:
+        await process.stop(grace_s=0.0)
+
+
+def draft_settings(algorithm: str, folder: Path, *flags: str) -> DraftSettings:
+    """Returns the settings of a small draft on the CPU."""
+    arguments = [
+        *("--port", "0", "--device", "cpu", "--max-total-tokens", "2048"),
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(folder)),
+        *flags,
+    ]
+    return load_settings(DraftSettings, service="draft", arguments=arguments, env={})
 
 
 @asynccontextmanager

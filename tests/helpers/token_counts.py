@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.speculation.penalties import TokenCounts, count_committed
+from shared.speculation.row_sampling import TokenCounts, count_committed
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from services.target.drafts.draft_messages import draft_messages, feature_spec
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.candidates import TreeLimits, candidates_from_message
+from shared.rpc.columns import TreeLimits, candidates_from_message
 from shared.tokens import Candidate, TreeShape
 from tests.helpers.engines import VOCAB_SIZE
 

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.output.families import ToolCallParser
-from gateway.output.parser import OutputParser
-from gateway.output.parts import CallArguments
-from gateway.output.style import ChatOutput, OutputStyle
+from gateway.output.parser import CallArguments, OutputParser
+from gateway.output.style import ChatOutput, OutputStyle, ToolCallParser
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from services.target.grammars.source import grammar_source
-from services.target.grammars.special_tokens import SpecialTokens
+from services.target.grammars.structural_tag import SpecialTokens
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar

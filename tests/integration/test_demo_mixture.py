@@ -8,16 +8,11 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer
 
-from services.embedded_factory import build_embedded_draft
-from services.target.__main__ import read_settings
-from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
 from shared.hub import BUILT_IN
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.rpc.channel import open_channel
-from shared.tokenizer_files import tokenizer_sha256
+from tests.helpers.served import running_target
 
 FOLDER = BUILT_IN["demo-moe"]
 QUESTIONS = ("What is the capital of France?", "Which currency is used in Japan?", "What is 3 + 4?")
@@ -39,13 +34,6 @@ async def _answers(
             *flags,
         ),
     ]
-    settings, chosen = read_settings(arguments, {})
-    engine = build_engine(settings, lambda report: None)
-    process = TargetProcess(engine, settings, tokenizer_sha256(FOLDER))
-    if chosen is not None:
-        built = build_embedded_draft(engine, settings, chosen)
-        process.embed(built.port, built.settings)
-    await process.start()
 
     async def one(stub: pb_grpc.TargetServiceStub, question: str) -> list[pb.GenerateResponse]:
         request = pb.GenerateRequest(
@@ -55,12 +43,8 @@ async def _answers(
         )
         return [response async for response in stub.Generate(request)]
 
-    try:
-        async with open_channel(f"127.0.0.1:{process.port}") as channel:
-            stub = pb_grpc.TargetServiceStub(channel)
-            found = await asyncio.gather(*(one(stub, each) for each in QUESTIONS))
-    finally:
-        await process.stop(grace_s=0.0)
+    async with running_target(arguments) as target:
+        found = await asyncio.gather(*(one(target.stub, each) for each in QUESTIONS))
     tokens = [[token for each in one for token in each.delta.token_ids] for one in found]
     return tokens, [one[-1].finished.speculation for one in found]
 

@@ -15,7 +15,7 @@ from services.draft.fan_out import FanOut
 from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
-from shared.ngram.index import NgramOptions
+from shared.ngram import NgramOptions
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.ahead_cases import (
     CHAIN,

@@ -18,8 +18,8 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.served import target_process
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,7 @@ def _arguments(folder: Path, *flags: str) -> list[str]:
 
 
 def _process(folder: Path, *flags: str) -> TargetProcess:
-    settings, draft_settings = read_settings(_arguments(folder, *flags), {})
-    assert draft_settings is not None
-    engine = build_engine(settings, lambda report: None)
-    process = TargetProcess(engine, settings, tokenizer_sha256(folder))
-    draft = build_embedded_draft(engine, settings, draft_settings)
-    process.embed(draft.port, draft.settings)
-    return process
+    return target_process(_arguments(folder, *flags))
 
 
 def _request(

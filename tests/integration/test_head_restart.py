@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from services.draft.model_folders import DEMO_TARGET
+from services.draft.settings_problems import DEMO_TARGET
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,10 +22,8 @@ from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.head_weights import HeadWeights
 from services.draft.settings import DraftSettings
-from services.embedded_factory import build_embedded_draft
-from services.target.__main__ import read_settings
-from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
+from shared.models import weights as weights_module
+from shared.models.weights import BESIDE_STEPS, CopyPace, WeightCopy
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -33,14 +31,16 @@ from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.runtime.round_runner import RoundRunner
-from shared.settings import load_settings
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, head_tensors, save_head, write_head
-from tests.helpers.served import running_draft
+from tests.helpers.served import draft_settings, running_draft, running_target
 
 VOCAB_SIZE = 300
 PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
+_SHAPE = (
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
+    *("--speculative-num-draft-tokens", "6"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +73,13 @@ def heads(tmp_path: Path, kind: str) -> tuple[Path, Path]:
 
 
 def _flags(kind: str, head: Path) -> list[str]:
-    return [
-        *("--speculative-algorithm", kind, "--speculative-draft-model-path", str(head)),
-        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
-        *("--speculative-num-draft-tokens", "6"),
-    ]
+    own = ("--speculative-algorithm", kind, "--speculative-draft-model-path", str(head))
+    return [*own, *_SHAPE]
 
 
 def _draft_settings(kind: str, head: Path, target: Path, *flags: str) -> DraftSettings:
-    arguments = [
-        *("--device", "cpu", "--max-total-tokens", "2048", "--port", "0"),
-        *("--target-model-path", str(target), *_flags(kind, head), *flags),
-    ]
-    return load_settings(DraftSettings, service="draft", arguments=arguments, env={})
+    shape = ("--target-model-path", str(target), *_SHAPE, *flags)
+    return draft_settings(kind, head, *shape)
 
 
 @asynccontextmanager
@@ -100,28 +94,16 @@ async def _serving(
     ]
     if placement == "embedded":
         arguments += [*_flags(kind, head), "--device-rounds", "on"]
-    settings, chosen = read_settings(arguments, {})
-    engine = build_engine(settings, lambda report: None)
-    process = TargetProcess(engine, settings, tokenizer_sha256(target))
-    if chosen is not None:
-        built = build_embedded_draft(engine, settings, chosen)
-        process.embed(built.port, built.settings)
-    await process.start()
-    try:
-        async with open_channel(f"127.0.0.1:{process.port}") as channel:
-            stub = pb_grpc.TargetServiceStub(channel)
-            if placement == "embedded":
-                async with open_channel(f"127.0.0.1:{process.admin_port}") as admin:
-                    yield stub, admin_grpc.AdminServiceStub(admin)
-                return
-            remote = _draft_settings(kind, head, target, "--target", f"127.0.0.1:{process.port}")
-            async with (
-                running_draft(remote) as draft,
-                open_channel(f"127.0.0.1:{draft.admin_port}") as admin,
-            ):
-                yield stub, admin_grpc.AdminServiceStub(admin)
-    finally:
-        await process.stop(grace_s=0.0)
+    async with running_target(arguments) as running:
+        if placement == "embedded":
+            yield running.stub, running.admin
+            return
+        remote = _draft_settings(kind, head, target, "--target", running.address)
+        async with (
+            running_draft(remote) as draft,
+            open_channel(f"127.0.0.1:{draft.admin_port}") as admin,
+        ):
+            yield running.stub, admin_grpc.AdminServiceStub(admin)
 
 
 async def _outputs(
@@ -222,9 +204,18 @@ class _Idle:
         return future
 
 
-def test_weights_lie_where_they_lay(target: Path, heads: tuple[Path, Path], kind: str) -> None:
+def test_weights_lie_where_they_lay(
+    target: Path, heads: tuple[Path, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, weights = _running(_draft_settings(kind, heads[0], target))
     second, _ = _running(_draft_settings(kind, heads[1], target))
+    copy, paces = weights_module.copy_weights, list[CopyPace]()
+
+    def noted(copies: Iterable[WeightCopy], device: torch.device, pace: CopyPace) -> Iterator[int]:
+        paces.append(pace)
+        return copy(copies, device, pace)
+
+    monkeypatch.setattr(weights_module, "copy_weights", noted)
     norm = first.head.layers[0].mlp_norm.weight  # type: ignore[attr-defined]
     address = norm.data_ptr()
     assert not torch.equal(norm, second.head.layers[0].mlp_norm.weight)  # type: ignore[attr-defined]
@@ -235,6 +226,7 @@ def test_weights_lie_where_they_lay(target: Path, heads: tuple[Path, Path], kind
         assert torch.equal(own, getattr(second.head.layers[0].attention, name).dense())
     assert torch.equal(norm, second.head.layers[0].mlp_norm.weight)  # type: ignore[attr-defined]
     assert (weights.version, weights.num_swaps) == ("1", 1)
+    assert paces == [BESIDE_STEPS], "no step waits for the copies"
 
 
 BAD_WEIGHTS: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor] | None, str], ...] = (

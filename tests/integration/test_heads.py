@@ -14,21 +14,18 @@ from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.rpc.channel import open_channel
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.selection_runner import SelectionRunner
 from shared.settings import load_settings
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
-from tests.helpers.served import running_draft
+from tests.helpers.served import running_draft, running_target
 
 VOCAB_SIZE = 300
 AHEAD = ", ahead"
@@ -77,23 +74,12 @@ async def _serving(
     if placement == "embedded":
         arguments += _flags(folders, kind, is_pinned=is_pinned)
     arguments += flags
-    settings, draft_settings = read_settings(arguments, {})
-    engine = build_engine(settings, lambda report: None)
-    process = TargetProcess(engine, settings, tokenizer_sha256(folder))
-    if draft_settings is not None:
-        built = build_embedded_draft(engine, settings, draft_settings)
-        process.embed(built.port, built.settings)
-    await process.start()
-    try:
-        async with open_channel(f"127.0.0.1:{process.port}") as channel:
-            stub = pb_grpc.TargetServiceStub(channel)
-            if placement == "embedded":
-                yield stub
-            else:
-                async with _remote(folders, kind, process.port):
-                    yield stub
-    finally:
-        await process.stop(grace_s=0.0)
+    async with running_target(arguments) as target:
+        if placement == "embedded":
+            yield target.stub
+        else:
+            async with _remote(folders, kind, target.process.port):
+                yield target.stub
 
 
 @asynccontextmanager

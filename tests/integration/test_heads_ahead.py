@@ -21,12 +21,11 @@ from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import load_dflash
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.block_runner import BlockRunner
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.head_runner import BlockRunner, HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits

@@ -17,8 +17,8 @@ from huggingface_hub import constants
 
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
+from shared.model_files import tokenizer_sha256
 from shared.rpc.channel import open_channel
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.served import PROMPTS, Target, running_draft
 from tests.helpers.serving import ROOT, serving
 from tests.helpers.stand_ins import write_stand_ins

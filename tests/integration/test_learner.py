@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from services.draft.learner.__main__ import read_settings
 from services.draft.learner.process import LearnerProcess
 from services.draft.learner.student import Measurement, Student
-from services.draft.settings import DraftSettings
+from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import begin_from_target, build_head, save_head
@@ -24,9 +24,8 @@ from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.channel import open_channel
-from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.served import Target, running_draft, serving_target
+from tests.helpers.served import Target, draft_settings, running_draft, serving_target
 
 VOCAB_SIZE = 300
 WAIT_S = 300.0
@@ -113,17 +112,8 @@ async def test_what_is_learnt_reaches_the_running_draft(
     measured, is_model = itertools.count(1), algorithm == "STANDALONE"
     monkeypatch.setattr(Student, "measured", lambda *_, **__: Measurement(((1, next(measured)),)))
     async with serving_target(target_folder) as target:
-        settings = load_settings(
-            DraftSettings,
-            service="draft",
-            arguments=[
-                *("--port", "0", "--target", target.address, "--device", "cpu"),
-                *("--speculative-algorithm", algorithm, "--max-total-tokens", "2048"),
-                *("--speculative-draft-model-path", str(head_folder)),
-                *(() if is_model else ("--target-model-path", str(target_folder))),
-            ],
-            env={},
-        )
+        lender = () if is_model else ("--target-model-path", str(target_folder))
+        settings = draft_settings(algorithm, head_folder, "--target", target.address, *lender)
         async with running_draft(settings) as draft:
             process = await asyncio.to_thread(
                 _learner, algorithm, head_folder, target_folder, tmp_path / "out",
@@ -157,16 +147,20 @@ async def test_what_must_not_be_learnt_never_arrives(
     target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path
 ) -> None:
     async with serving_target(target_folder) as target:
-        flags = ("--target", target.address, "--lesson-tokens", "1000000")
+        record = tmp_path / "traffic.npz"
+        flags = ("--target", target.address, "--lesson-tokens", "1000000", "--record", str(record))
         process = await asyncio.to_thread(
             _learner, algorithm, head_folder, target_folder, tmp_path / "out", *flags
         )
         async with _running(process):
             await _until(lambda: process.traffic.num_links == 1)
             await _ask(target, 5, never_learnt=True)
-            await _ask(target, 1)
+            [answer] = await _ask(target, 1)
             await _until(lambda: process.traffic.num_examples > 0)
         assert process.traffic.num_examples == 1
+        [text] = Documents.load(record).rows()
+        assert len(text) == 32, "its window"
+        assert text == answer[-32:], "what arrived is recorded, and no more"
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3"], indirect=True)
@@ -174,17 +168,8 @@ async def test_a_draft_of_another_head_is_named_at_once(
     target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path
 ) -> None:
     async with serving_target(target_folder) as target:
-        settings = load_settings(
-            DraftSettings,
-            service="draft",
-            arguments=[
-                *("--port", "0", "--target", target.address, "--device", "cpu"),
-                *("--speculative-algorithm", "EAGLE3", "--max-total-tokens", "2048"),
-                *("--speculative-draft-model-path", str(head_folder)),
-                *("--target-model-path", str(target_folder)),
-            ],
-            env={},
-        )
+        lender = ("--target-model-path", str(target_folder))
+        settings = draft_settings("EAGLE3", head_folder, "--target", target.address, *lender)
         other = tmp_path / "other"
         frozen = FrozenTarget.load(target_folder, device=torch.device("cpu"), dtype=torch.float32)
         save_head(

@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.draft.settings import DraftSettings
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.rpc.channel import open_channel
-from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.served import Target, running_draft, serving_target
+from tests.helpers.served import Target, draft_settings, running_draft, serving_target
 
 SHAPE = TinyShape(vocab_size=300)
 PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7])
@@ -39,18 +37,11 @@ async def _serving(
     target_folder: Path, draft_folder: Path
 ) -> AsyncIterator[tuple[Target, admin_grpc.AdminServiceStub]]:
     async with serving_target(target_folder) as target:
-        settings = load_settings(
-            DraftSettings,
-            service="draft",
-            arguments=[
-                *("--port", "0", "--target", target.address, "--device", "cpu"),
-                *("--speculative-algorithm", "STANDALONE", "--max-total-tokens", "2048"),
-                *("--speculative-draft-model-path", str(draft_folder)),
-                # A chain: all of it is accepted where the draft is right.
-                *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
-                *("--speculative-num-draft-tokens", "4"),
-            ],
-            env={},
+        settings = draft_settings(
+            *("STANDALONE", draft_folder, "--target", target.address),
+            # A chain: all of it is accepted where the draft is right.
+            *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", "4"),
         )
         async with (
             running_draft(settings) as draft,

@@ -17,12 +17,11 @@ from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import load_dflash
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.block_runner import BlockRunner
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.head_runner import BlockRunner, HeadRunner
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
 from tests.helpers.dflash_heads import (

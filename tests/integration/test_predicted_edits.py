@@ -10,19 +10,19 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.answer import OpenAnswers
+from gateway.api_keys import KeyLimits, Quotas
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
-from gateway.quota import KeyLimits, Quotas
 from gateway.serving import Gateway
-from gateway.text.model_text import ModelText
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import DEMO_MODEL
+from shared.model_files import tokenizer_sha256
 from shared.rpc.lifecycle import Lifecycle
-from shared.tokenizer_files import tokenizer_sha256
 from tests.gateway.driving import eventually, http_client
 
 FLAGS = [

@@ -18,7 +18,7 @@ from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence
-from services.target.drafts.kept import Kept
+from services.target.drafts.assignment import Kept
 from services.target.engine import Engine
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
 from services.target.requests.request import GenerationRequest

@@ -27,7 +27,7 @@ from tests.helpers.rollout_server import Server, rollout_server
 SHAPE = TinyShape(num_layers=6)
 TEMPERATURE = 0.7
 PROMPT = [(7 * place) % 256 for place in range(40)]  # whole pages, which the cache keeps
-NUM_NEW, GROUP, NUM_STEPS = 8, 12, 10
+NUM_NEW, GROUP, NUM_STEPS = 8, 8, 20
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     )
 
 
-async def _rollouts(server: Server, seeds: range, *, has_draft: bool = True) -> list[Any]:
+async def rollouts(server: Server, seeds: range, *, has_draft: bool = True) -> list[Any]:
     body = {
         "input_ids": [PROMPT] * len(seeds), "return_logprob": True,
         "speculation": {"disable": not has_draft},
@@ -65,7 +65,7 @@ async def _rollouts(server: Server, seeds: range, *, has_draft: bool = True) -> 
     return found
 
 
-def _log_probs(model: PreTrainedModel, answers: list[Any]) -> Tensor:
+def log_probs(model: PreTrainedModel, answers: list[Any]) -> Tensor:
     """Returns `[G, N]`, the trainer's log probabilities of what was drawn."""
     drawn = torch.tensor([each["output_ids"] for each in answers])
     ids = torch.cat((torch.tensor(PROMPT).expand(len(drawn), -1), drawn), dim=1)
@@ -77,16 +77,21 @@ def _difference(model: PreTrainedModel, answers: list[Any]) -> float:
     """Returns the largest difference of engine and trainer."""
     told = [[entry[0] for entry in each["meta_info"]["output_token_logprobs"]] for each in answers]
     with torch.no_grad():
-        return float((_log_probs(model, answers) - torch.tensor(told)).abs().max())
+        return float((log_probs(model, answers) - torch.tensor(told)).abs().max())
 
 
-def _rewards(answers: list[Any]) -> Tensor:
+def rewards(answers: list[Any]) -> Tensor:
     """The rule: tokens below 64."""
     drawn = torch.tensor([each["output_ids"] for each in answers])
     return (drawn < 64).float().mean(1)
 
 
-async def _send(server: Server, model: PreTrainedModel, version: str) -> None:
+def advantages(given: Tensor) -> Tensor:
+    """`[G]` rewards to `[G, 1]`, against those of the group."""
+    return ((given - given.mean()) / (given.std() + 1e-4)).unsqueeze(1)
+
+
+async def send(server: Server, model: PreTrainedModel, version: str) -> None:
     """A weight update as slime makes it, in buckets."""
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
     names = sorted(weights)
@@ -110,22 +115,20 @@ async def test_reward_rises_and_drafts_change_no_rollout(
     num_drafted = 0
     async with rollout_server(folder, flags=flags) as server:
         for step in range(NUM_STEPS):
-            answers = await _rollouts(server, range(step * GROUP, (step + 1) * GROUP))
-            plain = await _rollouts(server, range(step * GROUP, step * GROUP + 3), has_draft=False)
+            answers = await rollouts(server, range(step * GROUP, (step + 1) * GROUP))
+            plain = await rollouts(server, range(step * GROUP, step * GROUP + 2), has_draft=False)
             for with_draft, without in zip(answers, plain, strict=False):
                 assert with_draft["output_ids"] == without["output_ids"]
             version = "default" if step == 0 else str(step)
             assert {each["meta_info"]["weight_version"] for each in answers} == {version}
             assert _difference(model, answers) <= 1e-4
             num_drafted += sum(each["meta_info"].get("spec_draft_token_num", 0) for each in answers)
-            rewards = _rewards(answers)
-            means.append(float(rewards.mean()))
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            loss = -(advantages.unsqueeze(1) * _log_probs(model, answers)).mean()
+            means.append(float(rewards(answers).mean()))
+            loss = -(advantages(rewards(answers)) * log_probs(model, answers)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            await _send(server, model, str(step + 1))
+            await send(server, model, str(step + 1))
         assert num_drafted > 0
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1, means
 
@@ -136,11 +139,11 @@ async def test_a_cache_that_is_not_flushed_is_found_out(
     """The control: prefixes of the old weights in an answer of the new ones."""
     other = build_model("llama", SHAPE, seed=4)
     async with rollout_server(folder) as server:
-        await _rollouts(server, range(1))
-        await _send(server, other, "1")
-        assert _difference(other, await _rollouts(server, range(2))) <= 1e-4
+        await rollouts(server, range(1))
+        await send(server, other, "1")
+        assert _difference(other, await rollouts(server, range(2))) <= 1e-4
         monkeypatch.setattr(KvLeases, "retire", lambda self: 0)
         monkeypatch.setattr(KvLeases, "flush", lambda self: 0)
         mine = build_model("llama", SHAPE, seed=3)
-        await _send(server, mine, "2")
-        assert _difference(mine, await _rollouts(server, range(2))) > 1e-3
+        await send(server, mine, "2")
+        assert _difference(mine, await rollouts(server, range(2))) > 1e-3

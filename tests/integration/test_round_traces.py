@@ -10,7 +10,7 @@ from grpc import aio
 
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.rpc.trees import tree_from_message
+from shared.rpc.requests import tree_from_message
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.served import PROMPTS, Target, serving_draft, serving_target
 

@@ -11,21 +11,18 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.answer import OpenAnswers
+from gateway.api_keys import KeyLimits, Quotas
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
-from gateway.quota import KeyLimits, Quotas
 from gateway.serving import Gateway
-from gateway.text.model_text import ModelText
-from services.embedded_factory import build_embedded_draft
-from services.target.__main__ import read_settings
-from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
 from services.target.settings import DEMO_MODEL
+from shared.model_files import tokenizer_sha256
 from shared.rpc.lifecycle import Lifecycle
-from shared.tokenizer_files import tokenizer_sha256
 from tests.gateway.driving import error_of, events, eventually, http_client
+from tests.helpers.served import target_process
 
 FLAGS = [
     *("--port", "0", "--maintenance-port", "0", "--device", "cpu", "--served-model-name", "demo"),
@@ -56,15 +53,10 @@ JSON_CHAT = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    settings, draft_settings = read_settings(FLAGS, {})
-    assert draft_settings is not None
-    engine = build_engine(settings, lambda report: None)
-    sha256 = tokenizer_sha256(DEMO_MODEL)
-    process = TargetProcess(engine, settings, sha256)
-    draft = build_embedded_draft(engine, settings, draft_settings)
-    process.embed(draft.port, draft.settings)
+    process = target_process(FLAGS)
     await process.start()
-    pool = TargetPool(PoolSettings((f"127.0.0.1:{process.port}",), sha256))
+    address = f"127.0.0.1:{process.port}"
+    pool = TargetPool(PoolSettings((address,), tokenizer_sha256(DEMO_MODEL)))
     quotas = Quotas([], KeyLimits())
     gateway = Gateway(
         pool=pool,

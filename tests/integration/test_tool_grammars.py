@@ -9,13 +9,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output import forced
-from gateway.output.families import ReasoningParser, ToolCallParser
-from gateway.output.parser import OutputParser
-from gateway.output.parts import CallArguments, CallBegun
-from gateway.output.style import ChatOutput, OutputStyle
+from gateway.output.parser import CallArguments, CallBegun, OutputParser
+from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from services.target.grammars.source import grammar_source
-from services.target.grammars.special_tokens import SpecialTokens
+from services.target.grammars.structural_tag import SpecialTokens
 from services.target.settings import DEMO_MODEL
 from shared.grammar import Grammar, GrammarKind
 
@@ -148,9 +146,7 @@ def test_reasoning_may_come_before_a_required_call(
         assert _matches(grammar, WORDS[family], tokenizer) is not starts_inside
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in WORDS if family.value in forced.FAMILIES_WITH_TRIGGERS]
-)
+@pytest.mark.parametrize("family", [family for family in WORDS if family.value in forced.TRIGGERS])
 def test_strict_tools_leave_text_free_and_hold_calls(
     tokenizer: LLTokenizer, family: ToolCallParser
 ) -> None:

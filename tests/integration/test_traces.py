@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.answer import OpenAnswers
 from gateway.app import Gateway, create_app
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
-from gateway.open_answers import OpenAnswers
+from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
-from gateway.text.model_text import ModelText
 from services.draft.drafter_factory import build_drafter
 from services.draft.process import DraftProcess
 from services.draft.recorder import DraftRecorder
@@ -22,10 +22,10 @@ from services.draft.worker import WorkerIdentity
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
+from shared.model_files import tokenizer_sha256
 from shared.rpc.lifecycle import Lifecycle
 from shared.settings import load_settings
-from shared.telemetry.request_id import current_request_id
-from shared.tokenizer_files import tokenizer_sha256
+from shared.telemetry.tracing import current_request_id
 from tests.gateway.driving import eventually
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.kept_spans import PARENT, KeptSpans
@@ -118,7 +118,7 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
     assert inner.parent_id == middle.span_id
     assert inner.attributes["outrider.num_rounds"] > 0
     for name in (
-        "gateway.request_record",
+        "gateway.metrics",
         "services.target.requests.request_record",
         "services.draft.recorder",
     ):

@@ -13,20 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.embedded_factory import build_embedded_draft
-from services.target.__main__ import read_settings
-from services.target.engine_factory import build_engine
-from services.target.process import TargetProcess
 from shared.models.heads.target_tensors import BorrowedTensors, TargetTensors
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
-from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.rpc.channel import open_channel
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.served import running_target
 
 VOCAB_SIZE = 300
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=512)
@@ -67,21 +60,8 @@ async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterato
             *("--speculative-draft-model-path", str(head), "--speculative-num-steps", "3"),
             *("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"),
         ]
-    settings, chosen = read_settings(arguments, {})
-    engine = build_engine(settings, lambda report: None)
-    process = TargetProcess(engine, settings, tokenizer_sha256(target))
-    if chosen is not None:
-        built = build_embedded_draft(engine, settings, chosen)
-        process.embed(built.port, built.settings)
-    await process.start()
-    try:
-        async with (
-            open_channel(f"127.0.0.1:{process.port}") as channel,
-            open_channel(f"127.0.0.1:{process.admin_port}") as admin,
-        ):
-            yield pb_grpc.TargetServiceStub(channel), admin_grpc.AdminServiceStub(admin)
-    finally:
-        await process.stop(grace_s=0.0)
+    async with running_target(arguments) as running:
+        yield running.stub, running.admin
 
 
 async def _ask(stub: Any, prompt: list[int], count: int = 40) -> tuple[list[int], list[int]]:
@@ -152,6 +132,32 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
             assert await _answers(drafted) == of_new
             [borrowed] = borrowers
             assert _has_tables_of(new, borrowed)
+
+
+async def test_a_hundred_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
+    """Each runs on with its own seed, on whatever weights are in force."""
+    done = asyncio.Event()
+
+    async def asked(stub: Any, prompt: list[int]) -> list[tuple[list[int], list[int]]]:
+        answers = [await _ask(stub, prompt, 100)]
+        while not done.is_set():
+            answers.append(await _ask(stub, prompt, 100))
+        return answers
+
+    async with _serving(folders[0], head) as (stub, admin):
+        asking = [asyncio.create_task(asked(stub, prompt)) for prompt in PROMPTS]
+        for number in range(100):
+            answer = await admin.UpdateWeights(_disk(folders[(number + 1) % 2]))
+            assert answer.update.weight_version == str(number + 1)
+        done.set()
+        answers = await asyncio.gather(*asking)
+        assert all(len(tokens) == 100 for each in answers for tokens, _ in each)
+        assert sum(len(changes) for each in answers for _, changes in each) >= 50
+        for prompt, each in zip(PROMPTS, answers, strict=True):
+            tokens, changes = each[-1]
+            start = changes[-1] if changes else 0
+            rest = await _rest(stub, [*prompt, *tokens[:start]], len(prompt), 100 - start)
+            assert tokens[start:] == rest
 
 
 def _followed(monkeypatch: pytest.MonkeyPatch) -> list[BorrowedTensors]:

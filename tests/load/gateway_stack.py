@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gateway.settings import DEMO_MODEL
 from services.probe import grpc_is_serving, http_is_ready
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 
 HOST = "127.0.0.1"
 NUM_PORTS = 5

@@ -18,14 +18,14 @@ from typing import Any
 import uvloop
 from grpc import aio
 
+from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.server import bind, create_server
-from shared.text.tokenizer import Tokenizer
-from shared.tokenizer_files import tokenizer_sha256
+from shared.text import Tokenizer
 
 TOKENS_A_STEP = 3
 _TARGET = pb.DESCRIPTOR.services_by_name["TargetService"]

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gpus import num_gpus
 from services.serve import ready_line
 from services.serve_line import all_fields, take_apart
-from services.serve_plan import Plan, make_plan
+from services.serve_plan import Plan, make_plan, num_gpus
 from services.serve_settings import Placement
 from shared.errors import SettingsError
 from shared.tokens import TreeShape

@@ -9,8 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from services.child import Child, ChildSpec
-from services.stack import Part, Stack, StackTimeouts
+from services.stack import Child, ChildSpec, Part, Stack, StackTimeouts
 
 QUICK = StackTimeouts(start_s=60.0, stop_s=30.0, first_backoff_s=0.01)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.seeds import choice_seed
+from shared.sampling_defaults import choice_seed
 
 
 def test_seeds_of_choices_differ_and_fit_the_wire() -> None:

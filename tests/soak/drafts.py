@@ -10,7 +10,7 @@ from services.draft.drafters.ngram import NgramDrafter
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.target.engine import Engine
 from shared.models.decoder import Decoder
-from shared.ngram.index import NgramOptions
+from shared.ngram import NgramOptions
 from shared.tokens import TreeShape
 from tests.helpers.lossy_draft import LossyDraft
 from tests.helpers.standalone_drafts import standalone

@@ -19,14 +19,19 @@ from collections.abc import Iterable, Sequence
 
 from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters.branch_passes import BranchPass, BranchPasses
-from services.draft.drafters.branches import Branch, GrowingBranch, Plan, all_of
+from services.draft.drafters.branches import (
+    Branch,
+    GrowingBranch,
+    GrownRows,
+    LikelyBranches,
+    Path,
+    Plan,
+    all_of,
+    num_choices,
+)
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.grown_rows import GrownRows, Path
-from services.draft.drafters.likely_branches import LikelyBranches, num_choices
-from services.draft.drafters.pass_graphs import PassGraphs
-from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.standalone_trees import StandaloneTrees
-from services.draft.drafters.whole_trees import grown_shape
+from services.draft.drafters.standalone_contexts import StandaloneContexts, StandaloneTrees
+from services.draft.drafters.whole_trees import PassGraphs, grown_shape
 from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import TokenTree, TreeShape

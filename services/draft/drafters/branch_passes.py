@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.draft.drafters.branch_pages import BranchKv
-from services.draft.drafters.branches import GrowingBranch, Wanted, WantedBranches
-from services.draft.drafters.grown_rows import GrownRows
+from services.draft.drafters.branches import GrowingBranch, GrownRows, Wanted, WantedBranches
+from services.draft.drafters.draft_kv import BranchKv
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.runtime.growing_trees import GrowingTrees

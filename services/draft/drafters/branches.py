@@ -2,15 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from services.draft.drafters.branch_pages import BranchKv
-from services.draft.drafters.grown_rows import GrownRows, Path
+from services.draft.drafters.draft_kv import BranchKv
+from services.draft.drafters.tail import Tail
 from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import LikelyVerdict
+from services.draft.likely_verdicts import (
+    Continuation,
+    LikelyVerdict,
+    RankShares,
+    likely_verdicts,
+    rank_of,
+)
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import TreeShape
+from shared.runtime.growing_trees import PassRows, PassTree
+from shared.tokens import TokenTree, TreeShape
+
+Path = tuple[int, ...]
+"""Tokens behind the last committed one."""
+
+
+class GrownRows:
+    """Rows by the tokens on the way to them.
+
+    Attributes:
+        tree: the best nodes, whose rows are here but for the less likely leaves.
+    """
+
+    def __init__(self, grown: PassTree) -> None:
+        self.tree = grown.tree
+        self._levels, self._rows = grown.levels, grown.rows
+
+    def line(self, path: Path) -> tuple[int, ...]:
+        """Returns the rows on the way to a computed node, its own last."""
+        return self._lines[path]
+
+    def after(self, path: Path) -> Sequence[Continuation]:
+        """Returns the best tokens after a node, best first; none after one that is not computed."""
+        line = self._lines.get(path)
+        return () if line is None else self._rows.after(line[-1] + 1 if line else 0)
+
+    def row(self, path: Path) -> tuple[PassRows, int]:
+        """Returns the row of a computed node among all that its pass computed."""
+        line = self._lines[path]
+        return self._rows, line[-1] + 1 if line else 0
+
+    def tail(self, base: int, last_token: int) -> Tail:
+        """Returns the rows as the tail of a sequence, row 0 being at index `base`."""
+        tail = Tail(base, last_token)
+        above = [tail.root]
+        for token_ids, parents in self._levels:
+            above = [
+                tail.add(above[place], token)
+                for token, place in zip(token_ids, parents, strict=True)
+            ]
+        return tail
+
+    @cached_property
+    def _lines(self) -> dict[Path, tuple[int, ...]]:
+        # Most trees are for verdicts that do not fall, and nobody asks for their rows.
+        lines: dict[Path, tuple[int, ...]] = {(): ()}
+        above: list[Path] = [()]
+        row = 0
+        for token_ids, parents in self._levels:
+            paths = [
+                (*above[place], token) for token, place in zip(token_ids, parents, strict=True)
+            ]
+            for path in paths:
+                lines.setdefault(path, (*lines[path[:-1]], row))
+                row += 1
+            above = paths
+        return lines
+
+
+def paths_of(tree: TokenTree) -> Iterator[Path]:
+    """Yields the path of the last committed token, then of each node of a tree behind it."""
+    paths: list[Path] = [()]
+    yield ()
+    for token, parent in zip(tree.token_ids, tree.parent_indices, strict=True):
+        paths.append((*paths[0 if parent is None else parent + 1], token))
+        yield paths[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +184,47 @@ def all_of(branches: Iterable[Branch]) -> Iterator[Branch]:
     for branch in branches:
         yield branch
         yield from all_of(branch.followers.values())
+
+
+class LikelyBranches:
+    """Chooses by what may follow the rows of a tree, and by how often the target has taken which of
+    its choices."""
+
+    def __init__(self) -> None:
+        self._shares = RankShares()
+
+    def wanted(
+        self, plan: Plan, tree: TokenTree, rows: GrownRows, behind: Branch | None
+    ) -> list[Wanted]:
+        """Returns the likeliest verdicts on a tree, as many as the plan takes. Waits for the device
+        to find what may follow its nodes.
+
+        Args:
+            behind: see `Wanted`.
+        """
+        paths = list(paths_of(tree))
+        continuations = [rows.after(path) for path in paths]
+        verdicts = likely_verdicts(tree, continuations, self._shares, plan.fan_out)
+        return [Wanted(plan, each, paths[each.place], rows, behind) for each in verdicts]
+
+    def observe(self, rows: GrownRows, path: Path) -> None:
+        """Learns which of its choices the target took.
+
+        Args:
+            path: the tokens that a verdict commits.
+        """
+        for depth, token in enumerate(path):
+            choices = rows.after(path[:depth])
+            if not choices:
+                return
+            self._shares.observe(rank_of(choices, token))
+
+
+def num_choices(shape: TreeShape, budget: int) -> int:
+    """Returns how many tokens to find after each node: a verdict ends in one that its tree does not
+    hold.
+
+    Args:
+        budget: verdicts to choose.
+    """
+    return max(shape.topk + 1, budget) if budget else 0

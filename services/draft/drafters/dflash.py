@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.block_choices import best_choices
-from services.draft.drafters.block_contexts import BlockContexts
-from services.draft.drafters.block_lookahead import BlockLookahead
-from services.draft.drafters.block_rows import BlockRows
+from services.draft.drafters.block_contexts import BlockContexts, BlockRows
+from services.draft.drafters.block_lookahead import BlockLookahead, best_choices
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows
 from shared.models.heads.dflash import DflashHead
-from shared.runtime.block_runner import BlockRunner
+from shared.runtime.head_runner import BlockRunner
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
 

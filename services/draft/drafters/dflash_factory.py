@@ -12,11 +12,10 @@ from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
-from shared.models.heads.dflash_config import DflashConfig
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import DflashConfig, load_dflash
 from shared.models.heads.target_tensors import target_tensors
-from shared.runtime.block_runner import BlockRunner
 from shared.runtime.device import dtype_named
+from shared.runtime.head_runner import BlockRunner
 from shared.runtime.memory import num_pages_for
 
 log = logging.getLogger(__name__)

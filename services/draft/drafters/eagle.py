@@ -4,7 +4,7 @@ A round costs one forward a level for all sequences together, as in `standalone`
 in the rows whose features the last verdict brought, and scores the first level; on each further
 level a node reads the state its parent's row left. Sequences whose features have not arrived get
 an empty tree: their target need not wait. Where the device can do without the host, it grows the
-whole trees in one pass, see `head_trees`.
+whole trees in one pass, see `head_branches`.
 
 Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
 will bring. They are computed again from the features of each verdict, so that errors do not grow
@@ -14,32 +14,56 @@ from round to round: in passes, see `head_branches`, or by forwards of the host,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.draft.chain_draws import LevelScores, level_scores
 from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal
-from services.draft.drafters.head_branches import HeadBranches
+from services.draft.drafters.head_branches import HeadBranches, HeadTrees
 from services.draft.drafters.head_contexts import HeadContexts
-from services.draft.drafters.head_loan import HeadLoan
 from services.draft.drafters.head_tails import HeadTails, reroot
-from services.draft.drafters.head_trees import HeadTrees
-from services.draft.drafters.joint_lookahead import JointLookahead
 from services.draft.drafters.layer_rows import LayerRows
-from services.draft.drafters.outcome_drafter import OutcomeDrafter
-from services.draft.drafters.pass_graphs import PassGraphs
+from services.draft.drafters.outcome_drafter import JointLookahead, OutcomeDrafter
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
-from services.draft.drafters.whole_trees import grown_shape, grows_whole, split
+from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.speculation.noise import fresh_generator
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
+
+_LENT_EIGHTHS = 7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadLoan:
+    """A head and KV pages that its drafter keeps off for good.
+
+    Attributes:
+        pages: of `pool`.
+        max_context_tokens: longest sequence that needs no window.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    pages: tuple[int, ...]
+    max_context_tokens: int
+
+    @classmethod
+    def of_most(cls, runner: HeadRunner, leases: KvLeases, *, max_context_tokens: int) -> HeadLoan:
+        """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
+        lease = leases.open(())
+        num_lent = leases.num_free_pages * _LENT_EIGHTHS // 8
+        leases.grow(lease, num_lent * leases.page_size)
+        return cls(runner.head, runner.pool, tuple(lease.pages), max_context_tokens)
+
 
 CONTEXT_MARGIN = 33
 """Rows of the context kept for the deepest tree and the row it hangs off."""

@@ -21,9 +21,8 @@ from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.head import DraftHead
-from shared.models.heads.loader import load_head
+from shared.models.heads.loader import load_head, read_token_map
 from shared.models.heads.target_tensors import target_tensors
-from shared.models.heads.token_map import read_token_map
 from shared.runtime.device import dtype_named
 from shared.runtime.head_runner import HeadRunner
 

@@ -12,9 +12,8 @@ from shared.models.heads.head import DraftHead
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import graph_memory_bytes
 from shared.runtime.tree_grower import TreeGrower
-from shared.runtime.tree_memory import head_memory_bytes, num_pass_rows
 from shared.runtime.tree_model import HeadModel
-from shared.runtime.tree_pass import PassLimits
+from shared.runtime.tree_pass import PassLimits, head_memory_bytes, num_pass_rows
 
 
 def pass_limits(

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from services.draft.drafters.draft_kv import SequenceKv
-from services.draft.drafters.head_contexts import HeadContexts
-from services.draft.drafters.head_kv import num_window_rows
+from services.draft.drafters.head_contexts import HeadContexts, num_window_rows
 from services.draft.drafters.outcome_drafter import TailWork, learn_rows
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail

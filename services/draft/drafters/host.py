@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shared.models.decoder import Decoder
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.shortage import CacheSize, Shortage
+from shared.runtime.memory import CacheSize, Shortage
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Lookahead, Proposal
 from services.draft.drafters.tail import Tail, TailNode
+from services.draft.drafters.whole_trees import grows_whole
 from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import RankShares
 from services.draft.lookahead_trees import GrowingTree, LookaheadTrees
-from services.draft.rank_shares import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.speculation.growth import choose_children
 from shared.tokens import EMPTY_TREE, Condition, TokenTree, TreeShape
@@ -201,3 +202,42 @@ def learn_rows(work: Sequence[TailWork], logits: Tensor, device: torch.device) -
     nodes = [node for each in work for node in each.nodes]
     for node, [continuations] in zip(nodes, best.on_host(), strict=True):
         node.learn(continuations)
+
+
+class JointLookahead:
+    """See `Lookahead`.
+
+    Args:
+        whole: for the sequences that `grows_whole`.
+        levels: for the others.
+    """
+
+    def __init__(self, whole: Lookahead, levels: OutcomeDrafter) -> None:
+        self._whole, self._levels = whole, levels
+
+    @property
+    def budget(self) -> int:
+        return self._levels.budget
+
+    @budget.setter
+    def budget(self, budget: int) -> None:
+        self._whole.budget = self._levels.budget = budget
+
+    @property
+    def has_work(self) -> bool:
+        return self._whole.has_work or self._levels.has_work
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        self._of(sequence).begin(sequence, tree, shape, fan_out)
+
+    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        return self._of(sequence).resume(sequence, shape)
+
+    def advance(self) -> list[Proposal]:
+        proposals = self._whole.advance() if self._whole.has_work else []
+        return proposals + (self._levels.advance() if self._levels.has_work else [])
+
+    def _of(self, sequence: DraftSequence) -> Lookahead:
+        return self._whole if grows_whole(sequence) else self._levels

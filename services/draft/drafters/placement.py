@@ -8,10 +8,9 @@ import torch
 
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
-from shared.kv.layout import KvLayout
 from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
-from shared.layers.memory import num_saved_bytes
+from shared.kv.pool import KvLayout, KvPool
+from shared.layers.linear import num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import AttentionBackend, Quantisation
 from shared.runtime.device import device_named, launch_on

@@ -3,8 +3,8 @@
 A round costs one forward a level for all sequences together: the first computes the tokens the
 last verdict committed, and its logits are the first level; each further level computes the K
 frontier nodes of the tree. Where the device can do without the host, it grows the whole trees in
-one pass, see `standalone_trees`. KV of the accepted path is kept: a chain's is in place already, a
-tree's is moved to the front of its tail. So is what was drafted ahead level by level below it;
+one pass, see `standalone_contexts`. KV of the accepted path is kept: a chain's is in place already,
+a tree's is moved to the front of its tail. So is what was drafted ahead level by level below it;
 what passes drafted ahead is in pages of its own, see `branch_drafter`.
 """
 
@@ -17,14 +17,16 @@ import torch
 from services.draft.chain_draws import LevelScores, level_scores
 from services.draft.drafters.branch_drafter import BranchDrafter
 from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal
-from services.draft.drafters.joint_lookahead import JointLookahead
-from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
-from services.draft.drafters.pass_graphs import PassGraphs
-from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.standalone_trees import StandaloneTrees
+from services.draft.drafters.outcome_drafter import (
+    JointLookahead,
+    OutcomeDrafter,
+    TailWork,
+    learn_rows,
+)
+from services.draft.drafters.standalone_contexts import StandaloneContexts, StandaloneTrees
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
-from services.draft.drafters.whole_trees import grown_shape, grows_whole, split
+from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows

@@ -25,9 +25,8 @@ from shared.runtime.device import dtype_named
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
 from shared.runtime.lockstep import Leader
-from shared.runtime.memory import fraction_in_force
+from shared.runtime.memory import CacheSize, fraction_in_force, refusing_shortage
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import CacheSize, refusing_shortage
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_lockstep import TreeLeader
 from shared.runtime.tree_model import DecoderModel

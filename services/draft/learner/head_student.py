@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.draft.learner.student import Batch, Student, Teaching
-from services.draft.training.acceptance import accepted_depth
 from services.draft.training.drafting import TargetEnds, recurrent_chains
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import SHAPE_FILE, WEIGHTS_FILE, load_head
@@ -73,10 +72,11 @@ class HeadStudent(Student):
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         shutil.copyfile(self.folder / SHAPE_FILE, folder / SHAPE_FILE)
 
-    def _depths(self, tokens: Tensor, rows: Tensor, num_steps: int) -> list[int]:
-        chains = recurrent_chains(self.head, self._ends, tokens[:, 1:], rows, num_steps).tolist()
-        text = tokens[0].tolist()
-        return [accepted_depth(chain, text[place + 2 :]) for place, chain in enumerate(chains)]
+    def _depths(self, batch: Batch, num_steps: int) -> Tensor:
+        known = batch.token_ids[:, 1:]
+        chains = recurrent_chains(self.head, self._ends, known, batch.rows, num_steps)
+        truth = F.pad(known, (0, num_steps), value=_IGNORED).unfold(1, num_steps, 1)[:, 1:]
+        return (chains == truth).cumprod(-1).sum(-1)
 
     def _loss(self, batch: Batch) -> Tensor:
         """The training-time test: row i of step k scores token i + k + 2."""

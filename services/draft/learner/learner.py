@@ -47,19 +47,22 @@ class Lessons:
         max_loss: tokens a round that served weights may lose against those before them, on what
             came since the swap, before these are taken back.
         replay_share: of each batch, from the sample of all traffic.
-        busy_share: of the time, spent on training.
+        fresh_share: of the rest, from what has come since the last lesson. Drawn evenly, the latest
+            texts of a long window would be seen least, and an old one again and again.
+        busy_share: of the time, spent on training and measuring.
         num_kept: versions whose folders are kept.
     """
 
     out: Path
-    num_updates: int = 20
+    num_updates: int = 100
     min_new_tokens: int = 2000
     num_steps: int = 5
     min_held_out: int = 16
-    max_held_out: int = 128
+    max_held_out: int = 512
     min_gain: float = 0.02
     max_loss: float = 0.05
     replay_share: float = 0.25
+    fresh_share: float = 0.5
     busy_share: float = 1.0
     num_kept: int = 4
     seed: int = 0
@@ -127,7 +130,7 @@ class Learner:
         self._generator = torch.Generator().manual_seed(lessons.seed)
         self._served = _Served(0, student.state(), student.folder)
         self._before: _Served | None = None
-        self._swapped_s = 0.0
+        self._swapped_s = self._taught_s = self._owed_s = 0.0
         self._num_watched = 0
         self._newest = max(map(_version_of, lessons.out.glob("version-*")), default=0)
         self._seen_tokens = 0
@@ -222,36 +225,48 @@ class Learner:
     def _train(
         self, recent: list[Example], replayed: list[Example], stop: threading.Event
     ) -> float:
-        """Returns the mean loss; rests as long as the budget asks."""
+        """Returns the mean loss; rests as often as the budget asks."""
         losses = []
-        num_replayed = round(self._student.batch_size * self._lessons.replay_share)
+        size, lessons = self._student.batch_size, self._lessons
+        num_replayed = round(size * lessons.replay_share) if replayed else 0
+        num_fresh = round((size - num_replayed) * lessons.fresh_share)
+        fresh = [each for each in recent if each.arrived_s >= self._taught_s] or recent
+        self._taught_s = self._clock()
         for _ in range(self._lessons.num_updates):
             if stop.is_set():
                 break
             self._call()
             start_s = time.perf_counter()
-            old = self._drawn(replayed, num_replayed)
-            batch = old + self._drawn(recent, self._student.batch_size - len(old))
+            batch = self._drawn(replayed, num_replayed) + self._drawn(fresh, num_fresh)
+            batch += self._drawn(recent, size - len(batch))
             losses.append(self._student.learn(batch, self._generator))
-            self._rest(time.perf_counter() - start_s, stop)
+            self._spend(time.perf_counter() - start_s)
+            self._rest(stop)
         return sum(losses) / max(len(losses), 1)
 
     def _call(self) -> None:
         while not self._calls.empty():
             self._calls.get()()
 
-    def _rest(self, busy_s: float, stop: threading.Event) -> None:
+    def _spend(self, busy_s: float) -> None:
         self.figures.busy_s += busy_s
-        rest_s = busy_s / self._lessons.busy_share - busy_s
-        if rest_s > 0.0:
-            stop.wait(rest_s)
+        self._owed_s += busy_s / self._lessons.busy_share - busy_s
+
+    def _rest(self, stop: threading.Event) -> None:
+        """Waits for as long as the budget asks for what was spent."""
+        if self._owed_s > 0.0:
+            stop.wait(self._owed_s)
+            self._owed_s = 0.0
 
     def _drawn(self, examples: list[Example], count: int) -> list[Example]:
-        return self._random.choices(examples, k=count) if examples and count else []
+        return self._random.choices(examples, k=count)
 
     def _measure(self, state: State, examples: list[Example]) -> Measurement:
+        start_s = time.perf_counter()
         with self._student.as_it_was(state):
-            return self._student.measured(examples, num_steps=self._lessons.num_steps)
+            found = self._student.measured(examples, num_steps=self._lessons.num_steps)
+        self._spend(time.perf_counter() - start_s)
+        return found
 
     def _send(self, served: _Served) -> bool:
         try:

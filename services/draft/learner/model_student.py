@@ -75,14 +75,13 @@ class ModelStudent(Student):
         aim = F.linear(batch.rows[is_scored], self._lm_head)[:, : self._vocab_size]
         return divergence(logits, aim, self._teaching.hard)
 
-    def _depths(self, tokens: Tensor, rows: Tensor, num_steps: int) -> list[int]:
+    def _depths(self, batch: Batch, num_steps: int) -> Tensor:
         # As long as a greedy chain is right, the text itself is what it continues.
-        is_right = (self._logits(tokens[:, :-1])[0].argmax(-1) == tokens[0, 1:]).tolist()
-        depths, run = [], 0
-        for right in reversed(is_right):
-            run = run + 1 if right else 0
-            depths.append(min(run, num_steps))
-        return depths[::-1][1:]
+        truth = batch.token_ids[:, 2:]
+        is_right = F.pad(
+            self._logits(batch.token_ids[:, :-1]).argmax(-1)[:, 1:] == truth, (0, num_steps)
+        )
+        return is_right.long().unfold(1, num_steps, 1).cumprod(-1).sum(-1)
 
     def _logits(self, token_ids: Tensor) -> Tensor:
         """`[B, N]` to `[B, N, V]`, of the tokens that both models know."""

@@ -34,6 +34,7 @@ from services.draft.worker import WorkerIdentity
 from shared.hub import shown_name
 from shared.kernels.linear import LinearWeight
 from shared.layers.linear import Linear
+from shared.model_files import tokenizer_sha256
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
@@ -45,7 +46,6 @@ from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from shared.runtime.device import device_named, dtype_named
-from shared.tokenizer_files import tokenizer_sha256
 
 _PREFIX = "outrider_learner"
 _PUBLISH_TIMEOUT_S = 120.0
@@ -128,6 +128,9 @@ class LearnerProcess:
             for client in clients:
                 client.detach()
             await asyncio.gather(*links, return_exceptions=True)
+            if self._settings.record is not None:
+                texts = [example.token_ids for example in self.traffic.kept()]
+                Documents.of(texts).save(self._settings.record)
 
     def metrics(self) -> LearnerMetrics:
         """Returns the metrics of the process, to be registered once."""

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
-from services.draft.model_folders import DEMO_TARGET, default_model_folder
-from shared.addresses import address_problems
+from services.draft.settings_problems import DEMO_TARGET, default_model_folder
 from shared.errors import SettingsError
 from shared.model_options import DTYPE_SYNONYMS, Dtype, device_problems
-from shared.service_settings import DialingSettings
-from shared.settings import setting
+from shared.settings import DialingSettings, address_problems, setting
 
 TAUGHT = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.STANDALONE)
 
@@ -25,11 +23,14 @@ class LearnerSettings(DialingSettings):
     )
     traffic: tuple[Path, ...] = setting(
         (),
-        "recorded traffic to learn from: an archive of tokens that the trainer's tokenize or "
-        "generate wrote; repeat for several",
+        "archive of tokens to learn from, by --record or the trainer; repeat for several",
     )
     replay: tuple[Path, ...] = setting(
         (), "archive of tokens that is only replayed, against forgetting; repeat for several"
+    )
+    record: Path | None = setting(
+        None,
+        "archive (.npz) of the kept tokens, written at the end, for --traffic and the trainer",
     )
     publish_to: tuple[str, ...] = setting(
         (),
@@ -68,7 +69,7 @@ class LearnerSettings(DialingSettings):
     busy_share: float = setting(
         1.0, "share of the time spent on training", minimum=0.01, maximum=1.0
     )
-    lesson_updates: int = setting(20, "updates of the weights between measurements", minimum=1)
+    lesson_updates: int = setting(100, "updates of the weights between measurements", minimum=1)
     lesson_tokens: int = setting(2000, "new tokens before the next lesson begins", minimum=1)
     max_lessons: int | None = setting(None, "exit after this many lessons", minimum=1)
     min_gain: float = setting(
@@ -106,6 +107,8 @@ class LearnerSettings(DialingSettings):
         ]
         if not self.target and not self.traffic:
             problems.append("--target, --traffic: name something to learn from")
+        if self.record is not None and self.record.suffix != ".npz":
+            problems.append(f"--record is {self.record}; its name must end in .npz")
         if not self.target and self.max_lessons is None:
             problems.append("--max-lessons: recorded traffic alone would be gone over for ever")
         is_demo = self.target_folder.resolve() == DEMO_TARGET.resolve()

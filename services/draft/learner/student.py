@@ -21,7 +21,9 @@ from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 State = dict[str, Tensor]
 CONFIG_FILE = "config.json"
-_SURE = 1.64
+_SURE = 1.28
+_MEASURED_ROWS = 2048
+"""Of a measurement at once; each has scores of the whole vocabulary."""
 _MEAN_UPDATES = 100
 """The mean of weights reaches back so far; at first, a tenth of the updates there were."""
 
@@ -71,7 +73,7 @@ class Measurement:
 
     def beats(self, other: Measurement, gain: float) -> bool:
         """Whether it gains so much more on the same examples, and not by their luck: the rounds
-        that it saves lie as far above none as one in twenty would by chance."""
+        that it saves lie as far above none as one in ten would by chance."""
         saved = [theirs[0] - own[0] for own, theirs in zip(self.walked, other.walked, strict=True)]
         mean = sum(saved) / max(len(saved), 1)
         spread = math.sqrt(sum((each - mean) ** 2 for each in saved))
@@ -155,7 +157,7 @@ class Student(ABC):
 
     def learn(self, examples: Sequence[Example], generator: torch.Generator) -> float:
         """Makes one update on a window of each example; returns the loss."""
-        batch = self._batch(examples, generator)
+        batch = self._batch(examples, self._at_random(examples, generator))
         with self._autocast():
             loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -172,22 +174,22 @@ class Student(ABC):
     def measured(self, examples: Sequence[Example], *, num_steps: int) -> Measurement:
         """Walks greedy chains along what the target said: what a draft in service would have
         gained at temperature 0."""
-        walked: list[tuple[int, int]] = []
-        for example in examples:
-            num_rounds = num_tokens = 0
-            start = max(len(example.token_ids) - self._teaching.window, 0)
-            truth = example.token_ids[start:]
-            tokens = torch.tensor(truth, device=self._device).unsqueeze(0)
-            rows = example.rows[start:].to(self._device, torch.float32).unsqueeze(0)
+        window = self._teaching.window
+        starts = [max(len(each.token_ids) - window, 0) for each in examples]
+        lengths = [min(len(each.token_ids), window) for each in examples]
+        walked: dict[int, tuple[int, int]] = {}
+        # Of like lengths, so that little of a batch is padding.
+        by_length = sorted(range(len(examples)), key=lengths.__getitem__, reverse=True)
+        while by_length:
+            size = max(_MEASURED_ROWS // lengths[by_length[0]], 1)
+            part, by_length = by_length[:size], by_length[size:]
+            batch = self._batch([examples[each] for each in part], [starts[each] for each in part])
             with self._autocast():
-                depths = self._depths(tokens, rows, num_steps)
-            at = max(example.num_prompt_tokens - start + 1, 2)
-            while at < len(truth):
-                gained = depths[at - 2] + 1
-                num_rounds, num_tokens = num_rounds + 1, num_tokens + min(gained, len(truth) - at)
-                at += gained
-            walked.append((num_rounds, num_tokens))
-        return Measurement(tuple(walked))
+                depths = self._depths(batch, num_steps).tolist()
+            for each, own in zip(part, depths, strict=True):
+                first = examples[each].num_prompt_tokens - starts[each]
+                walked[each] = _walked(own, max(first + 1, 2), lengths[each])
+        return Measurement(tuple(walked[each] for each in range(len(examples))))
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -198,13 +200,9 @@ class Student(ABC):
     def _loss(self, batch: Batch) -> Tensor: ...
 
     @abstractmethod
-    def _depths(self, tokens: Tensor, rows: Tensor, num_steps: int) -> list[int]:
-        """Element i is how many tokens of a greedy chain behind token i + 1 are those of the text.
-
-        Args:
-            tokens: `[1, N]` int64.
-            rows: `[1, N - 1, W]`.
-        """
+    def _depths(self, batch: Batch, num_steps: int) -> Tensor:
+        """Returns `[B, R]` int64; element i is how many tokens of a greedy chain behind token i + 1
+        are those of the text, or of the padding behind it."""
 
     def _write_config(self, folder: Path) -> torch.dtype:
         """Writes the config of plain weights; returns their type."""
@@ -226,17 +224,21 @@ class Student(ABC):
         """Tensors that are one in the module are several here."""
         return {name: value.clone() for name, value in self._module.state_dict().items()}
 
-    def _batch(self, examples: Sequence[Example], generator: torch.Generator) -> Batch:
-        """Cuts a window at random where an example is longer."""
+    def _at_random(self, examples: Sequence[Example], generator: torch.Generator) -> list[int]:
+        """Returns where a window of each begins, anywhere in those that are longer."""
+        rooms = [max(len(each.token_ids) - self._teaching.window, 0) for each in examples]
+        draws = (torch.randint(room + 1, (), generator=generator) if room else 0 for room in rooms)
+        return list(map(int, draws))
+
+    def _batch(self, examples: Sequence[Example], starts: Sequence[int]) -> Batch:
+        """Cuts a window of each example."""
         window = self._teaching.window
         longest = min(max(len(each.token_ids) for each in examples), window)
         width = examples[0].rows.shape[1]
         tokens = torch.zeros(len(examples), longest, dtype=torch.long)
         rows = torch.zeros(len(examples), longest - 1, width)
         firsts, lengths = [], []
-        for index, each in enumerate(examples):
-            room = max(len(each.token_ids) - longest, 0)
-            start = int(torch.randint(room + 1, (), generator=generator)) if room else 0
+        for index, (each, start) in enumerate(zip(examples, starts, strict=True)):
             part = each.token_ids[start : start + longest]
             tokens[index, : len(part)] = torch.tensor(part)
             rows[index, : len(part) - 1] = each.rows[start : start + len(part) - 1].float()
@@ -253,3 +255,14 @@ class Student(ABC):
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         is_on = self._device.type == "cuda"
         return torch.autocast(self._device.type, torch.bfloat16, enabled=is_on)
+
+
+def _walked(depths: Sequence[int], at: int, end: int) -> tuple[int, int]:
+    """Returns the rounds from token `at` to `end`, and the tokens that they gain, the bonus
+    included; element i of `depths` is that of a chain behind token i + 1."""
+    num_rounds = num_tokens = 0
+    while at < end:
+        gained = depths[at - 2] + 1
+        num_rounds, num_tokens = num_rounds + 1, num_tokens + min(gained, end - at)
+        at += gained
+    return num_rounds, num_tokens

@@ -162,6 +162,10 @@ class Traffic:
         """Returns held-out examples that arrived at `since_s` or later."""
         return [each for each in self._read(self._held_out) if each.arrived_s >= since_s]
 
+    def kept(self) -> list[Example]:
+        """Returns all that is in memory."""
+        return [*self._read(self._replay), *self._read(self._recent), *self._read(self._held_out)]
+
     def forget(self) -> None:
         """Drops everything: the target's hidden states mean something else from now on."""
         with self._lock:

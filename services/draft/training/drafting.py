@@ -29,7 +29,7 @@ def draft_chains(head: Head, target: FrozenTarget, token_ids: Tensor, *, num_ste
         states = head(target.embedding, rows.token_ids, rows.features.float(), anchors)
         return F.linear(states[0], target.lm_head.float()).argmax(-1)
     hidden = head.fuse(rows.features[:, :-1].float())
-    return recurrent_chains(head, target, rows.token_ids[:, 1:], hidden, num_steps)
+    return recurrent_chains(head, target, rows.token_ids[:, 1:], hidden, num_steps)[0]
 
 
 class TargetEnds(Protocol):
@@ -44,17 +44,20 @@ class TargetEnds(Protocol):
 def recurrent_chains(
     head: RecurrentHead, target: TargetEnds, known: Tensor, hidden: Tensor, num_steps: int
 ) -> Tensor:
-    """Returns `[R, K]` int64, the greedy draft behind each of the tokens `known`.
+    """Returns `[B, R, K]` int64, the greedy draft behind each of the tokens `known`.
 
     Args:
-        known: `[1, R]` int64, the tokens behind the rows' positions.
-        hidden: `[1, R, H]`, fused features.
+        known: `[B, R]` int64, the tokens behind the rows' positions.
+        hidden: `[B, R, H]`, fused features.
     """
-    embedding, lm_head = target.embedding.float(), target.lm_head.float()
+    # Where products cast, they take the lm_head as it is: a float copy is gigabytes of an 8B.
+    casts = torch.is_autocast_enabled(hidden.device.type)
+    lm_head = target.lm_head if casts else target.lm_head.float()
     tokens = known
     unrolling, drafted = Unrolling(head.shape), []
     for _ in range(num_steps):
-        hidden = head.advance(F.embedding(tokens, embedding), hidden, unrolling)
+        embedded = F.embedding(tokens, target.embedding).float()
+        hidden = head.advance(embedded, hidden, unrolling)
         tokens = head.target_ids(head.scores(hidden, lm_head).argmax(-1))
-        drafted.append(tokens[0])
-    return torch.stack(drafted, dim=1)
+        drafted.append(tokens)
+    return torch.stack(drafted, dim=-1)

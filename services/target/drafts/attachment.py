@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.drafts.draft_policy import DraftPolicy
-from services.target.drafts.draft_timeout import DraftTimeout
-from services.target.drafts.draft_warm_up import DraftWarmUp
+from services.target.drafts.draft_timeout import DraftTimeout, DraftWarmUp
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.hidden_state_sender import HiddenStateSender, InlineSender
 from services.target.drafts.outcome_tally import OutcomeTally

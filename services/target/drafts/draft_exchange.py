@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from services.target.clock import Clock
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
@@ -15,9 +14,10 @@ from services.target.drafts.learners import Learners
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
+from services.target.step_report import Clock
 from services.target.weight_version import WeightVersion
 from shared.errors import FailedPrecondition
-from shared.runtime.shortage import CacheSize, Shortage
+from shared.runtime.memory import CacheSize, Shortage
 
 logger = logging.getLogger(__name__)
 

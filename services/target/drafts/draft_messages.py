@@ -10,9 +10,8 @@ from services.target.drafts.attachment import DraftMessage, OpenedSequence
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.sampling import sampling_message
-from shared.rpc.trees import shape_message
-from shared.rpc.verdicts import add_verdicts
+from shared.rpc.columns import add_verdicts
+from shared.rpc.requests import sampling_message, shape_message
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
 from shared.tokens import Verdict

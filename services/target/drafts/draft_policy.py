@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.target.acceptance import Acceptance
+from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeShape, TreeWish
 
@@ -42,8 +42,6 @@ CHANGE = 1.5
 """Steps in a row that took so many times longer or shorter than before replace what was before."""
 OUTLIER = 3.0
 """A round counts as at most this many times the usual one: first ones compile, others stall."""
-FORGET_S = 30.0
-"""What was not seen for so long is hoped to be twice as good as when it was."""
 SHORTEST_ROUND_S = 1e-6
 IDLE_S = 0.5
 """After so long without a step a trial is void."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.attachment import Attachment
-from services.target.drafts.feature_needs import FeatureNeed, FeatureNeeds
+from services.target.drafts.attachments import FeatureNeed, FeatureNeeds
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec, FeatureStore, FeatureStores
 from services.target.step_plan import StepPlan

@@ -22,7 +22,7 @@ from services.target.verifier import VerificationMode
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.trees import shape_from_message
+from shared.rpc.requests import shape_from_message
 from shared.runtime.feature_ring import FeatureRings, FeatureRingWriter
 from shared.runtime.ring_memory import RingUnavailable, host_id
 

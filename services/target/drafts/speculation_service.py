@@ -22,7 +22,7 @@ from shared.errors import EngineFailed, InvalidArgument, OutriderError, Unavaila
 from shared.models.heads.target_tensors import Table
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
-from shared.rpc.candidates import TreeLimits, candidates_from_message, report_from_message
+from shared.rpc.columns import TreeLimits, candidates_from_message, report_from_message
 from shared.rpc.lifecycle import Lifecycle
 from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_message

@@ -6,7 +6,7 @@ from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.drafts.outcome_tally import RecentOutcomes
-from services.target.round_trace import DraftAnswer
+from services.target.requests.request import DraftAnswer
 from services.target.sequence import Sequence
 from services.target.step_report import SpeculationCounts
 

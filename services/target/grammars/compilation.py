@@ -10,9 +10,19 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from services.target.grammars.matcher import CompiledGrammar, shown_reason
 from services.target.grammars.source import grammar_source, invalid_grammar
-from services.target.grammars.special_tokens import SpecialTokens
-from shared.errors import OutriderError
+from services.target.grammars.structural_tag import SpecialTokens
+from shared.errors import InvalidArgument, OutriderError
 from shared.grammar import Grammar
+
+STACK_BYTES = 512 * 2**20
+"""Of address space, for rules that name each other in a long chain: llguidance bounds how deeply
+they are written, not how deeply they refer. What is not used costs no memory."""
+
+
+def too_complex(message: str) -> InvalidArgument:
+    """Returns the refusal of a grammar that is beyond a bound."""
+    return InvalidArgument.of("GRAMMAR_TOO_COMPLEX", "grammar", message)
+
 
 # Below llguidance's own. Some 50,000 units of fuel take a millisecond, a state 2 kB.
 _FIRST_MASK_FUEL = 300_000

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.target.grammars.bounds import STACK_BYTES, too_complex
+from services.target.grammars.compilation import STACK_BYTES, too_complex
 from services.target.grammars.matcher import CompiledGrammar
 from shared.errors import FailedPrecondition
 from shared.grammar import Grammar

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from services.target.grammars.schema_formats import without_unknown_formats
-from services.target.grammars.special_tokens import SpecialTokens, quoted
-from services.target.grammars.structural_tag import structural_tag_lark
+from services.target.grammars.structural_tag import (
+    SpecialTokens,
+    quoted,
+    structural_tag_lark,
+    without_unknown_formats,
+)
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar, GrammarKind
 

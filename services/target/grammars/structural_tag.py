@@ -10,14 +10,72 @@ possible, and no text can hide a trigger. Special tokens are never part of free 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import regex_to_lark
 
-from services.target.grammars.schema_formats import without_unknown_formats
-from services.target.grammars.special_tokens import SpecialTokens, quoted
 from shared.errors import InvalidArgument
+from shared.grammar import JsonSchema, edited
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Special tokens by the text that spells them."""
+
+    ids: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer_json: str) -> SpecialTokens:
+        """Reads the content of a `tokenizer.json`."""
+        added = json.loads(tokenizer_json).get("added_tokens") or []
+        return cls({entry["content"]: entry["id"] for entry in added if entry.get("special")})
+
+    def literal(self, text: str) -> str:
+        """Returns the Lark expression that matches `text`; empty for no text."""
+        return " ".join(
+            special(self.ids[part]) if part in self.ids else quoted(part)
+            for part in self.split(text)
+        )
+
+    def split(self, text: str) -> list[str]:
+        """Returns the special tokens in `text` and the plain texts between them, in order."""
+        if not self.ids:
+            return [text] if text else []
+        names = sorted(self.ids, key=len, reverse=True)
+        pattern = "(" + "|".join(map(re.escape, names)) + ")"
+        return [part for part in re.split(pattern, text) if part]
+
+
+def quoted(text: str) -> str:
+    """Returns the Lark string of a text without special tokens."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def special(token_id: int) -> str:
+    """Returns the Lark name of a token."""
+    return f"<[{token_id}]>"
+
+
+KNOWN_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time"}
+    | {"unknown", "uri", "uuid"}
+)
+
+
+def without_unknown_formats(schema: JsonSchema) -> JsonSchema:
+    """Returns the schema without the formats nobody here knows. What only looks like a format, a
+    property of that name or a value of an `enum`, stays."""
+    return edited(schema, _drop_unknown_format)
+
+
+def _drop_unknown_format(schema: JsonSchema) -> None:
+    given = schema.get("format")
+    if isinstance(given, str) and given not in KNOWN_FORMATS:
+        del schema["format"]
+
 
 Format = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from services.target.drafts.draft_registry import DraftRegistry
+from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import EventSink, GenerationRequest, ModelLimits, Started
-from services.target.requests.subscriptions import Subscriptions
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from shared.errors import InvalidArgument, QueueFull

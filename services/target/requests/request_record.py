@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from services.target.clock import Clock
 from services.target.requests.request import Delta, Event, Failed, Finished, Started
-from shared.telemetry.request_id import current_request_id
-from shared.telemetry.tracing import NO_TRACER, Span, Tracer
+from services.target.step_report import Clock
+from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_request_id
 from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
 
 logger = logging.getLogger(__name__)

@@ -8,22 +8,106 @@ it ends. Everyone else, prompts and requests with a grammar, steps beside the la
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
+from services.target.adaptive_config import MAX_DRAFT_TOKENS
 from services.target.drafts.feature_store import FeatureStore
-from services.target.rounds.guest import Guest, newcomer_of
+from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import CostTable
-from services.target.rounds.round_requests import can_be_round
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
-from services.target.sequence import Sequence as TargetSequence
-from shared.kv.leases import KvLeases
-from shared.kv.pages import PagePool
+from services.target.sequence import Sequence
+from shared.kv.leases import KvLeases, OutOfPages, PagePool
+from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_sequences import SequenceRound
+from shared.runtime.round_sequences import Newcomer, SequenceRound
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
+
+
+@dataclass(slots=True)
+class Guest:
+    """The state that rounds keep of a running sequence.
+
+    Attributes:
+        head_pages: the head's, in logical order.
+        num_head_rows: rows of the head that are computed.
+    """
+
+    sequence: Sequence
+    head_pages: list[int] = field(default_factory=list)
+    num_head_rows: int = 0
+
+    @property
+    def newcomer(self) -> Newcomer:
+        """What places it; the head lacks one row at least, from which a tree starts."""
+        num_head_rows = min(self.num_head_rows, len(self.sequence.token_ids) - 2)
+        return newcomer_of(self.sequence, self.head_pages, num_head_rows)
+
+    def has_features(self, store: FeatureStore, page_size: int) -> bool:
+        """Whether the features are there that the head has not read; the sequence takes no part."""
+        end = self.sequence.num_computed
+        start = max(min(self.num_head_rows, end - 1), 0)
+        return store.first_known(self.sequence.open_lease.slots(start, end, page_size)) == 0
+
+    def grow(
+        self, num_tokens: int, num_head_rows: int, leases: KvLeases, head_pages: PagePool
+    ) -> bool:
+        """Makes the pages cover target and head; nobody is preempted for it. False where there are
+        not enough."""
+        num_missing = -(-num_head_rows // leases.page_size) - len(self.head_pages)
+        try:
+            leases.grow(self.sequence.open_lease, num_tokens)
+            if num_missing > 0:
+                self.head_pages += head_pages.allocate(num_missing)
+        except OutOfPages:
+            return False
+        return True
+
+
+def newcomer_of(
+    sequence: Sequence, head_pages: SequenceOf[int] = (), num_head_rows: int = 0
+) -> Newcomer:
+    """Returns what gives a sequence its lane; without a head there is nothing to say of one."""
+    return Newcomer(
+        sequence.sequence_id,
+        sequence.token_ids,
+        sequence.sampling,
+        pages=sequence.open_lease.pages,
+        head_pages=head_pages,
+        num_head_rows=num_head_rows,
+        num_computed=sequence.num_computed,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        min_length=sequence.num_prompt_tokens + sequence.request.stop.min_output_tokens,
+        stop_token_ids=sequence.stop_token_ids,
+        top_logprobs=sequence.request.top_logprobs,
+        logprob_temperature=sequence.request.logprob_temperature,
+    )
+
+
+def can_be_round(
+    request: GenerationRequest, algorithm: str, num_tree_rows: int = MAX_DRAFT_TOKENS
+) -> bool:
+    """Whether a draft of this algorithm can draft for the request in rounds, at any depth.
+
+    They know no grammars and compute no trace, and verify whole trees of one shape.
+
+    Args:
+        num_tree_rows: that their trees have at most, the root included.
+    """
+    return (
+        request.grammar is None
+        and not request.speculation_disabled
+        and not request.wants_trace
+        and not request.wants_routes
+        and not request.scores_shaped
+        and not request.logprob_token_ids
+        and request.draft_algorithm in (None, algorithm)
+        and request.num_draft_steps is None
+        and (request.num_draft_tokens or MAX_DRAFT_TOKENS) >= num_tree_rows
+    )
+
 
 logger = logging.getLogger(__name__)
 MIN_SPARSE = 16
@@ -103,7 +187,7 @@ class DeviceRounds:
         """Whether sequences take part, or results wait to be read."""
         return bool(self._runner.sequence_ids) or self._runner.num_pending > 0
 
-    def suits(self, sequence: TargetSequence) -> bool:
+    def suits(self, sequence: Sequence) -> bool:
         """Whether rounds can do all that the request asks for, and its context is not too long."""
         sequence_id = sequence.sequence_id
         can_serve = self._can_serve.get(sequence_id)
@@ -118,12 +202,12 @@ class DeviceRounds:
         # Where there was no room, there may be some once pages have come free.
         return self._refused.get(sequence_id) != self._leases.num_returns
 
-    def holds(self, sequence: TargetSequence) -> bool:
+    def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence has a lane."""
         return self._runner.holds(sequence.sequence_id)
 
     @property
-    def sequences(self) -> list[TargetSequence]:
+    def sequences(self) -> list[Sequence]:
         """The sequences that have a lane."""
         return [self._guests[each].sequence for each in self._runner.sequence_ids]
 
@@ -137,7 +221,7 @@ class DeviceRounds:
         """Lanes that nobody has."""
         return self._runners.capacity - self._runner.num_placed
 
-    def num_slots_to_read(self, sequence: TargetSequence) -> int:
+    def num_slots_to_read(self, sequence: Sequence) -> int:
         """Returns how many slots of a round compute what is left of a sequence's prompt, up to its
         last token; 0 where steps have to."""
         count = sequence.num_uncomputed
@@ -149,7 +233,7 @@ class DeviceRounds:
             return 0
         return -(-count // self._runner.shape.max_committed)
 
-    def launch(self, newcomers: Sequence[TargetSequence]) -> bool:
+    def launch(self, newcomers: SequenceOf[Sequence]) -> bool:
         """Launches a round of all who have a lane and of `newcomers`, whose last tokens are read;
         those before are computed, or can be read by the round.
 
@@ -182,15 +266,15 @@ class DeviceRounds:
             self._give_up(Shortage.of(error), new)
         return True
 
-    def evict(self, sequence: TargetSequence) -> None:
+    def evict(self, sequence: Sequence) -> None:
         """Takes a lane from a sequence; every round has been read."""
         assert self.num_pending == 0, "a round would be lost"
         self._runner.remove([sequence.sequence_id])
 
-    def _may_go_on(self, sequence: TargetSequence) -> bool:
+    def _may_go_on(self, sequence: Sequence) -> bool:
         return len(sequence.token_ids) <= self._max_context_tokens and self._has_room(sequence)
 
-    def _give_up(self, shortage: Shortage, newcomers: Sequence[TargetSequence]) -> None:
+    def _give_up(self, shortage: Shortage, newcomers: SequenceOf[Sequence]) -> None:
         """No memory for so many lanes, or for newcomers to catch up: those who came last leave, or
         all where nobody came."""
         self._runners.confine(max(self._runner.num_placed, 1), shortage)
@@ -215,9 +299,9 @@ class DeviceRounds:
         """Rows that the target computes for a sequence."""
         return self._runner.shape.num_tree_rows
 
-    def read(self) -> list[tuple[TargetSequence, SequenceRound]]:
+    def read(self) -> list[tuple[Sequence, SequenceRound]]:
         """Waits for the oldest unread round; returns what it did to sequences still running."""
-        found: list[tuple[TargetSequence, SequenceRound]] = []
+        found: list[tuple[Sequence, SequenceRound]] = []
         slots: list[int] = []
         for each in self._runner.result():
             guest = self._guests.get(each.sequence_id)
@@ -238,7 +322,7 @@ class DeviceRounds:
         assert self._runner.num_pending == 0, "a round would be lost"
         self._runner.remove(self._runner.sequence_ids)
 
-    def forget(self, sequence: TargetSequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """Lets go of a sequence that has ended."""
         self._can_serve.pop(sequence.sequence_id, None)
         self._refused.pop(sequence.sequence_id, None)
@@ -250,7 +334,7 @@ class DeviceRounds:
         # Whoever takes these pages next queues its work behind the rounds under way.
         self._head_pages.release(guest.head_pages)
 
-    def _has_room(self, sequence: TargetSequence) -> bool:
+    def _has_room(self, sequence: Sequence) -> bool:
         """Makes room for a sequence's part of the next round; False when that cannot be."""
         sequence_id = sequence.sequence_id
         guest = self._guests.setdefault(sequence_id, Guest(sequence))
@@ -265,10 +349,10 @@ class DeviceRounds:
         self._refuse(sequence)
         return False
 
-    def _refuse(self, sequence: TargetSequence) -> None:
+    def _refuse(self, sequence: Sequence) -> None:
         self._refused[sequence.sequence_id] = self._leases.num_returns
 
-    def _place(self, placed: Sequence[TargetSequence], newcomers: Sequence[TargetSequence]) -> None:
+    def _place(self, placed: SequenceOf[Sequence], newcomers: SequenceOf[Sequence]) -> None:
         """Gives newcomers their lanes, and the others the pages that came."""
         for sequence in placed:
             sequence_id = sequence.sequence_id

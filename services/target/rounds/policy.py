@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.target.acceptance import Acceptance
+from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from shared.tokens import Choice, TreeShape
 
@@ -170,19 +170,18 @@ class LanePolicy:
         promises: Mapping[Choice, float],
         now_s: float,
     ) -> None:
-        """Tries what was not seen for longest, if it might be the best."""
+        """Tries what is most hopeful, if it might be the best."""
         if now_s < self._may_probe_s:
             return
-        hopeful = self._promises(num_greedy, num_drawn, fitting, HOPE)
+        hopes = {
+            choice: promise * self._freshness(choice, now_s)
+            for choice, promise in self._promises(num_greedy, num_drawn, fitting, HOPE).items()
+            if choice not in (None, self._choice)
+        }
         rate = promises[self._choice]
-        others = [
-            choice
-            for choice, promise in hopeful.items()
-            if choice not in (None, self._choice) and promise > PROBE_WORTH * rate
-        ]
-        if not others:
+        probe = max(hopes, key=lambda choice: hopes[choice], default=None)
+        if probe is None or hopes[probe] < PROBE_WORTH * rate:
             return
-        probe = min(others, key=lambda choice: self._seen_s.get(choice, -math.inf))
         self._probe, self._num_probe_steps = probe, PROBE_ROUNDS
         num_lanes = num_greedy + num_drawn
         seconds = self.costs.seconds(probe, num_lanes) or 0.0
@@ -191,6 +190,10 @@ class LanePolicy:
         lost_s = PROBE_ROUNDS * seconds * max(1.0 - promises[probe] / rate, 0.0) + seconds
         self.probe_s += lost_s
         self._may_probe_s = now_s + max(lost_s / PROBE_SHARE, PROBE_PAUSE_S)
+
+    def _freshness(self, choice: Choice, now_s: float) -> float:
+        """Returns by how much more is hoped of a choice than when it was seen."""
+        return 1.0 + (now_s - self._seen_s.setdefault(choice, now_s)) / FORGET_S
 
     def _promises(
         self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], hope: float

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.clock import Clock
 from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.policy import LanePolicy
-from services.target.rounds.round_standing import RoundStanding
+from services.target.rounds.round_wait import RoundWait
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
-from services.target.step_report import StepReport
-from shared.tokens import TreeShape
+from services.target.step_report import Clock, StepReport
+from shared.tokens import Choice, TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStanding:
+    """The choice in force, with its measurements.
+
+    Attributes:
+        shape: of the rounds under way; None while there are none.
+        num_drafted_for: sequences that take part.
+        num_paused: sequences that step plainly because that pays more.
+        probe_s: time that probes have cost.
+        round_s: usual time of a step, by choice and sequences.
+    """
+
+    shape: TreeShape | None
+    num_drafted_for: int
+    num_paused: int
+    probe_s: float
+    round_s: Mapping[tuple[Choice, int], float]
+
 
 MIN_LANE_TOKENS = 2
 """A round starts from a computed token and one that is not."""
@@ -33,6 +52,7 @@ class RoundSteps:
         make_rounds: returns rounds with the head that a draft lends; None where it lends none.
         forget: lets go of a sequence that has ended.
         runs_ahead: whether a round is launched before the last one is read.
+        launches_late: whether that is put off until the last one is about to end.
         config: what may be chosen where no shape is pinned.
     """
 
@@ -47,9 +67,13 @@ class RoundSteps:
         make_rounds: Callable[[Attachment], DeviceRounds | None],
         forget: Callable[[Sequence], None],
         runs_ahead: bool,
+        launches_late: bool,
         config: AdaptiveConfig,
     ) -> None:
         self._config = config
+        self._launches_late = launches_late
+        self._wait = RoundWait()
+        self._turn_s = 0.0
         self._scheduler = scheduler
         self._attachments = attachments
         self._committer = committer
@@ -91,6 +115,11 @@ class RoundSteps:
         Args:
             settle: reads and commits the planned step in flight.
         """
+        self._turn_to_choice(settle)
+        if self._rounds is not None and self._launches_late:
+            self._turn_s = self._clock()  # a change of shape has waited for rounds
+
+    def _turn_to_choice(self, settle: Callable[[], None]) -> None:
         rounds, self._is_plain = self._rounds, False
         self._reading = {}
         if rounds is None:
@@ -109,6 +138,18 @@ class RoundSteps:
             settle()
             self.settle()
             rounds.turn_to(shape)
+
+    def until_launch_s(self) -> float:
+        """Returns the seconds until the next round has to be queued behind the one under way; 0
+        where that is now. A sequence that arrives until then takes part in it, and has it launched
+        at once: to give it its lane takes the host longer."""
+        rounds, running = self._rounds, self._scheduler.running
+        if rounds is None or not (self._launches_late and self._launched):
+            return 0.0
+        if self._scheduler.may_admit or not all(map(rounds.holds, running)):
+            return 0.0
+        began_s = max(self._launched[0][0], self._committed_s)
+        return self._wait.until_launch_s(self._clock() - began_s)
 
     def holds(self, sequence: Sequence) -> bool:
         """See `Lanes`."""
@@ -196,6 +237,8 @@ class RoundSteps:
         was_taken = rounds.launch(newcomers)
         if rounds.num_pending > num_before:
             self._launched.append((now_s, self._is_alone and not newcomers))
+            if self._launches_late and self._is_alone and not newcomers:
+                self._wait.launched(self._clock() - self._turn_s)
         return was_taken
 
     def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
@@ -296,6 +339,7 @@ class RoundSteps:
         if self._policy is not None and is_alone and launched_s < self._committed_s:
             self._policy.observe_time(rounds.shape, num_guests, now_s - start_s)
         self._committed_s = now_s
+        self._wait.timed(now_s - start_s)
         if self._policy is not None:
             for is_greedy in (False, True):
                 accepted = [

@@ -8,20 +8,23 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 
 from services.target.drafts.feature_store import FeatureStore
-from services.target.rounds.device_rounds import MIN_SPARSE
-from services.target.rounds.guest import newcomer_of
+from services.target.rounds.device_rounds import MIN_SPARSE, newcomer_of
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.sequence import Sequence
 from shared.kv.leases import KvLeases
-from shared.runtime.prepared_trees import PreparedTree
+from shared.runtime.memory import Shortage
 from shared.runtime.round_graphs import ROUND_SIZES, num_computed
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_selection import PreparedTree
 from shared.runtime.round_sequences import SequenceRound
 from shared.runtime.runner import ModelRunner
-from shared.runtime.selection_runner import SelectionRunner
-from shared.runtime.selection_shapes import PLAIN_SHAPE, covering_shape, covering_shape_of
-from shared.runtime.shortage import Shortage
+from shared.runtime.selection_runner import (
+    PLAIN_SHAPE,
+    SelectionRunner,
+    covering_shape,
+    covering_shape_of,
+)
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
 from services.target.engine import Engine
@@ -14,13 +14,141 @@ from services.target.requests.request import (
     Failed,
     Finished,
     GenerationRequest,
+    PromptScored,
     SpeculationStats,
+    Started,
 )
 from services.target.requests.request_record import RequestRecord, RequestRecorder
-from services.target.vllm.choice_output import ChoiceOutput
-from services.target.vllm.text_stop import TextStop
 from shared.errors import OutriderError
-from shared.tokens import FinishReason
+from shared.text import Detokenizer, StopStrings, Tokenizer
+from shared.tokens import FinishReason, TokenLogprobs
+
+
+class TextStop:
+    """Finds the token of an output that completes a stop string.
+
+    Tokens are looked at one by one, so what ends an output does not depend on how many of them a
+    step commits.
+
+    Args:
+        silent_token_ids: tokens that end generation; they spell nothing.
+        num_ignored: tokens at the beginning whose text cannot be part of a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        *,
+        skip_special_tokens: bool,
+        silent_token_ids: Collection[int],
+        num_ignored: int,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stop_strings)
+        self._silent_token_ids = silent_token_ids
+        self._num_ignored = num_ignored
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was completed."""
+        return self._stops.matched
+
+    def take(self, token_ids: Sequence[int]) -> int:
+        """Takes the next tokens; returns how many there are up to the one that completes a stop
+        string, or all."""
+        for number, token_id in enumerate(token_ids, start=1):
+            text = self._text(token_id)
+            if self._num_ignored > 0:
+                self._num_ignored -= 1
+                continue
+            self._stops.push(text)
+            if self._stops.matched is not None:
+                return number
+        return len(token_ids)
+
+    def _text(self, token_id: int) -> str:
+        if token_id in self._silent_token_ids:
+            return ""
+        return self._detokenizer.push((token_id,))
+
+
+class ChoiceOutput:
+    """Collects the events of one output, and ends it at a stop string.
+
+    Attributes:
+        token_ids: up to and including the one that ended it.
+        logprobs: one for each token, or none.
+        prompt_scores: of the prompt's tokens from the second on; all of them are there before the
+            first token of output.
+        finished: None while it runs.
+        num_drafted: draft nodes verified.
+        num_accepted: draft tokens in the output.
+    """
+
+    def __init__(self, index: int, request: GenerationRequest, stop: TextStop | None) -> None:
+        self.index = index
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_scores: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.finished: Finished | None = None
+        self._stop = stop
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._stop is None else self._stop.matched
+
+    def push(self, event: Event) -> Event:
+        """Takes an event; returns it, with the tokens after a stop string left out."""
+        assert self.finished is None
+        if isinstance(event, Delta):
+            return self._add(event)
+        if isinstance(event, Started):
+            self.num_cached_tokens = event.num_cached_tokens
+        elif isinstance(event, PromptScored):
+            self.prompt_scores.extend(event.logprobs)
+        elif isinstance(event, Finished):
+            self.finished = event
+        return event
+
+    def end(self, reason: FinishReason) -> None:
+        """Ends the output before the engine does."""
+        self.finished = Finished(
+            reason=reason,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_output_tokens=len(self.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            stop_token_id=None,
+            stats=SpeculationStats(),
+        )
+
+    def _add(self, delta: Delta) -> Delta:
+        if self._stop is not None:
+            delta = _cut(delta, self._stop.take(delta.token_ids))
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.num_drafted += delta.num_drafted
+        self.num_accepted += delta.num_accepted
+        if self.stop_string is not None:
+            self.end(FinishReason.STOP)
+        return delta
+
+
+def _cut(delta: Delta, num_tokens: int) -> Delta:
+    if num_tokens == len(delta.token_ids):
+        return delta
+    return replace(
+        delta,
+        token_ids=delta.token_ids[:num_tokens],
+        logprobs=delta.logprobs[:num_tokens],
+        num_accepted=min(delta.num_accepted, num_tokens),
+    )
+
 
 _ABORTED = Finished(FinishReason.CANCELLED, 0, 0, 0, None, SpeculationStats())
 

@@ -1,15 +1,179 @@
-"""The engine's answers as messages of the VllmEngine contract."""
+"""Messages of the VllmEngine contract: requests into the engine, and its answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from services.target.engine_gauges import EngineGauges
-from services.target.requests.request import Delta, ModelLimits
-from services.target.vllm.choice_output import ChoiceOutput
+from services.target.requests.request import Delta, GenerationRequest, ModelLimits, PromptScoring
 from services.target.vllm.model_facts import ModelFacts
+from services.target.vllm.open_choices import ChoiceOutput
+from shared.errors import InvalidArgument
+from shared.grammar import Grammar, GrammarKind
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
-from shared.tokens import FinishReason, TokenLogprobs
+from shared.sampling_defaults import choice_seed, drawn_seed
+from shared.tokens import MAX_TOP_LOGPROBS, FinishReason, SamplingParams, StopParams, TokenLogprobs
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+_NO_MEDIA = "this target takes text and tokens only"
+_NO_TRANSFER = "this target neither takes nor gives keys and values of other engines"
+_REFUSED = {
+    "kv_transfer_params": _NO_TRANSFER,
+    "kv_transfer_params_json": _NO_TRANSFER,
+    "mm_inputs": _NO_MEDIA,
+    "extra_mm_inputs": _NO_MEDIA,
+    "media_refs": _NO_MEDIA,
+}
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def check_supported(message: pb.GenerateRequest) -> None:
+    """Raises:
+    InvalidArgument: a field is set that this target cannot heed; names it.
+    """
+    for field, value in message.ListFields():
+        if field.name in _REFUSED:
+            why = _REFUSED[field.name]
+            raise InvalidArgument.of("FIELD_UNSUPPORTED", field.name, f"{field.name} is set: {why}")
+        if field.name == "data_parallel_rank" and value != 0:
+            raise InvalidArgument.out_of_range("data_parallel_rank", value, "0: there is one rank")
+
+
+def prompt_within(
+    token_ids: Sequence[int], params: pb.SamplingParams, limits: ModelLimits
+) -> tuple[int, ...]:
+    """Returns the prompt, or the end of it that `truncate_prompt_tokens` keeps.
+
+    Raises:
+        InvalidArgument: the prompt or the number cannot be served.
+    """
+    prompt = tuple(token_ids)
+    if params.HasField("truncate_prompt_tokens"):
+        num_kept = params.truncate_prompt_tokens
+        if num_kept < 1 and num_kept != -1:
+            raise InvalidArgument.out_of_range(
+                "truncate_prompt_tokens", num_kept, "-1 or at least 1"
+            )
+        prompt = prompt[-(limits.max_sequence_tokens - 1 if num_kept == -1 else num_kept) :]
+    limits.check_prompt(prompt)
+    return prompt
+
+
+def choice_requests(
+    template: GenerationRequest, params: pb.SamplingParams
+) -> tuple[GenerationRequest, ...]:
+    """Returns the requests of the `n` outputs: they differ in their seeds.
+
+    Raises:
+        InvalidArgument: `n` is out of range.
+    """
+    num_choices = params.n or 1
+    if num_choices > MAX_CHOICES:
+        raise InvalidArgument.out_of_range("n", num_choices, f"[1, {MAX_CHOICES}]")
+    sampling = template.sampling
+    seeds = [choice_seed(sampling.seed, index) for index in range(num_choices)]
+    return tuple(replace(template, sampling=replace(sampling, seed=seed)) for seed in seeds)
+
+
+def sampling_from_message(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
+    """Returns the parameters; fields without presence are off at 0.
+
+    Raises:
+        InvalidArgument: a value is out of range.
+    """
+    return SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        # As many as there are is all of them; the wire's numbers are larger than the device's.
+        top_k=0 if params.top_k >= limits.vocab_size else params.top_k,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=MappingProxyType(dict(params.logit_bias)),
+        seed=params.seed if params.HasField("seed") else drawn_seed(),
+    )
+
+
+def stop_from_message(params: pb.SamplingParams, num_left: int) -> StopParams:
+    """Returns when generation ends, stop strings left out.
+
+    Args:
+        num_left: tokens that the context has left, at least 1.
+
+    Raises:
+        InvalidArgument: a count is out of range.
+    """
+    asked = StopParams(
+        max_output_tokens=params.max_tokens if params.HasField("max_tokens") else num_left,
+        min_output_tokens=params.min_tokens,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+    )
+    return asked.within(num_left)
+
+
+def stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
+    """Returns the stop strings.
+
+    Raises:
+        InvalidArgument: there are too many, or one is empty or too long.
+    """
+    if len(params.stop) > MAX_STOP_STRINGS:
+        limit = f"at most {MAX_STOP_STRINGS} strings"
+        message = f"stop has {len(params.stop)} strings; {limit} are accepted"
+        raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
+    for text in params.stop:
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            limit = f"[1, {MAX_STOP_CHARACTERS}]"
+            message = f"a stop string has {len(text)} characters; it must have {limit}"
+            raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
+    return tuple(params.stop)
+
+
+def top_logprobs(params: pb.SamplingParams) -> int | None:
+    """Raises:
+    InvalidArgument: more are asked for than are computed, or all of them.
+    """
+    return _num_top("logprobs", params.logprobs) if params.HasField("logprobs") else None
+
+
+def prompt_scoring(params: pb.SamplingParams) -> PromptScoring | None:
+    """Raises:
+    InvalidArgument: more are asked for than are computed, or all of them.
+    """
+    if not params.HasField("prompt_logprobs"):
+        return None
+    return PromptScoring(0, _num_top("prompt_logprobs", params.prompt_logprobs))
+
+
+def grammar_from_message(params: pb.SamplingParams) -> Grammar | None:
+    """Returns what the output must match; None when it may be anything."""
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            return Grammar.of(GrammarKind.JSON_SCHEMA, params.json_schema)
+        case "regex":
+            return Grammar.of(GrammarKind.REGEX, params.regex)
+        case "grammar":
+            return Grammar.of(GrammarKind.EBNF, params.grammar)
+        case "structural_tag":
+            return Grammar.of(GrammarKind.STRUCTURAL_TAG, params.structural_tag)
+        case "choice":
+            return Grammar(GrammarKind.CHOICES, tuple(params.choice.choices))
+        case "json_object" if params.json_object:
+            return Grammar.of(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
+    return None
+
+
+def _num_top(field: str, value: int) -> int:
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")
+    return value
+
 
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",

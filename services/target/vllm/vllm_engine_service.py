@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from grpc import aio
 
 from services.target.requests.admission import Admission
+from services.target.requests.request import GenerationRequest
+from services.target.step_report import Clock
 from services.target.vllm import vllm_engine_messages as messages
 from services.target.vllm.model_facts import ModelFacts
-from services.target.vllm.once import Once
-from services.target.vllm.open_choices import OpenChoices
-from services.target.vllm.submission_service import SubmissionService
-from services.target.vllm.throughput import Throughput
+from services.target.vllm.open_choices import OpenChoices, TextStop
 from services.target.vllm.tokenizer_archive import tokenizer_archive
 from shared.errors import (
     CheckpointError,
@@ -30,14 +30,153 @@ from shared.pb.smg.grpc.common import common_pb2
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2_grpc as pb_grpc
 from shared.rpc.lifecycle import State
-from shared.telemetry.request_id import (
+from shared.telemetry.tracing import (
     accepted_request_id,
     current_request_id,
+    current_traceparent,
     new_request_id,
 )
+from shared.text import Tokenizer
 from shared.version import package_version
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """Makes a value at most once, however many ask for it and give up. On the event loop."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: asyncio.Future[T] | None = None
+
+    async def get(self) -> T:
+        """Returns the value.
+
+        Raises:
+            Exception: what making it raised, every time.
+        """
+        if self._made is None:
+            self._made = asyncio.ensure_future(asyncio.to_thread(self._make))
+            self._made.add_done_callback(_note_exception)
+        return await asyncio.shield(self._made)
+
+
+def _note_exception(made: asyncio.Future[T]) -> None:
+    """Marks a failure as seen: whoever asked may have given up."""
+    if not made.cancelled():
+        made.exception()
+
+
+_SHORTEST_S = 1.0
+
+
+class Throughput:
+    """Tokens a second between the last two questions that lay a second or more apart.
+
+    Calls within the window get the same answer, so that frequent calls do not make it jump.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since_s = clock()
+        self._since_tokens = 0
+        self._rate = 0.0
+
+    def rate(self, num_tokens: int) -> float:
+        """Returns the rate.
+
+        Args:
+            num_tokens: all tokens since the start.
+        """
+        now_s = self._clock()
+        elapsed_s = now_s - self._since_s
+        if elapsed_s >= _SHORTEST_S:
+            self._rate = (num_tokens - self._since_tokens) / elapsed_s
+            self._since_s, self._since_tokens = now_s, num_tokens
+        return self._rate
+
+
+class SubmissionService:
+    """Reads the tokenizer when a call first brings text, or stops at some."""
+
+    def __init__(self, admission: Admission, tokenizer_folder: Path) -> None:
+        self._admission = admission
+        self._engine = admission.engine
+        self._tokenizer = Once(lambda: Tokenizer.read(tokenizer_folder))
+
+    async def submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
+        """Starts the outputs of a request.
+
+        Raises:
+            OutriderError: the request is refused.
+        """
+        self._admission.check_open()
+        messages.check_supported(message)
+        params = message.sampling_params
+        prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
+        parent = current_traceparent.get()
+        opened.record(log_id, len(prompt), parent)
+        template = await self._admission.with_grammar(
+            self._template(log_id, prompt, params), messages.grammar_from_message(params)
+        )
+        requests = messages.choice_requests(template, params)
+        stops = [await self._text_stop(params, each) for each in requests]
+        for _ in requests[1:]:
+            opened.record(log_id, len(prompt), parent)
+        opened.submit(requests, stops)
+
+    def _template(
+        self, log_id: str, prompt: tuple[int, ...], params: pb.SamplingParams
+    ) -> GenerationRequest:
+        limits = self._engine.limits
+        return GenerationRequest(
+            request_id=log_id,
+            prompt_token_ids=prompt,
+            sampling=messages.sampling_from_message(params, limits),
+            stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
+            arrival_s=self._admission.recorder.clock(),
+            top_logprobs=messages.top_logprobs(params),
+            prompt_scoring=messages.prompt_scoring(params),
+        )
+
+    async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
+        if message.WhichOneof("input") != "text":
+            return list(message.tokenized.input_ids)
+        return await (await self._read_tokenizer("text")).encode(
+            message.text, add_special_tokens=True
+        )
+
+    async def _text_stop(
+        self, params: pb.SamplingParams, request: GenerationRequest
+    ) -> TextStop | None:
+        strings = messages.stop_strings(params)
+        if not strings:
+            return None
+        return TextStop(
+            await self._read_tokenizer("stop"),
+            strings,
+            skip_special_tokens=params.skip_special_tokens,
+            silent_token_ids=request.stop.stop_token_ids | self._end_token_ids(request),
+            num_ignored=request.stop.min_output_tokens,
+        )
+
+    def _end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
+        return frozenset() if request.stop.ignore_eos else self._engine.limits.eos_token_ids
+
+    async def _read_tokenizer(self, field: str) -> Tokenizer:
+        """Raises:
+        InvalidArgument: the target has no tokenizer; the field cannot be heeded.
+        """
+        try:
+            return await self._tokenizer.get()
+        except CheckpointError as error:
+            logger.warning("no text: %s", error.message)
+            message = f"{field} is set, but this target has no tokenizer that it can use"
+            raise InvalidArgument.of("TOKENIZER_MISSING", field, message) from error
+
+
 Context = aio.ServicerContext[Any, Any]
 
 _ARCHIVE_CHUNK_BYTES = 64 * 1024

@@ -9,24 +9,139 @@ Source: Chen et al., DFlash, arXiv 2602.06036, section 4.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.rotary import rotate
+from shared.errors import CheckpointError
+from shared.kernels.pointwise import rotate
 from shared.kv.batch import ForwardBatch
-from shared.kv.layout import KvLayout
-from shared.kv.pool import KvPool
-from shared.layers.attention import ForwardContext, plan_for
+from shared.kv.pool import KvLayout, KvPool
+from shared.layers.attention import AttentionShape, ForwardContext, plan_for
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
-from shared.model_options import AttentionBackend
-from shared.models.heads.dflash_config import DflashConfig
-from shared.models.heads.feature_spec import FeatureSpec
+from shared.model_options import AttentionBackend, ModelOptions, Quantisation
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
+from shared.models.config_file import CONFIG_FILE, ConfigFile
+from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
+from shared.models.heads.block_size import read_block_size
+from shared.models.heads.feature_spec import FeatureSpec, output_of
+from shared.models.heads.target_tensors import TargetTensors
+from shared.models.loader import build_layer
+from shared.models.weights import WeightPart, read_weights
+
+_LAYERS_OF = "Qwen3ForCausalLM"
+
+# Copies of the target's own, which the head borrows.
+_SHARED_KEYS = ("embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class DflashConfig:
+    """Sizes of a DFlash head.
+
+    Attributes:
+        layers: sizes of its layers, which are Qwen3's.
+        feature_layers: see `FeatureSpec.layer_indices`.
+        block_size: rows of a block, the last committed token included.
+        mask_token_id: the token whose embedding stands where a token is to be drafted.
+    """
+
+    layers: ModelConfig
+    feature_layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+
+    @classmethod
+    def from_folder(cls, folder: Path, target: ModelConfig) -> Self:
+        """Reads `config.json`.
+
+        Raises:
+            CheckpointError: for a missing or mistyped key, or a value that does not fit the
+                target; names key and values.
+        """
+        config = ConfigFile.read(folder / CONFIG_FILE)
+        layers = ModelConfig.of(config, _LAYERS_OF)
+        _check_target(config, layers, target)
+        return cls(
+            layers=layers,
+            feature_layers=_feature_layers(config, layers.num_layers, target.num_layers),
+            block_size=read_block_size(config),
+            mask_token_id=_mask_token_id(config, target.vocab_size),
+        )
+
+
+def _check_target(config: ConfigFile, layers: ModelConfig, target: ModelConfig) -> None:
+    """Embedding and lm_head are the target's, so the widths must agree."""
+    num_layers = config.integer("num_target_layers", target.num_layers)
+    for key, own, needed in (
+        ("hidden_size", layers.hidden_size, target.hidden_size),
+        ("num_target_layers", num_layers, target.num_layers),
+    ):
+        if own != needed:
+            raise CheckpointError(f"{config.path}: {key} is {own}; the target's is {needed}")
+    if "sliding_attention" in config.texts("layer_types"):
+        raise CheckpointError(
+            f"{config.path}: layer_types has sliding_attention; only full_attention is supported "
+            f"in a DFlash head"
+        )
+
+
+def _feature_layers(config: ConfigFile, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """The config counts layers by their outputs, `FeatureSpec` by their inputs.
+
+    The last layer's output is the one behind the final norm: heads are trained on the
+    `hidden_states` of transformers, whose last entry is normed.
+
+    Source: `extract_context_feature` in the DFlash authors' code, github.com/z-lab/dflash.
+    """
+    key = "target_layer_ids"
+    ids = config.nested("dflash_config").integers(key) or _default_ids(
+        config, num_layers, num_target_layers
+    )
+    if min(ids) < 0 or max(ids) >= num_target_layers:
+        raise CheckpointError(
+            f"{config.path}: {key} is {list(ids)}; the target has layers [0, {num_target_layers})"
+        )
+    return tuple(output_of(index, num_target_layers) for index in ids)
+
+
+def _default_ids(config: ConfigFile, count: int, num_target_layers: int) -> tuple[int, ...]:
+    """Returns as many layers of the target as the head has, evenly spread.
+
+    Source: Chen et al., DFlash, arXiv 2602.06036, section 4.
+    """
+    if count == 1:
+        return (num_target_layers // 2,)
+    if num_target_layers < 4:
+        raise CheckpointError(
+            f"{config.path} has no dflash_config.target_layer_ids, and a target of "
+            f"{num_target_layers} layers has no default; at least 4 are needed"
+        )
+    span = num_target_layers - 4
+    return tuple(round(1 + index * span / (count - 1)) for index in range(count))
+
+
+def _mask_token_id(config: ConfigFile, vocab_size: int) -> int:
+    key = "mask_token_id"
+    nested = config.nested("dflash_config")
+    if key not in nested and key not in config:
+        raise CheckpointError(f"{config.path} has no dflash_config.{key}")
+    token = (nested if key in nested else config).integer(key)
+    if not 0 <= token < vocab_size:
+        raise CheckpointError(
+            f"{config.path}: {key} is {token}; it must be in [0, {vocab_size}), the target's "
+            f"vocab_size"
+        )
+    return token
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +226,89 @@ class DflashHead:
     def logits(self, states: Tensor) -> Tensor:
         """Returns `[L, V]` float32 for `states` `[L, H]`."""
         return self.lm_head(states).float()
+
+
+def load_dflash(
+    folder: Path,
+    target: TargetTensors,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+) -> DflashHead:
+    """Reads config and weights, cast to `dtype`, straight to `device`.
+
+    Args:
+        options: quantisation is that of the layers, see `load_decoder`.
+
+    Raises:
+        CheckpointError: if the folder is incomplete, damaged or made for another target; the
+            message names the file, the key and, for a wrong shape, both shapes.
+    """
+    config = DflashConfig.from_folder(folder, target.config)
+    checkpoint = Checkpoint.open(folder, options.load_format)
+    tensors = read_weights(
+        checkpoint,
+        tuple(_parts(config, _root(checkpoint))),
+        ignored_prefixes=_SHARED_KEYS,
+        ignored_suffixes=IGNORED_SUFFIXES,
+        dtype=dtype,
+        device=device,
+    )
+    sizes = config.layers
+    context, key_norms = _context(sizes, tensors, options.quantisation)
+    shape = AttentionShape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
+    fc = tensors.pop("fc")
+    head = DflashHead(
+        config=config,
+        feature_spec=FeatureSpec(config.feature_layers, dtype, sizes.hidden_size, fc),
+        feature_norm=RmsNorm(tensors.pop("feature_norm"), sizes.rms_norm_eps),
+        context=context,
+        key_norms=key_norms,
+        embedding=target.embedding(),
+        layers=tuple(
+            build_layer(sizes, tensors, shape, index, options.quantisation)
+            for index in range(sizes.num_layers)
+        ),
+        norm=RmsNorm(tensors.pop("norm"), sizes.rms_norm_eps),
+        lm_head=Linear.of(target.lm_head()),
+        rotary=Rotary(sizes.rope, sizes.head_dim, device),
+        attention_backend=options.attention_backend,
+    )
+    assert not tensors, f"weights were read but not used: {sorted(tensors)}"
+    return head
+
+
+def _root(checkpoint: Checkpoint) -> str:
+    """Returns `model.` where the whole head is nested, else nothing."""
+    return "model." if any(key.startswith("model.") for key in checkpoint.files) else ""
+
+
+def _parts(config: DflashConfig, root: str) -> Iterator[WeightPart]:
+    sizes = config.layers
+    hidden = sizes.hidden_size
+    yield WeightPart(f"{root}fc.weight", (hidden, len(config.feature_layers) * hidden), "fc")
+    yield WeightPart(f"{root}hidden_norm.weight", (hidden,), "feature_norm")
+    yield WeightPart(f"{root}norm.weight", (hidden,), "norm")
+    for layer in range(sizes.num_layers):
+        yield from layer_parts(sizes, f"{root}layers.{layer}.", f"layers.{layer}.")
+
+
+def _context(
+    sizes: ModelConfig, tensors: dict[str, Tensor], quantisation: Quantisation
+) -> tuple[Linear, tuple[RmsNorm, ...]]:
+    """Returns the keys' and values' part of every layer as one product, and the norms of keys.
+
+    It is a copy: a layer's own product is packed together with its queries'.
+    """
+    first_key = sizes.num_heads * sizes.head_dim
+    weights, biases, norms = [], [], []
+    for layer in range(sizes.num_layers):
+        prefix = f"layers.{layer}."
+        weights.append(tensors[f"{prefix}qkv.weight"][first_key:])
+        if sizes.has_qkv_bias:
+            biases.append(tensors[f"{prefix}qkv.bias"][first_key:])
+        norm = tensors[f"{prefix}qk_norm"].view(-1, sizes.head_dim)[sizes.num_heads :]
+        norms.append(RmsNorm(norm, sizes.rms_norm_eps))
+    bias = torch.cat(biases) if biases else None
+    return Linear.of(torch.cat(weights), bias, quantisation), tuple(norms)

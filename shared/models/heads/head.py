@@ -10,23 +10,202 @@ token p + 1 + k and the state of row p of layer k - 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.partials import Partials, total_of
+from shared.kernels.pointwise import join_inputs
 from shared.kv.batch import ForwardBatch
-from shared.kv.layout import KvLayout
-from shared.kv.pool import KvPool
-from shared.layers.attention import ForwardContext, plan_for
+from shared.kv.pool import KvLayout, KvPool
+from shared.layers.attention import Attention, ForwardContext, SelfAttention, plan_for
+from shared.layers.decoder_layer import Mlp
+from shared.layers.linear import Linear
+from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import AttentionBackend
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.fusion import FeatureFusion
-from shared.models.heads.layers import HeadLayer
-from shared.models.heads.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """The tokens a head can propose.
+
+    Attributes:
+        norm: before the lm_head; None in heads without one.
+        lm_head: `H` to Vd.
+        token_ids: `[Vd]` int64, the target's id of each draft id; None when they are the same.
+        vocab_size: V, of the target.
+        size: Vd.
+    """
+
+    norm: RmsNorm | None
+    lm_head: Linear
+    token_ids: Tensor | None
+    vocab_size: int
+    size: int
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns `[L, V]` float32 for `states` `[L, H]`; -inf for tokens without a draft id."""
+        own = self.lm_head(states if self.norm is None else self.norm(states)).float()
+        if self.token_ids is None:
+            return own
+        logits = own.new_full((len(own), self.vocab_size), -math.inf)
+        return logits.index_copy_(1, self.token_ids, own)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureFusion:
+    """`fc` behind EAGLE-3.1's norms, on the draft's side; without norms the target applies `fc`.
+
+    Attributes:
+        joint_norm: over the concatenation of the K layers.
+        layer_norms: one a layer, or none.
+        fc: `K * H_target` to `H`.
+    """
+
+    joint_norm: RmsNorm | None
+    layer_norms: tuple[RmsNorm, ...]
+    fc: Linear
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """`[R, K * H_target]` to `[R, H]`."""
+        if self.joint_norm is not None:
+            rows = self.joint_norm(rows)
+        if self.layer_norms:
+            parts = rows.chunk(len(self.layer_norms), dim=-1)
+            pairs = zip(self.layer_norms, parts, strict=True)
+            rows = torch.cat([norm(part) for norm, part in pairs], dim=-1)
+        return self.fc(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of a head before their inputs are gathered.
+
+    Attributes:
+        token_ids: `[T]` int64.
+        embedding: `[V, H]`.
+        hidden: `[R, H]`.
+        sources: `[T]` int64, the row of `hidden` that each row reads; None takes them in order.
+    """
+
+    token_ids: Tensor
+    embedding: Tensor
+    hidden: Tensor
+    sources: Tensor | None = None
+
+
+class HeadLayer(Protocol):
+    """A layer that reads the embedding of token t + 1 and the hidden state of position t."""
+
+    @property
+    def attention(self) -> SelfAttention: ...
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """`[T, H]` each to the recurrent state `[T, H]`."""
+
+
+@runtime_checkable
+class SplitHeadLayer(HeadLayer, Protocol):
+    """A layer whose inputs can be gathered, and whose last sum can be made, by fused kernels."""
+
+    @property
+    def state_norm(self) -> RmsNorm | None:
+        """Applied to the output; None in most heads."""
+
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
+        """Returns two tensors `[T, H]` whose sum is the state, before `state_norm`; the second may
+        be left in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleLayer:
+    """EAGLE-2's: no norm before the attention, none at the end.
+
+    Source: Li et al., arXiv 2401.15077, section 4.1 and figure 6.
+
+    Attributes:
+        fc: `2H` to `H`, embedding first.
+    """
+
+    fc: Linear
+    attention: Attention
+    mlp_norm: RmsNorm
+    mlp: Mlp
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        mixed, update = self._advance(torch.cat((embedded, hidden), dim=-1), context)
+        return mixed + total_of(update)
+
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
+        inputs, _ = join_inputs(
+            rows.token_ids, rows.embedding, rows.hidden, rows.sources, None, normed_residual=False
+        )
+        return self._advance(inputs, context)
+
+    @property
+    def state_norm(self) -> RmsNorm | None:
+        """None: the output is the state."""
+        return None
+
+    def _advance(self, inputs: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
+        mixed = self.fc(inputs)
+        mixed, normed = self.mlp_norm.add(mixed, self.attention.partials(mixed, context))
+        return mixed, self.mlp.partials(normed)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Layer:
+    """EAGLE-3's: embedding and hidden state stay apart until the attention, whose input is 2H.
+
+    Source: Li et al., arXiv 2503.01840, section 3.1 and figure 5; the norm of the recurrent state
+    is EAGLE-3.1's, arXiv 2605.09992.
+
+    Attributes:
+        state_norm: applied to the output; None in plain EAGLE-3.
+        norm_before_residual: the residual is the normalised hidden state.
+    """
+
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    attention: Attention
+    mlp_norm: RmsNorm
+    mlp: Mlp
+    state_norm: RmsNorm | None
+    norm_before_residual: bool
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        inputs = torch.cat((self.embedding_norm(embedded), normed), dim=-1)
+        mixed, update = self._advance(inputs, residual, context)
+        state = mixed + total_of(update)
+        return state if self.state_norm is None else self.state_norm(state)
+
+    def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
+        inputs, residual = join_inputs(
+            rows.token_ids,
+            rows.embedding,
+            rows.hidden,
+            rows.sources,
+            (
+                (self.embedding_norm.weight, self.embedding_norm.eps),
+                (self.hidden_norm.weight, self.hidden_norm.eps),
+            ),
+            normed_residual=self.norm_before_residual,
+        )
+        return self._advance(inputs, residual, context)
+
+    def _advance(
+        self, inputs: Tensor, residual: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | Partials]:
+        mixed, normed = self.mlp_norm.add(residual, self.attention.partials(inputs, context))
+        return mixed, self.mlp.partials(normed)
 
 
 class HeadSizes(Protocol):

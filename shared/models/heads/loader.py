@@ -1,7 +1,17 @@
-"""From a head's folder and its target's tensors to a head on its device."""
+"""From a head's folder and its target's tensors to a head on its device.
+
+The name maps of EAGLE-2 and EAGLE-3 checkpoints.
+
+What the files may hold or leave out, biases, norms of queries and keys, an embedding of their
+own, is read from the keys that are there: the configs of published heads do not say.
+"""
 
 from __future__ import annotations
 
+import json
+import pickle
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,30 +19,163 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 from shared.layers.attention import Attention, AttentionShape
+from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
-from shared.layers.mlp import Mlp
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import ModelOptions
-from shared.models.checkpoint import Checkpoint
+from shared.models.checkpoint import Checkpoint, open_weights
 from shared.models.decoder_weights import IGNORED_SUFFIXES
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.fusion import FeatureFusion
-from shared.models.heads.head import DraftHead
-from shared.models.heads.layers import Eagle3Layer, EagleLayer, HeadLayer
-from shared.models.heads.target_tensors import TargetTensors
-from shared.models.heads.vocabulary import DraftVocabulary
-from shared.models.heads.weights import (
-    EMBEDDING,
-    TOKEN_MAP_KEY,
-    HeadKeys,
-    has_own_lm_head,
-    head_parts,
-    ignored_keys,
+from shared.models.heads.head import (
+    DraftHead,
+    DraftVocabulary,
+    Eagle3Layer,
+    EagleLayer,
+    FeatureFusion,
+    HeadLayer,
 )
+from shared.models.heads.target_tensors import TargetTensors
 from shared.models.loader import linear_from
-from shared.models.weights import read_weights
+from shared.models.weights import AT_ONCE, CopyPace, WeightPart, read_weights
+
+EMBEDDING = "embed_tokens.weight"
+LM_HEAD_KEY = "lm_head.weight"
+TOKEN_MAP_KEY = "d2t"
+TOKEN_MASK_KEY = "t2d"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKeys:
+    """Keys of the tensors in one checkpoint.
+
+    Attributes:
+        folder: of the checkpoint, for messages.
+        keys: every key of the checkpoint.
+        root: `model.` where the whole head is nested, else empty.
+        layer: prefix of the layer.
+    """
+
+    folder: Path
+    keys: Collection[str]
+    root: str
+    layer: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, kind: HeadKind) -> HeadKeys:
+        """Finds the spelling: most EAGLE-3 heads say `midlayer.`, some `layers.0.`."""
+        keys = checkpoint.files.keys()
+        root = "model." if any(key.startswith("model.") for key in keys) else ""
+        layer = f"{root}layers.0."
+        if kind is HeadKind.EAGLE3 and not any(key.startswith(layer) for key in keys):
+            layer = f"{root}midlayer."
+        return cls(checkpoint.folder, keys, root, layer)
+
+    def has(self, key: str) -> bool:
+        """Whether the head holds `key`, named without the root."""
+        return f"{self.root}{key}" in self.keys
+
+    @property
+    def num_fc_norms(self) -> int:
+        """Norms of single feature layers; 0 in heads without them."""
+        return sum(key.startswith(f"{self.root}fc_norm.") for key in self.keys)
+
+
+def head_parts(config: HeadConfig, keys: HeadKeys) -> tuple[WeightPart, ...]:
+    """Lists every tensor of the head, in the order in which fused ones are stacked."""
+    hidden, root = config.hidden_size, keys.root
+    parts = [*_fc_parts(config, keys), *_layer_parts(config, keys)]
+    if keys.has(EMBEDDING):
+        parts.append(WeightPart(f"{root}{EMBEDDING}", (config.vocab_size, hidden), "embedding"))
+    if config.kind is HeadKind.EAGLE3:
+        parts.append(WeightPart(f"{root}norm.weight", (hidden,), "norm"))
+        if has_own_lm_head(config, keys):
+            size = config.draft_vocab_size or config.vocab_size
+            parts.append(WeightPart(LM_HEAD_KEY, (size, hidden), "lm_head"))
+    return tuple(parts)
+
+
+def has_own_lm_head(config: HeadConfig, keys: HeadKeys) -> bool:
+    """Whether the head scores tokens with a matrix of its own; else it borrows the target's.
+
+    Raises:
+        CheckpointError: it must have one, because its vocabulary is smaller, and has none.
+    """
+    if config.kind is HeadKind.EAGLE:
+        return False
+    is_smaller = (config.draft_vocab_size or config.vocab_size) < config.vocab_size
+    for key in (LM_HEAD_KEY, TOKEN_MAP_KEY):
+        if is_smaller and key not in keys.keys:
+            raise CheckpointError(
+                f"{keys.folder}: {key} is missing; draft_vocab_size {config.draft_vocab_size} is "
+                f"smaller than the target's vocab_size {config.vocab_size}, so the head must "
+                f"bring it"
+            )
+    return LM_HEAD_KEY in keys.keys
+
+
+def ignored_keys(config: HeadConfig) -> tuple[str, ...]:
+    """Returns the keys beside the head's weights: maps read apart, and copies of the target's."""
+    if config.kind is HeadKind.EAGLE:
+        return (LM_HEAD_KEY,)
+    return (TOKEN_MAP_KEY, TOKEN_MASK_KEY)
+
+
+def _fc_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
+    """Yields `fc` and the norms in front of it."""
+    root, hidden, wide = keys.root, config.hidden_size, 2 * config.hidden_size
+    if config.kind is HeadKind.EAGLE3:
+        if not config.fuses_features:
+            return
+        width = config.target_hidden_size
+        wide = len(config.feature_layers) * width
+        for index in range(keys.num_fc_norms):
+            yield WeightPart(f"{root}fc_norm.{index}.weight", (width,), f"fc_norm.{index}")
+        if config.norm_before_fc:
+            yield WeightPart(f"{root}input_norm.weight", (wide,), "input_norm")
+    yield WeightPart(f"{root}fc.weight", (hidden, wide), "fc.weight")
+    if keys.has("fc.bias"):
+        yield WeightPart(f"{root}fc.bias", (hidden,), "fc.bias")
+
+
+def _layer_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
+    layer, hidden = keys.layer, (config.hidden_size,)
+    norms = {"post_attention_layernorm": "mlp_norm"}
+    if config.kind is HeadKind.EAGLE3:
+        norms |= {"input_layernorm": "embedding_norm", "hidden_norm": "hidden_norm"}
+    for key, name in norms.items():
+        yield WeightPart(f"{layer}{key}.weight", hidden, name)
+    for key, shape, name in _products(config):
+        yield WeightPart(f"{layer}{key}.weight", shape, f"{name}.weight")
+        # A bias of one of the fused matrices without the others is reported as missing.
+        if any(f"{layer}{other}.bias" in keys.keys for other in _fused_with(config, name)):
+            yield WeightPart(f"{layer}{key}.bias", shape[:1], f"{name}.bias")
+    for key, repeats in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+        name = f"{layer}self_attn.{key}.weight"
+        if name in keys.keys:
+            yield WeightPart(name, (config.head_dim,), "qk_norm", repeats)
+
+
+def _fused_with(config: HeadConfig, name: str) -> tuple[str, ...]:
+    return tuple(key for key, _, fused in _products(config) if fused == name)
+
+
+def _products(config: HeadConfig) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Returns key, shape and fused name of each matrix of the layer."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    read = 2 * hidden if config.kind is HeadKind.EAGLE3 else hidden
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return (
+        ("self_attn.q_proj", (queries, read), "qkv"),
+        ("self_attn.k_proj", (keys, read), "qkv"),
+        ("self_attn.v_proj", (keys, read), "qkv"),
+        ("self_attn.o_proj", (hidden, queries), "output"),
+        ("mlp.gate_proj", (wide, hidden), "gate_up"),
+        ("mlp.up_proj", (wide, hidden), "gate_up"),
+        ("mlp.down_proj", (hidden, wide), "down"),
+    )
 
 
 def load_head(
@@ -44,6 +187,7 @@ def load_head(
     device: torch.device,
     token_map: Tensor | None = None,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+    pace: CopyPace = AT_ONCE,
 ) -> DraftHead:
     """Reads config and weights, cast to `dtype`, straight to `device`.
 
@@ -69,6 +213,7 @@ def load_head(
         ignored_suffixes=IGNORED_SUFFIXES,
         dtype=dtype,
         device=device,
+        pace=pace,
     )
     own_map = _own_token_map(checkpoint, config, keys, device)
     builder = _HeadBuilder(folder, config, tensors, target, options)
@@ -220,3 +365,53 @@ def _own_token_map(
             f"it must map to {size} ids in [0, {config.vocab_size})"
         )
     return token_ids
+
+
+def read_token_map(path: Path, vocab_size: int) -> Tensor:
+    """Returns `[Vd]` int64: the target's id of each draft id.
+
+    Args:
+        path: `.json` with a list, `.safetensors` with one tensor, or anything that `torch.save`
+            wrote of a list or a tensor.
+        vocab_size: of the target.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its ids are not distinct and in
+            `[0, vocab_size)`.
+    """
+    token_ids = _as_tensor(path, _read(path))
+    if token_ids.ndim != 1 or token_ids.numel() == 0:
+        raise CheckpointError(f"{path} has shape {list(token_ids.shape)}; it must be a list of ids")
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        token = low if low < 0 else high
+        raise CheckpointError(f"{path} holds id {token}; ids must be in [0, {vocab_size})")
+    num_distinct = len(set(token_ids.tolist()))
+    if num_distinct != len(token_ids):
+        raise CheckpointError(
+            f"{path} has {len(token_ids)} ids, of which {num_distinct} are distinct; all must be"
+        )
+    return token_ids
+
+
+def _read(path: Path) -> object:
+    if path.suffix == ".safetensors":
+        weights = open_weights(path)
+        keys = sorted(weights.keys())
+        if len(keys) != 1:
+            raise CheckpointError(f"{path} holds {len(keys)} tensors; a token map is 1")
+        return weights.read(keys[0])
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8"))
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _as_tensor(path: Path, content: object) -> Tensor:
+    if isinstance(content, Tensor) and not content.is_floating_point():
+        return content.to(torch.int64)
+    if isinstance(content, list) and all(type(item) is int for item in content):
+        return torch.tensor(content, dtype=torch.int64)
+    raise CheckpointError(f"{path} holds {type(content).__name__}; it must be a list of token ids")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
+from shared.layers.attention import ForwardContext, SelfAttention
+from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
@@ -20,13 +22,10 @@ from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.decoder import attention_shape
 from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.head import DraftHead
-from shared.models.heads.mtp_layer import MtpLayer
+from shared.models.heads.head import DraftHead, DraftVocabulary
 from shared.models.heads.target_tensors import TargetTensors
-from shared.models.heads.vocabulary import DraftVocabulary
-from shared.models.loader import build_layer
-from shared.models.mtp_keys import MtpLayers, MtpStyle, find_mtp_layers
-from shared.models.weights import WeightPart, read_weights
+from shared.models.loader import MtpLayers, MtpStyle, build_layer, find_mtp_layers
+from shared.models.weights import AT_ONCE, CopyPace, WeightPart, read_weights
 
 LAYER_COUNT_KEY = "num_nextn_predict_layers"
 # Copies of the target's own, which the head borrows.
@@ -55,6 +54,41 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class MtpLayer:
+    """See `HeadLayer`. The state it hands on is normed, as the target's hidden state is.
+
+    Most layers read `cat(embedding, hidden)`. MiMo's read `cat(hidden, embedding)`, and
+    were trained with zeros for the embedding at position 0.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 23; MiMo, arXiv 2505.07608,
+    section 2.2.
+
+    Attributes:
+        projection: `2H` to `H`.
+    """
+
+    style: MtpStyle
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+    projection: Linear
+    block: DecoderLayer
+    state_norm: RmsNorm
+
+    @property
+    def attention(self) -> SelfAttention:
+        return self.block.attention
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        if self.style is not MtpStyle.MIMO:
+            inputs = (self.embedding_norm(embedded), self.hidden_norm(hidden))
+        else:
+            is_first = (context.batch.positions == 0).unsqueeze(1)
+            embedded = embedded.masked_fill(is_first, 0.0)
+            inputs = (self.hidden_norm(hidden), self.embedding_norm(embedded))
+        return self.state_norm(self.block(self.projection(torch.cat(inputs, dim=-1)), context))
+
+
 def load_mtp(
     folder: Path,
     target: TargetTensors,
@@ -62,6 +96,7 @@ def load_mtp(
     dtype: torch.dtype,
     device: torch.device,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+    pace: CopyPace = AT_ONCE,
 ) -> DraftHead:
     """Reads the next-token layers, cast to `dtype`, straight to `device`.
 
@@ -83,6 +118,7 @@ def load_mtp(
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
         device=device,
+        pace=pace,
     )
     embedding = target.embedding()
     lm_head = Linear.of(target.lm_head())

@@ -10,12 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shared.kernels.embedding import own_embeddings
+from shared.kernels.pointwise import own_embeddings
 from shared.layers.linear import Linear
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
+from shared.models.heads.head import DraftHead
 from shared.models.weights import WeightPart, read_weights
 
 EMBEDDING_KEY = DecoderKeys().embedding
@@ -201,3 +202,20 @@ def target_tensors(
         return TargetFolder(folder, dtype=dtype, device=device)
     assert decoder.device.type == device.type, f"head on {device}, target on {decoder.device}"
     return DecoderTensors(decoder, dtype)
+
+
+class LentTensors(TargetTensors):
+    """The target's tensors as a running head has them, so that they are not read again."""
+
+    def __init__(self, head: DraftHead, target: ModelConfig) -> None:
+        self._head, self._config = head, target
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def embedding(self) -> Tensor:
+        return self._head.embedding
+
+    def lm_head(self) -> Tensor:
+        return self._head.vocabulary.lm_head.dense()

@@ -15,9 +15,11 @@ from transformers import AutoTokenizer
 from suites.suite import URL, Selection, StandIns, Suite
 
 _CLASSES = "vLLM's own classes, without a server"
-_MODEL = "the words, the thoughts, the context or the vocabulary of its model"
-_OWN = "its server's own routes, flags, limits and wording"
-_USAGE = "usage without details, or detokenized text under one name only"
+_MODEL = "the words, their end, the thoughts, the context or the vocabulary of its model"
+_OWN = "its server's own routes and flags (/invocations, --max-logprobs -1, load headers, …)"
+_REFUSED = "what is refused by name: adapters, beam search, ids from another server, raw messages"
+_WORDING = "a refusal in its own words; the status is the same"
+_USAGE = "usage without details, cached tokens counted twice, or text under one name only"
 _ENDS = "the last chunk of text ends a choice; OpenAI ends it with a chunk of its own"
 _ENTRYPOINTS = "tests/entrypoints"
 SUITE = Suite(
@@ -36,9 +38,15 @@ SUITE = Suite(
                     *("logprob_token_ids", "thinking_token_budget"),
                 )
             ),
-            *(f"openai/completion/test_{each}" for each in ("completion", "prompt_validation")),
+            *(
+                f"openai/completion/test_{each}"
+                for each in ("completion", "prompt_validation", "token_in_token_out")
+            ),
             "openai/models/test_models",
-            "openai/responses/test_simple",
+            *(
+                f"openai/responses/test_{each}"
+                for each in ("basic", "function_call", "simple", "stateful", "structured_output")
+            ),
             *("openai/test_chunked_prompt", "openai/test_return_token_ids"),
             "openai/test_return_tokens_as_ids",
             *(f"serve/instrumentator/test_{each}" for each in ("basic", "metrics", "orca_metrics")),
@@ -47,7 +55,6 @@ SUITE = Suite(
     ),
     configured=_ENTRYPOINTS,
     not_applicable={
-        "zephyr-lora*": _OWN,
         "test_chat_completion_request_*": _CLASSES,
         "test_null_top_logprobs_*": _CLASSES,
         "test_completion_request_*": _CLASSES,
@@ -60,42 +67,55 @@ SUITE = Suite(
         "test_responses_api_logprobs_with_*": _CLASSES,
         "test_metrics.py*": _CLASSES,
         "test_chat_logit_bias_*valid": _CLASSES,
-        "test_chat_logit_bias_multiple_non_integer_keys": _OWN,
-        "test_kv_transfer_*": _OWN,
+        "zephyr-lora*": _REFUSED,
+        "test_check_models": _REFUSED,
+        "test_kv_transfer_*": _REFUSED,
+        "test_batch_completions*": _REFUSED,
+        "test_enable_response_messages*": _REFUSED,
         "test_invocations": _OWN,
-        "test_batch_completions*": _OWN,
-        "test_prompt_logprobs": _OWN,
-        "test_top_logprobs": _OWN,
-        "test_empty_prompt": _OWN,
-        "test_out_of_vocab_token_ids": _OWN,
-        "test_check_models": _OWN,
-        "test_enable_response_messages*": _OWN,
+        "test_chat_echo.py::test_prompt_logprobs": _OWN,
+        "test_chat_echo.py::test_top_logprobs": _OWN,
         "test_*_return_tokens_as_token_ids_completion[[]True]": _OWN,
         "test_show_version": _OWN,
-        "test_long_seed": _OWN,
         "test_*_with_orca_header[[]True]": _OWN,
-        "test_anthropic_streaming_cache_usage": _OWN,
+        "test_chat_logit_bias_multiple_non_integer_keys": _WORDING,
+        "test_empty_prompt": _WORDING,
+        "test_out_of_vocab_token_ids": _WORDING,
+        "test_long_seed": _WORDING,
+        "test_anthropic_streaming_cache_usage": _USAGE,
         "test_orca_metrics.py::test_single_completion*": _USAGE,
         "test_single_chat_session*": _USAGE,
         "test_detokenize*": _USAGE,
         "test_chat_streaming*": _ENDS,
         "test_chat_completion_stream_options[[]*": _ENDS,
-        "test_structured_outputs_*_chat": _MODEL,
+        "test_structured_outputs_choice_chat": _MODEL,
+        "test_structured_outputs_json_chat": _MODEL,
         "test_response_format_json_*": _MODEL,
         "test_complex_message_content": _MODEL,
-        "test_chat_completion_n_parameter_*": _MODEL,
-        "test_completion_with_function_calling.py*": _MODEL,
+        "test_chat_completion_n_parameter_non_streaming*": _MODEL,
+        "test_completion_with_function_calling.py::test_function_tool_use*": _MODEL,
+        "test_completion_with_function_calling.py::test_named_tool_use": _MODEL,
+        "test_function_call.py::test_function_tool_use*": _MODEL,
+        "test_function_call.py::test_function_calling_with_streaming_*": _MODEL,
+        "test_basic.py::test_simple_input": _MODEL,
+        "test_basic.py::test_instructions": _MODEL,
+        "test_basic.py::test_chat": _MODEL,
+        "test_stateful.py::test_previous_response_id": _MODEL,
+        "test_stateful.py::test_two_responses_with_same_prev_id": _MODEL,
+        "test_structured_output.py*": _MODEL,
         "test_*includes_reasoning": _MODEL,
         "test_include_reasoning_true_*": _MODEL,
         "test_reasoning_*": _MODEL,
-        "test_thinking_token_budget*": _MODEL,
-        "test_max_tokens*": _MODEL,
+        "test_thinking_token_budget_limits_reasoning*": _MODEL,
+        "test_thinking_token_budget_qwen35_*": _MODEL,
+        "test_simple.py::test_max_tokens*": _MODEL,
         "reasoning_tokens_e2e*": _MODEL,
         "test_chunked_prompt.py*": _MODEL,
         "test_request_cancellation*": _MODEL,
         "test_chat_completion_with_emoji_and_token_ids": _MODEL,
         "test_chat_completion_with_tool_use": _MODEL,
         "test_comparison_with_prompt_logprobs_and_logprobs": _MODEL,
+        "test_anthropic_structured_output": _MODEL,
         "test_anthropic_tool_call": _MODEL,
         "test_tokenize_*": _MODEL,
     },
@@ -149,6 +169,9 @@ def _stand_in() -> None:
             "requires_fp8": lambda test: test,
         },
         "torch": {"iinfo": lambda kind: int64},
+        "vllm.model_executor.model_loader.weight_utils": {
+            "download_weights_from_hf": lambda *_, **__: "demo"
+        },
         "vllm.platforms": {"current_platform": platform},
         "vllm.tokenizers": {"get_tokenizer": _tokenizer},
     }

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.output.families import ToolCallParser
-from gateway.output.style import OutputStyle
-from gateway.text.model_text import ModelText
-from shared.rpc.grammar import grammar_from_message
+from gateway.model_text import ModelText
+from gateway.output.style import OutputStyle, ToolCallParser
+from shared.rpc.requests import grammar_from_message
 from tests.gateway.driving import MESSAGES, MakeGateway, post, say
 from tests.gateway.messages.test_messages import named_events
 from tests.gateway.thinking_model import OUTPUT, SCHEMA

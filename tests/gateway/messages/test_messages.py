@@ -12,7 +12,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.limits import RequestLimits
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import (
     MESSAGES,
     PROMPT,

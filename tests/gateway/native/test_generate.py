@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import error_of, events, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from gateway.api_keys import KeyLimits, Scope, keys_from_texts
-from gateway.quota import Quotas
+from gateway.api_keys import KeyLimits, Quotas, Scope, keys_from_texts
 from tests.gateway.driving import eventually
 from tests.helpers.rollout_server import ASK, client_from, rollout_server
 

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from gateway.app import Gateway
-from gateway.maintenance_service import maintenance_server
 from gateway.metrics import kv_usage_exposition
 from gateway.pool import PoolSettings, TargetPool
+from gateway.process import maintenance_server
 from shared.rpc.admin_client import TargetStatus
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle

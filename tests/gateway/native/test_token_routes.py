@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import MESSAGES, PROMPT, error_of, ids_of
 
 

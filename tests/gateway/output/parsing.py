@@ -7,8 +7,15 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from gateway.output.parser import OutputParser
-from gateway.output.parts import CallArguments, CallBegun, Content, Format, Part, Reasoning
+from gateway.output.parser import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Format,
+    OutputParser,
+    Part,
+    Reasoning,
+)
 
 Calls = list[tuple[str, str]]
 Whole = tuple[str, Calls, str]

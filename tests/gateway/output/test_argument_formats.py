@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.output.parser import OutputParser
-from gateway.output.parts import CallArguments, CallBegun
+from gateway.output.parser import CallArguments, CallBegun, OutputParser
 from gateway.output.tool_formats import tool_format
 from tests.gateway.output.parsing import (
     JSON,

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.output.harmony import harmony
-from gateway.output.parser import OutputParser
-from gateway.output.parts import CallArguments, CallBegun, Content, Format
+from gateway.output.parser import CallArguments, CallBegun, Content, Format, OutputParser
 from gateway.output.reasoning import (
     KIMI_THINK,
     MISTRAL_THINK,
     SEED_THINK,
+    harmony,
     text_only,
     thinking,
 )

@@ -10,9 +10,8 @@ import pytest
 from llguidance import LLMatcher
 
 from gateway.constraints import HeldOutput, held_output
-from gateway.output.families import ReasoningParser, ToolCallParser
 from gateway.output.held_schema import held_schema
-from gateway.output.style import ChatOutput, OutputStyle
+from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tagged_calls import FAMILIES
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from shared.errors import InvalidArgument

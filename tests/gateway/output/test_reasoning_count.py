@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.output.harmony import harmony
-from gateway.output.parser import OutputParser
-from gateway.output.parts import Format
-from gateway.output.reasoning import text_only, thinking
+from gateway.output.parser import Format, OutputParser
+from gateway.output.reasoning import harmony, text_only, thinking
 
 THINKING = thinking(text_only, starts_inside=False)
 INSIDE = thinking(text_only, starts_inside=True)

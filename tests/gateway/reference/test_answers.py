@@ -9,10 +9,10 @@ import orjson
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from gateway.messages.answer_schema import MessageAnswer
-from gateway.native.answer_schema import GenerateAnswer
-from gateway.responses.answer_schema import ResponseAnswer
-from gateway.text.model_text import ModelText
+from gateway.messages.schema import MessageAnswer
+from gateway.model_text import ModelText
+from gateway.native.schema import GenerateAnswer
+from gateway.responses.schema import ResponseAnswer
 from tests.gateway.driving import MESSAGES, MakeGateway, http_client, say
 from tests.gateway.thinking_model import OUTPUT, SCHEMA
 from tests.helpers.fake_target import FakeTarget

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.reference.fields import SchemaField, Type, fields, types
+from gateway.reference.document import SchemaField, Type, fields, types
 from tests.gateway.driving import CHAT
 
 

@@ -8,7 +8,7 @@ import httpx
 from openai.types.conversations import Conversation, ConversationItemList
 from pydantic import TypeAdapter
 
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import error_of, say
 from tests.gateway.responses.test_kept_responses import prompts, respond
 from tests.helpers.fake_target import FakeTarget

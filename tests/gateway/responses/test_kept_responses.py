@@ -11,11 +11,10 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from gateway.api_keys import KeyLimits, keys_from_texts
+from gateway.api_keys import KeyLimits, Quotas, keys_from_texts
 from gateway.app import Gateway
-from gateway.quota import Quotas
 from gateway.responses.store import ResponseStore
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import MakeGateway, error_of, eventually, http_client, ids_of, say
 from tests.gateway.responses.test_responses import BODY, typed_events
 from tests.helpers.fake_target import FakeTarget
@@ -103,7 +102,7 @@ async def test_openais_client_retrieves_lists_and_deletes(
         assert counted.input_tokens > 0
         assert counted.object == "response.input_tokens"
         await client.responses.delete(made.id)
-        with pytest.raises(Exception, match="deleted or dropped"):
+        with pytest.raises(Exception, match="not found"):
             await client.responses.retrieve(made.id)
 
 

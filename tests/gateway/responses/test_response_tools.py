@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.text.model_text import ModelText
+from gateway.model_text import ModelText
 from tests.gateway.driving import MakeGateway, error_of, post, say
 from tests.gateway.responses.test_responses import typed_events
 from tests.gateway.thinking_model import ARGUMENTS, OUTPUT, SCHEMA

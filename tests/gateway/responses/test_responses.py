@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway.app import Gateway
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import PROMPT, error_of, eventually, ids_of, say
 from tests.helpers.fake_target import FakeTarget
 

@@ -8,12 +8,11 @@ import httpx
 import pytest
 from openai.types.chat import ChatCompletion
 
-from gateway.api_keys import KeyLimits, keys_from_texts
+from gateway.api_keys import KeyLimits, Quotas, keys_from_texts
 from gateway.app import Gateway
-from gateway.quota import Quotas
+from gateway.model_text import ModelText
 from gateway.responses.store import ResponseStore
-from gateway.text.model_text import ModelText
-from shared.text.tokenizer import Tokenizer
+from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, http_client, say
 from tests.gateway.thinking_model import OUTPUT, SCHEMA
 from tests.helpers.fake_target import FakeTarget

@@ -14,7 +14,7 @@ from services.draft.engine import DraftEngine
 from services.draft.worker import MAX_TREE_NODES, LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.verdicts import add_verdicts
+from shared.rpc.columns import add_verdicts
 from shared.tokens import Outcome, TokenTree, TreeShape, Verdict
 from tests.services.draft.scripted_drafter import ScriptedDrafter
 from tests.services.draft.scripted_target import WAIT_S, Conversation, ScriptedTarget

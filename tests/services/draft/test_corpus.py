@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.corpus import load_encode, read_corpus
+from services.draft.drafter_factory import load_encode, read_corpus
 from shared.errors import SettingsError
 from tests.helpers.checkpoints import write_byte_tokenizer
 

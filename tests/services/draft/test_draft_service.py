@@ -9,7 +9,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from services.draft.drafters.ngram import NgramDrafter
 from shared.errors import InvalidArgument, QueueFull, Unavailable
-from shared.ngram.index import NgramOptions
+from shared.ngram import NgramOptions
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2, token_tree_pb2
 from shared.tokens import TreeShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.draft.fan_out import SYNCHRONOUS, FanOut
-from services.draft.rank_shares import MEMORY_STEPS, RankShares
+from services.draft.likely_verdicts import MEMORY_STEPS, RankShares
 
 
 @pytest.mark.parametrize(("num_sequences", "expected"), [(1, 8), (32, 8), (64, 4), (1000, 1)])

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import Continuation, LikelyVerdict, likely_verdicts
-from services.draft.rank_shares import RankShares
+from services.draft.likely_verdicts import Continuation, LikelyVerdict, RankShares, likely_verdicts
 from shared.tokens import TokenTree
 
 DEPTH, WIDTH = 4, 16

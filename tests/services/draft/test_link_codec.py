@@ -12,7 +12,7 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import tensor_pb2
-from shared.rpc.verdicts import add_verdicts
+from shared.rpc.columns import add_verdicts
 from shared.runtime.tensor_codec import tensor_from_message, tensor_message
 from shared.tokens import Outcome, Verdict
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from services.draft.drafters.ngram import NgramDrafter
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.ngram.index import NgramOptions
+from shared.ngram import NgramOptions
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2, tensor_pb2
-from shared.rpc.trees import tree_message
+from shared.rpc.requests import tree_message
 from shared.runtime.tensor_codec import tensor_message
 from shared.tokens import TreeShape
 from tests.helpers.block_setup import block_setup

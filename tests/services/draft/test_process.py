@@ -18,12 +18,12 @@ from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
 from shared.errors import CheckpointError, EngineFailed, FailedPrecondition
+from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.channel import open_channel
 from shared.settings import load_settings
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.services.draft.scripted_drafter import ScriptedDrafter
 from tests.services.draft.scripted_target import WAIT_S, ScriptedTarget

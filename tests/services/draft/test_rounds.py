@@ -30,7 +30,7 @@ from services.draft.rounds import IDLE_S, Rounds
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.sequence_table import SequenceTable
 from shared.candidate_columns import CandidateColumns
-from shared.ngram.index import NgramOptions
+from shared.ngram import NgramOptions
 from shared.tokens import (
     ANY_TREE,
     EMPTY_TREE,

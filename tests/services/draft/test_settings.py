@@ -10,7 +10,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.settings import DraftSettings, with_local_models
 from shared.errors import SettingsError
 from shared.model_options import AttentionBackend, Dtype
-from shared.ngram.index import MatchType
+from shared.ngram import MatchType
 from shared.settings import load_settings, shown_settings
 from shared.tokens import TreeShape
 

@@ -20,14 +20,14 @@ from services.target.requests.request import Delta, Finished
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers
 from services.target.weight_control import WeightControl
-from services.target.weight_stager import WeightStager
+from services.target.weight_stager import ApplyCall, FollowingStager, WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import CheckpointError, FailedPrecondition
-from shared.model_options import Quantisation
+from shared.model_options import LoadFormat, ModelOptions, Quantisation
 from shared.models.heads.target_tensors import Table
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.engines import VOCAB_SIZE, request
+from tests.helpers.engines import VOCAB_SIZE, request, tiny_decoder
 
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
 TABLES = ((Table.EMBEDDING, "model.embed_tokens.weight"), (Table.LM_HEAD, "lm_head.weight"))
@@ -79,6 +79,18 @@ async def _engine(folder: Path, tp_size: int, quantisation: Quantisation) -> Asy
             others.stop()
 
 
+async def _load(updates: WeightUpdates, folder: Path) -> None:
+    await updates.load(b"what rank 1 cannot read", "lost")
+
+
+async def _read(updates: WeightUpdates, folder: Path) -> None:
+    await updates.read(folder / "what is not there", "auto", "lost")
+
+
+async def _receive(updates: WeightUpdates, folder: Path) -> None:
+    await updates.receive("a group without rank 1", (), "lost", is_flattened=False)
+
+
 @pytest.mark.parametrize("quantisation", [Quantisation.UNQUANT, Quantisation.INT8])
 async def test_both_processes_take_an_update_or_neither(
     quantisation: Quantisation, tmp_path: Path
@@ -93,17 +105,15 @@ async def test_both_processes_take_an_update_or_neither(
         assert await cut.answer() == expected[0]
         with pytest.raises(CheckpointError):
             await cut.updates.load(save({NAME: torch.zeros(1, 1)}), None)
-        # Rank 1 has lost what it gathered, and says so when it comes to applying.
-        gather = WeightStager.load
-
-        def loses(self: WeightStager, content: bytes) -> None:
-            gather(self, save(load_file(new / "model.safetensors")))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WeightStager, "load", loses)
-            with pytest.raises(FailedPrecondition, match="rank 1 could not gather the update"):
-                await cut.updates.load(b"what rank 1 cannot read", "lost")
-        assert await cut.answer() == expected[0]
+        gather = partial(WeightStager.read, folder=new, load_format=LoadFormat.AUTO)
+        for fails in (_load, _read, _receive):
+            with pytest.MonkeyPatch.context() as patch:
+                # This process alone gathers the new weights, by whatever it is asked to do.
+                for method in ("load", "read", "receive"):
+                    patch.setattr(WeightStager, method, lambda stager, *_, **__: gather(stager))
+                with pytest.raises(FailedPrecondition, match="rank 1 could not gather the update"):
+                    await fails(cut.updates, tmp_path)
+            assert await cut.answer() == expected[0]
         assert (await cut.updates.read(new, "auto", "step")) is not None
         assert await cut.answer() == expected[1]
         for table, key in TABLES:
@@ -127,3 +137,34 @@ async def test_both_processes_take_an_update_or_neither(
         assert ended is not None
         assert ended.version == "back"
         assert await cut.answer() == expected[0]
+
+
+class _Alone:
+    """A group of one process."""
+
+    size, rank = 1, 0
+
+    def maximum(self, flags: torch.Tensor) -> torch.Tensor:
+        return flags
+
+
+class _HalfApplied:
+    """Gathered weights that cannot be put in place after all."""
+
+    def check_ready(self) -> None:
+        """All is there."""
+
+    def apply(self) -> None:
+        raise OSError("the device is gone")
+
+
+def test_a_process_whose_weights_are_half_replaced_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error leaves the follower's loop, which ends the process, and the target with it."""
+    decoder = tiny_decoder(tmp_path)
+    stager = WeightStager(decoder, tmp_path, ModelOptions())
+    monkeypatch.setattr(stager, "stage", _HalfApplied())
+    follower = FollowingStager(stager, _Alone(), decoder.device)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="the device is gone"):
+        follower.take(ApplyCall())

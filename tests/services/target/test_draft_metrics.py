@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from services.target.admin_messages import attachment_message, wanted_gauges
-from services.target.draft_metrics import WantedMetrics
+from services.target.admin_service import attachment_message, wanted_gauges
 from services.target.drafts.attachments import Attachments
+from services.target.metrics import WantedMetrics
 from shared.tokens import NO_TREE, DraftReport, TreeShape, TreeWish
 from tests.helpers.one_draft import make_attachment, make_sequence, with_one_draft
 

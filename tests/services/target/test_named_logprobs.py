@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.target.requests.request import GenerationRequest, PromptScoring
-from services.target.rounds.round_requests import can_be_round
+from services.target.rounds.device_rounds import can_be_round
 from services.target.verifier import VerificationMode
 from shared.errors import InvalidArgument
 from shared.models.decoder import Decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from services.target.output_fingerprint import output_fingerprint
+from services.target.process import output_fingerprint
 from services.target.settings import TargetSettings
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.target.path_rules import DrawnChainRule
-from shared.speculation.block_verification import BLOCK
-from shared.speculation.rejection import REJECTION, ChainRule, DrawnChain
+from services.target.draw import DrawnChainRule
+from shared.speculation.rejection import BLOCK, REJECTION, ChainRule, DrawnChain
 from shared.tokens import EMPTY_TREE, TokenTree
 
 VOCAB_SIZE = 6

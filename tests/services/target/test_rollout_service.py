@@ -404,7 +404,7 @@ async def test_a_group_that_cannot_be_is_refused(old: Path, new: Path) -> None:
 
 
 async def test_other_processes_have_no_weights_to_replace(old: Path) -> None:
-    from gateway.maintenance_service import maintenance_server
+    from gateway.process import maintenance_server
     from shared.rpc.admin_service import AdminHooks, ProcessInfo
     from shared.rpc.lifecycle import Lifecycle
     from shared.rpc.server import bind

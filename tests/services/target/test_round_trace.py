@@ -9,12 +9,17 @@ import pytest
 
 from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
-from services.target.requests.event_messages import response_message
-from services.target.requests.request import Delta, GenerationRequest, Started
-from services.target.round_trace import DraftAnswer, RoundTrace
+from services.target.requests.request import (
+    Delta,
+    DraftAnswer,
+    GenerationRequest,
+    RoundTrace,
+    Started,
+)
+from services.target.requests.request_messages import response_message
 from shared.errors import InvalidArgument
 from shared.models.decoder import Decoder
-from shared.rpc.trees import tree_from_message
+from shared.rpc.requests import tree_from_message
 from shared.tokens import EMPTY_TREE, StopParams, TokenTree, Verdict
 from tests.helpers.engines import (
     Clock,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.steady import is_hopper
+from shared.kernels.linear import is_hopper
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.model_options import ModelOptions

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from services.target.requests.request import GenerationRequest, ModelLimits
-from services.target.running_counts import RunningCounts
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
-from shared.speculation.penalties import TokenCounts
+from services.target.verifier import RunningCounts
+from shared.speculation.row_sampling import TokenCounts
 from shared.speculation.tree import row_paths
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
 from tests.helpers.token_counts import TokenHistory, count_tokens

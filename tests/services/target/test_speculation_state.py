@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.target.admin_messages import attachment_message
-from services.target.draft_metrics import WantedMetrics
+from services.target.admin_service import attachment_message
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.drafts.attachments import Attachments
+from services.target.metrics import WantedMetrics
 from services.target.rounds.policy import CostTable, LanePolicy
 from services.target.speculation_state import (
     FIRST_LOG_PAUSE_S,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.token_rules import TokenRules
+from services.target.sequence import TokenRules
 from shared.errors import InvalidArgument
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, StopParams, ThinkingBudget

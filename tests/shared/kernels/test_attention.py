@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels import attention
-from shared.kernels.attention import PagedRows, paged_attention, plan_attention
+from shared.kernels.attention import paged_attention, plan_attention
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 
 CPU = torch.device("cpu")
@@ -62,11 +62,6 @@ def causal_rows(*, start: int, num_rows: int, pages: list[int]) -> SequenceRows:
         tail_mask=None,
         logit_rows=[],
     )
-
-
-def paged_rows(batch: ForwardBatch) -> PagedRows:
-    names = PagedRows.__dataclass_fields__
-    return PagedRows(**{name: getattr(batch, name) for name in names})
 
 
 def batch_of(kind: str, *, seed: int, page_size: int) -> list[SequenceRows]:
@@ -152,7 +147,7 @@ def test_equals_a_loop(
     keys, values = random_cache(page_size, num_kv_heads)
     queries = torch.randn(len(batch.token_ids), num_heads, HEAD_DIM)
     plan = plan_attention(
-        paged_rows(batch),
+        batch,
         sliding_window=sliding_window,
         num_query_groups=num_heads // num_kv_heads,
     )
@@ -173,7 +168,7 @@ def test_one_padded_tile_equals_a_tile_for_each_sequence(
     kind: str, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequences = batch_of(kind, seed=11, page_size=4)
-    rows = paged_rows(build_batch(sequences, page_size=4, device=CPU))
+    rows = build_batch(sequences, page_size=4, device=CPU)
     keys, values = random_cache(4, 2)
     queries = torch.randn(len(rows.positions), 4, HEAD_DIM)
     by_sequence = plan_attention(rows, sliding_window=sliding_window, num_query_groups=2)
@@ -236,7 +231,7 @@ def test_tree_deeper_than_the_sliding_window_is_refused() -> None:
     rows = tree_rows(random.Random(0), prefix=2, num_nodes=1, first_row=0, pages=[1, 2])
     batch = build_batch([replace(rows, positions=[2 + 7])], page_size=4, device=CPU)
     with pytest.raises(AssertionError, match="deeper than the sliding window of 7"):
-        plan_attention(paged_rows(batch), sliding_window=7, num_query_groups=1)
+        plan_attention(batch, sliding_window=7, num_query_groups=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -254,5 +249,5 @@ def attend(
     batch: ForwardBatch, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float = 1.0
 ) -> Tensor:
     groups = queries.shape[1] // keys.shape[1]
-    plan = plan_attention(paged_rows(batch), sliding_window=None, num_query_groups=groups)
+    plan = plan_attention(batch, sliding_window=None, num_query_groups=groups)
     return paged_attention(queries, keys, values, plan, scale=scale)

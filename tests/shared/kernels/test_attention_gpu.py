@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.attention import PagedRows, paged_attention, plan_attention, plan_tiles
-from shared.kernels.narrow_cache import CacheScales, store
+from shared.kernels.cache import CacheScales, store
 from shared.kernels.split_plan import FIRST_SPLIT_KEYS, SPLITS_PER_LEVEL
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import (

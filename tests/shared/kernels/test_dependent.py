@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.kernels.dependent import dependent_launch
+from shared.kernels.launch import dependent_launch
 
 DEVICE = torch.device("cuda")
 PLAIN = {"IS_DEPENDENT": False}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import Activation, gate_mul
 from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
@@ -23,6 +22,7 @@ from shared.kernels.experts import (
 )
 from shared.kernels.linear import LinearWeight
 from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Activation, gate_mul
 from shared.kernels.quantised import QuantisedWeight, in_words
 from shared.kernels.routing import RouterScores, Routing, plain_route, route
 from tests.helpers.kernel_device import kernel_device

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import Activation, gate_mul
 from shared.kernels.attention import paged_attention, plan_tiles
 from shared.kernels.attention_rows import plan_rows
 from shared.kernels.experts import (
@@ -23,6 +22,7 @@ from shared.kernels.experts import (
 )
 from shared.kernels.linear import LinearWeight, wide_linear
 from shared.kernels.partials import total_of
+from shared.kernels.pointwise import Activation, gate_mul
 from shared.kernels.quantised import from_words
 from shared.kernels.routing import RouterScores, Routing, plain_route, route
 from shared.kv.batch import SequenceRows

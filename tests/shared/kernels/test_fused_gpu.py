@@ -6,15 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import plain_silu_mul, silu_mul
-from shared.kernels.embedding import own_embeddings, plain_own_embeddings
-from shared.kernels.head_inputs import join_inputs, plain_join_inputs
+from shared.kernels.cache import CacheScales, plain_rotate_into_cache, rotate_into_cache
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.narrow_cache import CacheScales
-from shared.kernels.norm import add_rms_norm, plain_rms_norm, rms_norm
 from shared.kernels.partials import Partials
-from shared.kernels.rotary import position_tables, rotation_tables
-from shared.kernels.rotary_cache import plain_rotate_into_cache, rotate_into_cache
+from shared.kernels.pointwise import (
+    add_rms_norm,
+    join_inputs,
+    own_embeddings,
+    plain_join_inputs,
+    plain_own_embeddings,
+    plain_rms_norm,
+    plain_silu_mul,
+    position_tables,
+    rms_norm,
+    rotation_tables,
+    silu_mul,
+)
 from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]

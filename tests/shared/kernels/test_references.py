@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from shared.kernels.activation import silu_mul
 from shared.kernels.linear import LinearWeight, linear
-from shared.kernels.norm import rms_norm
-from shared.kernels.rotary import rotate, rotation_tables
+from shared.kernels.pointwise import rms_norm, rotate, rotation_tables, silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.kernels.paged_rows import PagedRows
-from shared.kernels.split_plan import cuts_of, plain_parts, plan_splits
+from shared.kernels.split_plan import PagedRows, cuts_of, plain_parts, plan_splits
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import chunk, packed, tree, with_pages
 from tests.helpers.kernel_device import kernel_device

@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.activation import silu_mul
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
+from shared.kernels.linear import (
+    MOST_FEW_ROWS,
+    LinearWeight,
+    can_be_steady,
+    gated_linear,
+    linear,
+    linear_partials,
+)
 from shared.kernels.partials import Partials
-from shared.kernels.steady import MOST_FEW_ROWS, can_be_steady
+from shared.kernels.pointwise import silu_mul
 from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
@@ -28,7 +34,7 @@ COUNTS = (1, 17) if IS_INTERPRETING else (1, 2, 16, 17, 32, 33, 63, 64)
 def _steady_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does what Hopper does."""
     if IS_INTERPRETING:
-        monkeypatch.setattr("shared.kernels.steady.is_hopper", lambda device: True)
+        monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
 
 
 def _case(channels: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, LinearWeight]:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.kernels.narrow_cache import load
-from shared.kv.layout import KvLayout
-from shared.kv.pool import KvPool
+from shared.kernels.cache import load
+from shared.kv.pool import KvLayout, KvPool
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_size=4, dtype=torch.float32)
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from shared.kernels.exchange import PeerSlots, plain_sum
-from shared.kernels.norm import add_rms_norm
+from shared.kernels.pointwise import add_rms_norm
 from shared.layers import tensor_group
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
-from shared.layers.peer_memory import problem_with
-from shared.layers.tensor_group import Part, TensorGroup, ends_within
+from shared.layers.tensor_group import Part, TensorGroup, ends_within, problem_with
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

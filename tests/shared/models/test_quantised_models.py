@@ -11,12 +11,11 @@ from torch import Tensor
 from shared.kernels.quantised import QuantisedWeight
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
-from shared.layers.linear import Linear
-from shared.layers.memory import num_saved_bytes
+from shared.layers.linear import Linear, num_saved_bytes
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import load_dflash
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp

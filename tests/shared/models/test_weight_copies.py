@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shared.errors import CheckpointError
-from shared.models import weight_copies
-from shared.models.weight_copies import WeightCopy, copy_weights
+from shared.models.weights import BESIDE_STEPS, CopyPace, WeightCopy, copy_weights
 
 CPU = torch.device("cpu")
 
@@ -33,15 +32,20 @@ def _copies() -> list[WeightCopy]:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1024, 2**20])
-def test_every_element_arrives_in_the_places_dtype(
-    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_copies, "_CHUNK_BYTES", chunk_bytes)
+def test_every_element_arrives_in_the_places_dtype(chunk_bytes: int) -> None:
     copies = _copies()
-    num_bytes = sum(copy_weights(copies, CPU))
+    num_bytes = sum(copy_weights(copies, CPU, CopyPace(2, chunk_bytes)))
     assert num_bytes == sum(each.place.nbytes for each in copies)
     for each in copies:
         assert torch.equal(each.place, each.source.to(each.place.dtype))
+
+
+def test_beside_steps_copies_are_small_and_one_after_the_other() -> None:
+    whole = torch.ones(3000, 1024)
+    parts = list(copy_weights([WeightCopy(whole, torch.zeros(3000, 1024))], CPU, BESIDE_STEPS))
+    assert BESIDE_STEPS.max_threads == 1
+    assert max(parts) == 2**20
+    assert sum(parts) == whole.nbytes
 
 
 def test_a_tensor_that_cannot_be_read_is_told() -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.models import weight_copies
-from shared.models.weight_copies import WeightCopy, copy_weights
+from shared.models.weights import CopyPace, WeightCopy, copy_weights
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def test_buffers_are_filled_again_only_when_their_copy_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_buffers_are_filled_again_only_when_their_copy_is_over(num_threads: int) -> None:
     # Every buffer is used hundreds of times.
-    monkeypatch.setattr(weight_copies, "_CHUNK_BYTES", 1 << 14)
+    pace = CopyPace(num_threads, 1 << 14)
     wide = torch.randn(4096, 1536)
     sources = [wide, wide[:, 512:1024], wide.to(torch.bfloat16), wide[:2].repeat(64, 1), wide[5]]
     copies = [
@@ -25,7 +23,7 @@ def test_buffers_are_filled_again_only_when_their_copy_is_over(
         for source in sources
         for dtype in DTYPES
     ]
-    sum(copy_weights(copies, CUDA))
+    sum(copy_weights(copies, CUDA, pace))
     for each in copies:
         assert torch.equal(each.place.cpu(), each.source.to(each.place.dtype))
 

@@ -22,8 +22,17 @@ CPU = torch.device("cpu")
 FAMILIES = ("llama", "qwen2", "gemma3", "qwen3_moe", "gpt_oss", "mixtral", "phi3", "olmo2")
 
 
-def _decoder(folder: Path, options: ModelOptions = ModelOptions()) -> Decoder:  # noqa: B008
-    return load_decoder(folder, dtype=torch.float32, device=CPU, options=options)
+def _decoder(
+    folder: Path,
+    options: ModelOptions = ModelOptions(),  # noqa: B008
+    device: torch.device = CPU,
+) -> Decoder:
+    return load_decoder(folder, dtype=torch.float32, device=device, options=options)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Returns where a tensor lies, of packed ones only which it is."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _stage(
@@ -39,37 +48,49 @@ def _stage(
 def test_a_checkpoint_read_in_place_is_the_one_a_start_loads(
     family: str, quantisation: Quantisation, tmp_path: Path
 ) -> None:
+    check_reading(family, quantisation, tmp_path, CPU)
+
+
+def check_reading(
+    family: str, quantisation: Quantisation, tmp_path: Path, device: torch.device
+) -> None:
+    """For any device."""
     old = write_checkpoint(tmp_path / "old", family, seed=1)
     new = write_checkpoint(tmp_path / "new", family, seed=2)
     options = ModelOptions(quantisation=quantisation)
-    decoder = _decoder(old, options)
-    tensors = {name: id(tensor) for name, tensor in named_tensors(decoder)}
+    decoder = _decoder(old, options, device)
+    tensors = {name: _place(tensor) for name, tensor in named_tensors(decoder)}
     stage = _stage(decoder, old, options)
     stage.read(new, LoadFormat.AUTO)
     assert stage.names == stage.all_names
-    assert checksums(decoder) == checksums(_decoder(old, options)), "it is only staged"
+    assert checksums(decoder) == checksums(_decoder(old, options, device)), "it is only staged"
     stage.apply()
-    assert checksums(decoder) == checksums(_decoder(new, options))
-    assert {name: id(tensor) for name, tensor in named_tensors(decoder)} == tensors
+    assert checksums(decoder) == checksums(_decoder(new, options, device))
+    assert {name: _place(tensor) for name, tensor in named_tensors(decoder)} == tensors
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_tensors_that_come_by_name_are_put_in_place_one_after_another(
     family: str, tmp_path: Path
 ) -> None:
+    check_adding(family, tmp_path, CPU)
+
+
+def check_adding(family: str, tmp_path: Path, device: torch.device) -> None:
+    """For any device, which the tensors come on."""
     old = write_checkpoint(tmp_path / "old", family, seed=1)
     new = write_checkpoint(tmp_path / "new", family, seed=2)
-    decoder, weights = _decoder(old), load_file(new / "model.safetensors")
+    decoder, weights = _decoder(old, device=device), load_file(new / "model.safetensors")
     fused = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     for is_fused in (True, False):
         stage = _stage(decoder, old)
         for name, tensor in weights.items():
             if any(each in name for each in fused) is is_fused:
-                stage.add(name, tensor)
+                stage.add(name, tensor.to(device))
         stage.check_ready()
         assert stage.names < stage.all_names
         stage.apply()
-    assert checksums(decoder) == checksums(_decoder(new))
+    assert checksums(decoder) == checksums(_decoder(new, device=device))
 
 
 def test_a_tied_head_follows_its_embedding(tmp_path: Path) -> None:

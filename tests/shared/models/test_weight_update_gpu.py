@@ -1,4 +1,4 @@
-"""Weights that are replaced in place on a GPU, where threads copy them."""
+"""Weights that are replaced in place on a GPU, from pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.model_options import LoadFormat, ModelOptions, Quantisation
-from shared.models.checkpoint import Checkpoint
-from shared.models.decoder import Decoder
-from shared.models.decoder_weights import DecoderKeys
-from shared.models.loader import load_decoder
-from shared.models.weight_update import WeightStage, checksums, named_tensors
-from tests.helpers.checkpoints import write_checkpoint
+from shared.model_options import Quantisation
+from tests.shared.models.test_weight_update import check_adding, check_reading
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
-
-
-def _decoder(folder: Path, options: ModelOptions) -> Decoder:
-    return load_decoder(folder, dtype=torch.float32, device=DEVICE, options=options)
 
 
 @pytest.mark.parametrize("quantisation", [Quantisation.UNQUANT, Quantisation.INT8])
@@ -28,13 +19,9 @@ def _decoder(folder: Path, options: ModelOptions) -> Decoder:
 def test_a_checkpoint_read_in_place_is_the_one_a_start_loads(
     family: str, quantisation: Quantisation, tmp_path: Path
 ) -> None:
-    old = write_checkpoint(tmp_path / "old", family, seed=1)
-    new = write_checkpoint(tmp_path / "new", family, seed=2)
-    options = ModelOptions(quantisation=quantisation)
-    decoder = _decoder(old, options)
-    addresses = [tensor.data_ptr() for _, tensor in named_tensors(decoder)]
-    stage = WeightStage(decoder, DecoderKeys.of(Checkpoint.open(old).files), options)
-    stage.read(new, LoadFormat.AUTO)
-    stage.apply()
-    assert checksums(decoder) == checksums(_decoder(new, options))
-    assert [tensor.data_ptr() for _, tensor in named_tensors(decoder)] == addresses
+    check_reading(family, quantisation, tmp_path, DEVICE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_tensors_of_a_trainer_on_the_gpu_are_put_in_place(family: str, tmp_path: Path) -> None:
+    check_adding(family, tmp_path, DEVICE)

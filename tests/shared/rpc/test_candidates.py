@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.candidates import (
+from shared.rpc.columns import (
     TreeLimits,
     add_candidates,
     candidates_from_message,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
-from shared.rpc.verdicts import add_verdicts, verdicts_from_message
+from shared.rpc.columns import add_verdicts, verdicts_from_message
 from shared.tokens import Outcome, Verdict
 from tests.helpers.wire_values import verdicts
 

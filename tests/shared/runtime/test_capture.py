@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shared.runtime.capture import capturing
+from shared.runtime.graph_store import capturing
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
-from shared.runtime.compiled import compile_small
+from shared.runtime.device import compile_small
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
 CPU = torch.device("cpu")

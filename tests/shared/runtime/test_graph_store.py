@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.runtime.graph_store import GraphStore
-from shared.runtime.shortage import Shortage
+from shared.runtime.memory import Shortage
 
 
 def _advise(shortage: Shortage) -> str:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from shared.errors import SettingsError
-from shared.kv.layout import KvLayout
+from shared.kv.pool import KvLayout
 from shared.runtime.memory import (
     CacheTooSmall,
+    Shortage,
     available_bytes,
     container_free_bytes,
     free_memory_bytes,
     num_pages_for,
 )
-from shared.runtime.shortage import Shortage
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=16, dtype=torch.float32)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.kv.pages import PADDING_PAGE
+from shared.kv.leases import PADDING_PAGE
 from shared.runtime.open_sequence import OpenArrays, OpenInputs, OpenSequence, OpenSlots
 from shared.runtime.walked_tree import WalkedTree
 from shared.tokens import SamplingParams, TokenTree

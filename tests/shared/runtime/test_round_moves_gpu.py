@@ -8,8 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from shared.kv.layout import KvLayout
-from shared.kv.pool import KvPool
+from shared.kv.pool import KvLayout, KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.round_batches import RoundShape
 from tests.helpers.kernel_device import kernel_device

@@ -8,12 +8,17 @@ from dataclasses import fields
 import pytest
 import torch
 
-from shared.runtime.prepared_trees import MAX_PREPARED, Ending, PreparedBlock, PreparedTree
 from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_selection import RoundSelection
+from shared.runtime.round_selection import (
+    MAX_PREPARED,
+    Ending,
+    PreparedBlock,
+    PreparedTree,
+    RoundSelection,
+)
 from shared.runtime.round_state import ENDED, OPEN, TAIL, RoundState, SlotSequence
-from shared.runtime.selection_shapes import MAX_TREE_DEPTH, MAX_TREE_ROWS
+from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.kernel_device import kernel_device
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from shared.models.decoder import Decoder
-from shared.runtime.prepared_trees import Ending, PreparedTree
-from shared.runtime.selection_shapes import MAX_TREE_ROWS, closest_shape, covering_shape
+from shared.runtime.round_selection import Ending, PreparedTree
+from shared.runtime.selection_runner import MAX_TREE_ROWS, closest_shape, covering_shape
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.selected_rounds import SAMPLINGS, SelectedRounds, plain_answers, play

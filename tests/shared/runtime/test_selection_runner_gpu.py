@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.models.decoder import Decoder
-from shared.runtime.prepared_trees import PreparedTree
+from shared.runtime.round_selection import PreparedTree
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.selected_rounds import SAMPLINGS, SelectedRounds, plain_answers, play
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.errors import SettingsError
-from shared.runtime.shortage import CacheSize, Shortage, in_words, is_shortage, refusing_shortage
+from shared.runtime.memory import CacheSize, Shortage, in_words, is_shortage, refusing_shortage
 
 GIB = 2**30
 TEXT = (

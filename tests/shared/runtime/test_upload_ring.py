@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.runtime.upload_ring import UploadRing
+from shared.runtime.host_copy import UploadRing
 
 
 def test_each_copy_replaces_the_beginning_of_the_target() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.runtime.host_copy import HostCopy, PinnedMemory
-from shared.runtime.upload_ring import UploadRing
+from shared.runtime.host_copy import HostCopy, PinnedMemory, UploadRing
 
 pytestmark = pytest.mark.gpu
 

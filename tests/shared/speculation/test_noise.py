@@ -12,7 +12,6 @@ from torch import Tensor
 from shared.speculation.noise import (
     fresh_coins,
     gumbel_noise,
-    gumbel_noise_of,
     philox_4x32_10,
 )
 
@@ -80,13 +79,6 @@ def test_a_tokens_noise_does_not_depend_on_vocabulary_or_other_rows() -> None:
     for row in range(5):
         one = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], 103)
         assert torch.equal(one[0], whole[row])
-
-
-def test_noise_of_given_tokens_is_that_of_the_whole_row() -> None:
-    seeds, positions = rows(4)
-    token_ids = torch.tensor([[0, 3, 102], [5, 5, 1], [99, 7, 6], [4, 8, 12]])
-    chosen = gumbel_noise_of(seeds, positions, token_ids, stream=9)
-    assert torch.equal(chosen, gumbel_noise(seeds, positions, 103, stream=9).gather(1, token_ids))
 
 
 def test_seed_position_and_stream_each_change_every_value() -> None:

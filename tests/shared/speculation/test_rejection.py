@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import shared.speculation.rejection as rejection
-from shared.speculation.block_verification import BLOCK
 from shared.speculation.rejection import (
+    BLOCK,
     REJECTION,
     ChainDistributions,
     ChainRule,

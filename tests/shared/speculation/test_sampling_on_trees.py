@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shared.speculation.distributions import target_log_probs
 from shared.speculation.row_sampling import row_sampling
-from shared.speculation.tree import banned_by_min_tokens, row_paths
-from shared.tokens import SamplingParams, StopParams, TokenTree
+from shared.speculation.tree import row_paths
+from shared.tokens import SamplingParams, TokenTree
 from tests.helpers.token_counts import TokenHistory, count_tokens
 from tests.shared.speculation.naive import naive_distribution, row_contexts
 
@@ -43,22 +43,15 @@ def cases(draw: st.DrawFn) -> tuple[TokenTree, SamplingParams, list[int], list[i
 Case = tuple[TokenTree, SamplingParams, list[int], list[int], int]
 
 
-def stop_params(minimum: int) -> StopParams:
-    stops = frozenset({2, 5})
-    return StopParams(max_output_tokens=50, min_output_tokens=minimum, stop_token_ids=stops)
-
-
 def tree_distributions(batch: list[Case], logits: torch.Tensor) -> torch.Tensor:
     sampling = row_sampling(
         [params for _, params, *_ in batch],
         [len(tree) + 1 for tree, *_ in batch],
         device=CPU,
         banned_token_ids=[
-            ids
+            (2, 5) if len(output) + depth < minimum else ()
             for tree, _, _, output, minimum in batch
-            for ids in banned_by_min_tokens(
-                tree, stop_params(minimum), num_output_tokens=len(output), eos_token_ids=()
-            )
+            for depth in (0, *tree.depths)
         ],
     )
     histories = [

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shared.speculation.distributions import target_log_probs
 from shared.speculation.row_sampling import row_sampling
-from shared.speculation.tree import drawn_positions
 from shared.speculation.verify import accept_path, coupled_draw, draw_tokens
 from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree
 from tests.shared.speculation.naive import (
@@ -156,7 +155,7 @@ def committed(target: ToyTarget, trees: Sequence[TokenTree], draw: Draw) -> list
         positions = [
             position
             for output, tree in zip(outputs, round_trees, strict=True)
-            for position in drawn_positions(tree, root_position=9 + len(output))
+            for position in (10 + len(output) + depth for depth in (0, *tree.depths))
         ]
         distributions = target.distributions(contexts)
         drawn = iter(draw(distributions, torch.tensor(seeds), torch.tensor(positions)).tolist())

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared.telemetry.logs import LogFormat, configure_logs
-from shared.telemetry.request_id import current_request_id, current_traceparent
+from shared.telemetry.tracing import current_request_id, current_traceparent
 
 logger = logging.getLogger("shared.example")
 

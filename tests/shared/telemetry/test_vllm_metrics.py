@@ -6,8 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.telemetry.histogram import StepHistogram
-from shared.telemetry.vllm_metrics import EngineFigures, VllmMetrics
+from shared.telemetry.vllm_metrics import EngineFigures, StepHistogram, VllmMetrics
 
 ENGINE = EngineFigures(
     model_id="m",

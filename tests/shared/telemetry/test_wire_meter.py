@@ -9,8 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 
 from shared.telemetry.round_log import RoundLog, open_round_log
-from shared.telemetry.wire_meter import WireMeter
-from shared.telemetry.wire_metrics import WireMetrics
+from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
 
 def test_streams_add_up_each_way() -> None:

@@ -12,8 +12,8 @@ from services.draft.drafter_factory import build_drafter, model_id, tokenizer_id
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError
+from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings
-from shared.tokenizer_files import tokenizer_sha256
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, write_head
 

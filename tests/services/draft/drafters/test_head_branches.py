@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.draft.drafters import likely_branches
+from services.draft.drafters import branches
 from services.draft.drafters.branch_passes import BranchPass
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import CONTEXT_MARGIN
@@ -333,7 +333,7 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
         chosen[:] = [each for each in verdicts if each.place == len(tree)]
         return chosen
 
-    monkeypatch.setattr(likely_branches, "likely_verdicts", at_the_end)
+    monkeypatch.setattr(branches, "likely_verdicts", at_the_end)
     lookahead.begin(sequence, tree, TreeShape(1, 1, 2), FAN_OUT)
     proposals: list[Proposal] = []
     while lookahead.has_work:

@@ -11,7 +11,7 @@ import pytest
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.ngram.index import MatchType, NgramOptions
+from shared.ngram import MatchType, NgramOptions
 from shared.tokens import Condition, SamplingParams, TokenTree, TreeShape
 
 CHAIN = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)

@@ -20,12 +20,11 @@ from services.draft.training.heads import build_head, save_head
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.config import HeadKind
-from shared.models.heads.dflash_loader import load_dflash
+from shared.models.heads.dflash import load_dflash
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.block_runner import BlockRunner
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.head_runner import BlockRunner, HeadRunner
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 

@@ -3,8 +3,10 @@ back."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -253,3 +255,33 @@ def test_old_versions_go(tmp_path: Path) -> None:
         "version-3",
         "version-4",
     ]
+
+
+def test_half_of_a_batch_is_what_has_come_since_the_last_lesson(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, traffic, student = _learner(tmp_path, Drafts(), _examples())
+    learner.step()
+    news = [example for example in _examples(step=7) if _is_trained_on(example)]
+    for example in news:
+        traffic.add(replace(example, arrived_s=float("inf")))
+    batches: list[Sequence[Example]] = []
+    monkeypatch.setattr(student, "learn", lambda batch, _: batches.append(batch) or 0.0)
+    learner.step()
+    texts = {example.token_ids for example in news}
+    shares = [sum(each.token_ids in texts for each in batch) / len(batch) for batch in batches]
+    assert min(shares) >= 0.5
+    assert sum(shares) < len(shares), "of the rest some are older"
+
+
+def _is_trained_on(example: Example) -> bool:
+    traffic = Traffic(Retention(held_out_share=0.5))
+    traffic.add(example)
+    return bool(traffic.recent())
+
+
+def test_measuring_counts_as_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, _, _ = _learner(tmp_path, Drafts(), _examples())
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
+    learner.step()
+    assert learner.figures.busy_s == 30 + 2, "a second an update, and each of two measurements"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from services.target.acceptance import FORGET_S
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates, chain
 from services.target.drafts.draft_policy import (
     ALLOWANCE_S,
     FEWEST_ROUNDS,
-    FORGET_S,
     LAST_PAUSE_S,
     MOST_COST_S,
     TRIAL_SHARE,

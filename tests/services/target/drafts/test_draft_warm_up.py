@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.draft_warm_up import LONGEST_S, DraftWarmUp
+from services.target.drafts.draft_timeout import LONGEST_S, DraftWarmUp
 from shared.tokens import DraftReport
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
 

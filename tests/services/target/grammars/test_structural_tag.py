@@ -9,8 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from services.target.grammars.source import JSON_OPTIONS
-from services.target.grammars.special_tokens import SpecialTokens
-from services.target.grammars.structural_tag import structural_tag_lark
+from services.target.grammars.structural_tag import SpecialTokens, structural_tag_lark
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument
 

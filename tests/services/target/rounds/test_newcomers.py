@@ -55,6 +55,7 @@ def _steps(rounds: _Rounds, running: list[_Sequence]) -> Any:
         make_rounds=unused,
         forget=unused,
         runs_ahead=True,
+        launches_late=False,
         config=DEFAULT_CONFIG,
     )
     steps._rounds = rounds

@@ -115,6 +115,17 @@ def test_it_comes_back_when_the_text_changes() -> None:
     assert _usual(world.run(policy, 8, 1.0)) in (TREE, LONG)
 
 
+@pytest.mark.parametrize("num_unlucky", [4, 60])
+def test_a_shape_is_tried_again_after_unlucky_rounds(num_unlucky: int) -> None:
+    """A few rounds of one sequence say little about the text to come."""
+    policy, world = LanePolicy((TREE, LONG), _costs()), World(lambda now_s: 0.9)
+    for _ in range(num_unlucky):
+        policy.observe(LONG, is_greedy=True, accepted=[0])
+        policy.observe(TREE, is_greedy=True, accepted=[5])
+    world.run(policy, 64, 8.0)
+    assert _usual(world.run(policy, 64, 2.0)) == LONG
+
+
 def test_it_follows_the_load_at_once() -> None:
     policy, world = LanePolicy(SHAPES, _costs()), World(lambda now_s: 0.6)
     world.run(policy, 1, 2.0)

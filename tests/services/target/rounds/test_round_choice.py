@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from services.target.admin_messages import attachment_message, gauge_values
+from services.target.admin_service import attachment_message, gauge_values
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.device_rounds import DeviceRounds

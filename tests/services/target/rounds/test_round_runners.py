@@ -10,9 +10,9 @@ import torch
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
+from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
-from shared.runtime.shortage import Shortage
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import PAGE_SIZE

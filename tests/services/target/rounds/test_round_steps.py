@@ -16,10 +16,10 @@ from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
-from shared.runtime.head_catch_up import HeadBacklog, HeadCatchUp
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_runner import RoundRunner
+from shared.runtime.round_runner import HeadBacklog, HeadCatchUp, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
@@ -315,6 +315,44 @@ def test_time_between_two_results_is_that_of_a_round(pair: Pair) -> None:
     rounds = [report for report in setup.reports if report.round_shape is not None]
     assert len(rounds) > 5
     assert sum(report.duration_s for report in rounds) == now_s - launched_s[0]
+
+
+def test_a_round_is_launched_when_the_last_one_is_about_to_end(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the engine sleeps, unless somebody arrives, who takes part in it."""
+    monkeypatch.setattr(ModelRunner, "computes_aside", True)
+    launched: list[int] = []
+    launch = RoundRunner.launch
+
+    def counted(runner: RoundRunner) -> None:
+        launch(runner)
+        launched.append(runner.num_placed)
+
+    monkeypatch.setattr(RoundRunner, "launch", counted)
+    now_s = 0.0
+    setup, collector = _setup(pair, clock=lambda: now_s), Collector()
+    engine = setup.engine
+    engine.submit(request([*PROMPTS[0]], stop=StopParams(60)), collector, 0)
+    while len(launched) < 4:
+        now_s += 0.010
+        engine.step()
+    for _ in range(3):
+        before = len(launched)
+        now_s += 0.0079
+        assert not engine.step()
+        assert len(launched) == before
+        now_s += 0.0021
+        assert engine.step()
+        assert len(launched) == before + 1
+    engine.submit(request([*PROMPTS[0], 4], stop=StopParams(5)), collector, 1)
+    now_s += 0.001
+    assert engine.step()
+    assert launched[-1] == 2
+    while not all(map(collector.has_ended, range(2))):
+        now_s += 0.010
+        engine.step()
+    settle(engine)
 
 
 def test_cancelled_sequences_leave_their_pages(pair: Pair) -> None:

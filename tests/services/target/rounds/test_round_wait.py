@@ -1,4 +1,4 @@
-"""The host looks whether a round is done when it may be, and not before."""
+"""The host polls for the end of a round, and launches the next one, shortly before that end."""
 
 from __future__ import annotations
 
@@ -30,3 +30,18 @@ def test_a_quicker_round_counts_at_once_and_slower_ones_by_and_by() -> None:
     for _ in range(60):
         wait.timed(0.010)
     assert wait.patience_s(0.0) == pytest.approx(0.009)
+
+
+def test_a_launch_leaves_the_host_its_time_and_more() -> None:
+    wait = RoundWait()
+    assert wait.until_launch_s(0.0) == 0.0
+    wait.timed(0.010)
+    wait.launched(0.002)
+    assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.003)
+    assert wait.until_launch_s(0.004) == pytest.approx(0.001)
+    assert wait.until_launch_s(0.006) == 0.0
+    wait.launched(0.020)
+    assert wait.until_launch_s(0.0) == 0.0
+    for _ in range(200):
+        wait.launched(0.001)
+    assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.0015)

@@ -16,12 +16,11 @@ from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
-from services.target.launched_step import LaunchedStep
-from services.target.launcher import Launcher
+from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.request import GenerationRequest
 from services.target.rounds import selected_rounds
-from services.target.rounds.early_launch import EarlyLaunch
 from services.target.rounds.next_trees import MIN_ALTERNATING
+from services.target.rounds.round_wait import EarlyLaunch
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode

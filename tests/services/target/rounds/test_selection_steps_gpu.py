@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.draft.fan_out import FanOut
-from services.target.rounds.early_launch import EarlyLaunch
+from services.target.rounds.round_wait import EarlyLaunch
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.runtime.graph_inputs import GraphLimits

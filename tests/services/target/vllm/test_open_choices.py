@@ -11,9 +11,7 @@ import pytest
 from services.target.engine import Engine
 from services.target.requests.request import Delta, GenerationRequest
 from services.target.requests.request_record import RequestRecorder
-from services.target.vllm.choice_output import ChoiceOutput
-from services.target.vllm.open_choices import OpenChoices
-from services.target.vllm.text_stop import TextStop
+from services.target.vllm.open_choices import ChoiceOutput, OpenChoices, TextStop
 from shared.errors import InvalidArgument
 from shared.models.decoder import Decoder
 from shared.telemetry.vllm_metrics import VllmMetrics

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.target.vllm.text_stop import TextStop
-from shared.text.tokenizer import Tokenizer
+from services.target.vllm.open_choices import TextStop
+from shared.text import Tokenizer
 from tests.helpers.checkpoints import EOS_TOKEN_ID, write_byte_tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.vllm.throughput import Throughput
+from services.target.vllm.vllm_engine_service import Throughput
 
 
 def test_the_rate_is_that_between_questions_a_second_apart() -> None:

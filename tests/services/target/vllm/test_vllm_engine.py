@@ -33,7 +33,7 @@ from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
-from shared.seeds import choice_seed
+from shared.sampling_defaults import choice_seed
 from tests.helpers.checkpoints import EOS_TOKEN_ID, write_checkpoint
 
 PROMPT = list(b"abcabcabc")

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 from shared.models.heads.config import HeadKind
-from shared.models.heads.loader import load_head
+from shared.models.heads.loader import load_head, read_token_map
 from shared.models.heads.target_tensors import TargetFolder
-from shared.models.heads.token_map import read_token_map
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, head_config, head_tensors, save_head
 

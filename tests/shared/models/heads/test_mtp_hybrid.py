@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared.kernels.norm import rms_norm
+from shared.kernels.pointwise import rms_norm
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.heads.mtp_loader import load_mtp

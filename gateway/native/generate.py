@@ -1,0 +1,464 @@
+"""`/generate`: its body as the completion it asks for, its answers and its route."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from gateway.answer import Answer
+from gateway.bodies import speculative_decoding
+from gateway.choice import Choice, Piece, check_field
+from gateway.event_stream import DONE, EventStream, event, whole_answer
+from gateway.failures import Aborted, client_names, error_body
+from gateway.generation import TargetModel, TokenRound, round_fields
+from gateway.logprobs import finite
+from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
+from gateway.plan import Plan
+from gateway.planner import Planner
+from gateway.refusals import KnownFields, unimplemented
+from gateway.schema import CompletionRequest, SamplingFields
+from gateway.serving import Gateway
+from shared.errors import InvalidArgument, OutriderError
+from shared.telemetry.tracing import current_request_id
+from shared.text import Tokenizer
+from shared.tokens import FinishReason, TokenLogprobs
+
+_Prompt = str | list[str] | list[int] | list[list[int]]
+
+_DEFAULT_NEW_TOKENS = 128  # SGLang's
+_FIELDS = KnownFields.of_generation(
+    harmless=frozenset(
+        {
+            "background",
+            "custom_labels",
+            "data_parallel_rank",
+            "include_reasoning",
+            "log_metrics",
+            "routed_dp_rank",
+            "routing_key",
+            "separate_reasoning",
+        }
+    ),
+    unimplemented=frozenset(
+        {
+            "audio_data",
+            "bootstrap_host",
+            "bootstrap_room",
+            "image_data",
+            "positional_embed_overrides",
+            "video_data",
+        }
+    ),
+)
+_SAMPLING_FIELDS = KnownFields.of_generation(
+    harmless=frozenset({"skip_tokenizer_init", "spaces_between_special_tokens"}),
+    unimplemented=frozenset({"beam_width", "ebnf_full_assistant"}),
+)
+_RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_PROMPT_NAMES = {"prompt_logprob_start": "logprob_start_len"}
+_CONSTRAINTS = ("regex", "ebnf", "json_schema", "structural_tag")
+_SAME = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
+
+_Entries = list[list[Any]] | None
+_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": GenerateAnswer | list[GenerateAnswer]}}
+
+
+@dataclass(frozen=True, slots=True)
+class WantedScores:
+    """Log probabilities of a prompt's outputs.
+
+    Attributes:
+        num_top: alternatives per token; None without log probabilities.
+        start: first prompt token with a log probability; None when none has.
+        named: further tokens to report; None where it is not asked for.
+    """
+
+    num_top: int | None
+    start: int | None
+    named: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratePlan:
+    """A plan, and how `/generate` shows it.
+
+    Attributes:
+        is_batch: the answer is a list, and events of a stream have an index.
+        scores: the log probabilities of each prompt.
+        spells_tokens: whether log probabilities come with the tokens' text.
+    """
+
+    plan: Plan
+    is_batch: bool
+    scores: tuple[WantedScores, ...]
+    spells_tokens: bool
+
+    def scores_of(self, index: int) -> WantedScores:
+        """Returns what a choice tells of its tokens."""
+        return self.scores[index // self.plan.num_choices]
+
+    def id_of(self, index: int) -> str:
+        """Returns `meta_info.id` of a choice."""
+        return f"{self.plan.request_id}_{index}" if self.is_batch else self.plan.request_id
+
+
+async def generate_plan(
+    body: GenerateRequest, planner: Planner, name: str, model: TargetModel, trace_id: str
+) -> GeneratePlan:
+    """Raises:
+    InvalidArgument: the request can never be served; by SGLang's name of the field.
+    """
+    _FIELDS.refuse(body.unknown_fields)
+    prompt, field = _prompt(body)
+    is_many = _is_batch(prompt)
+    count = max(len(prompt), 1) if is_many else 1
+    samplings = _each("sampling_params", body.sampling_params, count)
+    scores = _scores(body, count)
+    asked = [(each or NativeSampling(), own) for each, own in zip(samplings, scores, strict=True)]
+    for sampling, _ in asked:
+        _SAMPLING_FIELDS.refuse(sampling.unknown_fields, "sampling_params.")
+    names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
+    names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
+    if body.return_routed_experts and any(sampling.stop for sampling, _ in asked):
+        # Text that ends an output is found here, before the target has told anything.
+        message = "return_routed_experts is true; stop cannot be set beside it, stop_token_ids can"
+        raise InvalidArgument.of("ROUTED_EXPERTS_STOP", "return_routed_experts", message)
+    names |= {"logprobs": "top_logprobs_num", "logprob_token_ids": "token_ids_logprob"}
+    with client_names({**names, "prompt": field, **_PROMPT_NAMES}):
+        if all(each == asked[0] for each in asked):
+            parts = [prompt]
+        else:
+            planner.limits.check_prompts(count)
+            parts = _alone(prompt)
+        plans = [
+            await planner.completion(
+                _completion(body, sampling, part, own),
+                name,
+                model,
+                trace_id,
+                scored_from=own.start,
+                default_tokens=_DEFAULT_NEW_TOKENS,
+                keeps_likeliest=True,
+            )
+            for part, (sampling, own) in zip(parts, asked, strict=False)
+        ]
+        plan = _joined(plans, planner)
+    is_batch = len(plan.generations) > 1 or is_many
+    field = f"sampling_params.{plan.grammar_field}"
+    plan = replace(
+        plan,
+        request_id=body.rid or uuid.uuid4().hex,
+        grammar_field=field,
+        generations=tuple(
+            replace(
+                each,
+                logprobs_after_temperature=True,
+                wants_routes=body.return_routed_experts,
+            )
+            for each in plan.generations
+        ),
+    )
+    return GeneratePlan(plan, is_batch, scores, body.return_text_in_logprobs)
+
+
+def _alone(prompt: _Prompt) -> list[_Prompt]:
+    """Returns each prompt of a batch as a batch of its own."""
+    assert not isinstance(prompt, str)
+    texts = [each for each in prompt if isinstance(each, str)]
+    tokens = [each for each in prompt if isinstance(each, list)]
+    return [*([each] for each in texts), *([each] for each in tokens)]
+
+
+def _joined(plans: Sequence[Plan], planner: Planner) -> Plan:
+    """Returns one plan of several prompts, each with its own settings.
+
+    Raises:
+        InvalidArgument: they ask for different numbers of choices, or for too many.
+    """
+    first = plans[0]
+    if any(each.num_choices != first.num_choices for each in plans):
+        raise unimplemented("n", "n that differs within a batch")
+    if len(plans) == 1:
+        return first
+    planner.limits.check_choices(first.num_choices, len(plans))
+    return replace(
+        first,
+        generations=tuple(generation for each in plans for generation in each.generations),
+        texts=tuple(each.text for each in plans for _ in each.generations),
+    )
+
+
+def _completion(
+    body: GenerateRequest,
+    sampling: NativeSampling,
+    prompt: _Prompt,
+    scores: WantedScores,
+) -> CompletionRequest:
+    given = {name: getattr(sampling, name) for name in _SAME}
+    renamed = {"min_tokens": sampling.min_new_tokens, "seed": sampling.sampling_seed}
+    given |= {name: value for name, value in renamed.items() if value is not None}
+    return CompletionRequest(
+        **given,
+        prompt=prompt,
+        priority=body.priority,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        cache_salt=body.salt,
+        prediction=body.prediction,
+        stream=body.stream,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=scores.num_top,
+        logprob_token_ids=None if scores.named is None else list(scores.named),
+        speculation=body.speculation,
+    )
+
+
+def _prompt(body: GenerateRequest) -> tuple[_Prompt, str]:
+    """Returns the prompts and the field they came in."""
+    if body.text is not None and body.input_ids is None:
+        return body.text, "text"
+    if body.input_ids is not None and body.text is None:
+        return body.input_ids, "input_ids"
+    message = "one of text and input_ids must be given"
+    raise InvalidArgument.of("PROMPT_AMBIGUOUS", "text", message)
+
+
+def _is_batch(prompt: str | Sequence[object]) -> bool:
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], int))
+
+
+def _scores(body: GenerateRequest, count: int) -> tuple[WantedScores, ...]:
+    """Returns the log probabilities that each prompt is to have; a start of -1, SGLang's default,
+    is behind the prompt."""
+    wants = _each("return_logprob", body.return_logprob, count)
+    tops = _each("top_logprobs_num", body.top_logprobs_num, count)
+    starts = _each("logprob_start_len", body.logprob_start_len, count)
+    given: Any = body.token_ids_logprob
+    if given is not None and all(isinstance(each, int) for each in given):
+        given = [given] * count
+    named = _each("token_ids_logprob", given, count)
+    found = []
+    for is_wanted, top, start, ids in zip(wants, tops, starts, named, strict=True):
+        if not is_wanted:
+            found.append(WantedScores(None, None, None))
+            continue
+        own = tuple(dict.fromkeys(ids)) if isinstance(ids, list) else None
+        found.append(WantedScores(top or 0, None if start in (None, -1) else start, own))
+    return tuple(found)
+
+
+def _each(field: str, value: Any, count: int) -> list[Any]:
+    """Returns the value of a field for each prompt; one alone is for all.
+
+    Raises:
+        InvalidArgument: it has other values than prompts.
+    """
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        message = f"{field} has {len(value)} entries for {count} prompts"
+        raise InvalidArgument.of("FIELD_INVALID", field, message)
+    return value
+
+
+class GeneratedText:
+    """One choice as `/generate` shows it: everything so far, every time.
+
+    A request that was aborted ends like any other, with what it had and `finish_reason` abort.
+    """
+
+    def __init__(self, asked: GeneratePlan, choice: Choice, tokenizer: Tokenizer) -> None:
+        self.choice = choice
+        self._asked = asked
+        self._wanted = asked.scores_of(choice.index)
+        self._tokenizer = tokenizer
+        self._begin_s = time.perf_counter()
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[list[Any]] = []
+        self._top: list[list[list[Any]] | None] = []
+        self._named: list[list[list[Any]]] = []
+        self._rounds: Sequence[TokenRound] = ()
+
+    def add(self, piece: Piece) -> None:
+        self._text += piece.text
+        self._token_ids += piece.token_ids
+        self._rounds = piece.rounds
+        for score in piece.scores:
+            self._logprobs.append(self._entry(score.token_id, score.logprobs.log_prob))
+            top, named = self._split(score.logprobs)
+            self._top.append(top)
+            self._named.append(named)
+
+    def body(self, aborted: Aborted | None = None) -> dict[str, Any]:
+        """Returns the JSON object."""
+        index = {"index": self.choice.index} if self._asked.is_batch else {}
+        return {
+            "text": self._text,
+            "output_ids": self._token_ids,
+            "meta_info": self._meta_info(aborted),
+            **index,
+        }
+
+    def _meta_info(self, aborted: Aborted | None) -> dict[str, Any]:
+        choice = self.choice
+        prompt = self._asked.plan.generations[choice.index].prompt_token_ids
+        info: dict[str, Any] = {
+            "id": self._asked.id_of(choice.index),
+            "finish_reason": _finish_reason(choice, aborted),
+            "prompt_tokens": len(prompt),
+            "completion_tokens": choice.num_output_tokens,
+            "cached_tokens": choice.num_cached_tokens,
+        }
+        if choice.weight_spans:
+            info["weight_version"] = choice.weight_spans[-1][0]
+        if len(choice.weight_spans) > 1:
+            info["weight_version_spans"] = choice.weight_spans
+        if info["finish_reason"] is not None:
+            info["e2e_latency"] = time.perf_counter() - self._begin_s
+            if choice.routes:
+                info["routed_experts"] = base64.b64encode(choice.routes).decode()
+        inputs = self._inputs(prompt)
+        if self._wanted.num_top is not None:
+            info["input_token_logprobs"] = [entry for entry, _, _ in inputs]
+            info["output_token_logprobs"] = self._logprobs
+        if self._wanted.num_top:
+            info["input_top_logprobs"] = [top for _, top, _ in inputs]
+            info["output_top_logprobs"] = self._top
+        if self._wanted.named is not None:
+            info["input_token_ids_logprobs"] = [named for _, _, named in inputs]
+            info["output_token_ids_logprobs"] = self._named
+        if self._rounds:  # new ones only: all of them in every event would add up to megabytes
+            info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
+        return info | check_field(choice) | speculation_fields(choice)
+
+    def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], _Entries, _Entries]]:
+        """Returns the entries of the prompt's tokens; the very first one has no distribution."""
+        scores = self.choice.prompt_scores
+        found: list[tuple[list[Any], _Entries, _Entries]] = []
+        if self._wanted.start == 0:
+            found.append((self._entry(prompt[0], None), None, None))
+        for token_id, each in zip(prompt[len(prompt) - len(scores) :], scores, strict=True):
+            found.append((self._entry(token_id, each.log_prob), *self._split(each)))
+        return found
+
+    def _entry(self, token_id: int, log_prob: float | None) -> list[Any]:
+        spelled = None
+        if self._asked.spells_tokens:
+            spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return [None if log_prob is None else finite(log_prob), token_id, spelled]
+
+    def _split(self, logprobs: TokenLogprobs) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Returns the likeliest tokens, and those that were named."""
+        entries = [self._entry(token_id, log_prob) for token_id, log_prob in logprobs.top]
+        num_named = len(self._wanted.named or ())
+        return entries[: len(entries) - num_named], entries[len(entries) - num_named :]
+
+
+class GenerateChunks:
+    """Events of a `/generate` stream."""
+
+    def __init__(self, asked: GeneratePlan, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._texts: dict[int, GeneratedText] = {}
+
+    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        self._texts[choice.index] = GeneratedText(self._asked, choice, self._tokenizer)
+        return b""
+
+    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        piece = choice.take()
+        if piece is None and not choice.is_finished:
+            return b""
+        text = self._texts[choice.index]
+        text.add(piece or Piece(""))
+        return event(text.body())
+
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        return DONE
+
+    def failure(self, error: OutriderError) -> bytes:
+        if not isinstance(error, Aborted):
+            return event(error_body(error))
+        running = [text for text in self._texts.values() if not text.choice.is_finished]
+        for text in running:
+            text.add(text.choice.cut())
+        return b"".join([event(text.body(error)) for text in running]) + DONE
+
+
+def speculation_fields(choice: Choice) -> dict[str, Any]:
+    """Returns the speculation counters under the names of old and new releases of SGLang.
+
+    As there, they are absent when no tree was verified.
+    """
+    figures, stats = speculative_decoding([choice]), choice.stats
+    if figures is None:
+        return {}
+    histogram = list(stats.histogram)
+    return {
+        "spec_verify_ct": stats.num_verified_rounds,
+        "spec_accept_length": figures["mean_acceptance_length"],
+        "spec_accept_rate": figures["draft_acceptance_rate"],
+        "spec_accept_token_num": stats.num_accepted,
+        "spec_draft_token_num": stats.num_drafted,
+        "spec_accept_histogram": histogram,
+        "spec_num_correct_drafts": stats.num_accepted,
+        "spec_num_proposed_drafts": stats.num_drafted,
+        "spec_accepted_drafts": stats.num_accepted,
+        "spec_proposed_drafts": stats.num_drafted,
+        "spec_correct_drafts_histogram": histogram,
+    }
+
+
+def _finish_reason(choice: Choice, aborted: Aborted | None) -> dict[str, Any] | None:
+    if aborted is not None:
+        return {"type": "abort", "message": aborted.message}
+    if choice.finish_reason is None:
+        return None
+    if choice.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": choice.num_output_tokens}
+    matched = choice.matched_stop
+    return {"type": "stop", "matched": choice.stop_token_id if matched is None else matched}
+
+
+def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the route."""
+    tokenizer = gateway.text.tokenizer
+
+    @app.put("/generate", tags=["sglang"], responses=_ANSWERS)
+    @app.post("/generate", tags=["sglang"], responses=_ANSWERS)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        name, model = gateway.pool.model(body.model)
+        trace_id = current_request_id.get()
+        asked = await generate_plan(body, gateway.planner, name, model, trace_id)
+        answer = gateway.answer(asked.plan, "generate")
+        if asked.plan.is_stream:
+            return EventStream(answer, GenerateChunks(asked, tokenizer))
+        texts = [GeneratedText(asked, choice, tokenizer) for choice in answer.choices]
+        bodies = await _bodies(answer, texts, request)
+        content = orjson.dumps(bodies if asked.is_batch else bodies[0])
+        return Response(content, media_type="application/json")
+
+
+async def _bodies(
+    answer: Answer, texts: Sequence[GeneratedText], request: Request
+) -> list[dict[str, Any]]:
+    """Returns the objects of the whole answer. What was aborted ends with what it had."""
+    try:
+        final_choices = await whole_answer(answer, request.receive)
+    except Aborted as error:
+        for text in texts:
+            text.add(text.choice.cut())
+        return [text.body(None if text.choice.is_finished else error) for text in texts]
+    for text, final_choice in zip(texts, final_choices, strict=True):
+        text.add(final_choice.piece)
+    return [text.body() for text in texts]

@@ -1,0 +1,314 @@
+"""The prompts of a request: chats as templates write them, strings and token ids of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from gateway.generation import TargetModel
+from gateway.json_body import parse_json
+from gateway.limits import RequestLimits
+from gateway.model_text import ChatTemplate, ModelText
+from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
+from gateway.refusals import refuse_unimplemented_message
+from gateway.schema import (
+    AllowedToolChoice,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    FunctionDefinition,
+    GenerationBody,
+    NamedTool,
+    ToolCall,
+)
+from shared.errors import InvalidArgument
+from shared.text import Tokenizer
+
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_MAX_CUSTOM_ROLES = 8  # a template is rendered for each
+
+
+def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
+    """Returns what the model may call; None when nothing.
+
+    Raises:
+        InvalidArgument: a tool or the choice is wrong.
+    """
+    choice = body.tool_choice
+    if not body.tools:
+        if choice in (None, "none", "auto"):
+            return None
+        message = "tool_choice asks for a call, but there are no tools"
+        raise InvalidArgument.of("TOOLS_MISSING", "tool_choice", message)
+    if choice == "none":
+        return None
+    functions = [tool.function for tool in body.tools]
+    mode: object = choice
+    if isinstance(choice, AllowedToolChoice):
+        mode = choice.allowed_tools.mode
+        functions = _allowed(functions, choice)
+    toolbox = Toolbox(
+        tools=tuple(
+            Tool(each.name, each.description, schema_of(each.parameters), each.strict)
+            for each in functions
+        ),
+        use=ToolUse.AUTO if mode in (None, "auto") else ToolUse.REQUIRED,
+        forced_name=choice.function.name if isinstance(choice, NamedTool) else None,
+        is_parallel=body.parallel_tool_calls is not False,
+    )
+    toolbox.check("tools", "tool_choice")
+    return toolbox
+
+
+def _allowed(
+    functions: Sequence[FunctionDefinition], choice: AllowedToolChoice
+) -> list[FunctionDefinition]:
+    """Raises:
+    InvalidArgument: a tool that may be called is not there, or none may be.
+    """
+    field = "tool_choice.allowed_tools.tools"
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    unknown = sorted(allowed - {function.name for function in functions})
+    if unknown or not allowed:
+        what = f"names {unknown[0][:80]!r}, which is none of the tools" if unknown else "is empty"
+        raise InvalidArgument.of("TOOL_UNKNOWN", field, f"{field} {what}")
+    return [function for function in functions if function.name in allowed]
+
+
+def chat_text(
+    body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, limits: RequestLimits
+) -> str:
+    """Returns the prompt of a chat, as the model's template writes it.
+
+    Raises:
+        InvalidArgument: there is no template, or it refuses the messages.
+    """
+    if not body.messages:
+        raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
+    if text.template is None:
+        message = "the model has no chat template; use /v1/completions"
+        raise InvalidArgument.of("CHAT_TEMPLATE_MISSING", "messages", message)
+    variables = _variables(body)
+    template = text.template
+    if body.chat_template is not None:
+        limits.check_template(body.chat_template)
+        template = template.replaced(body.chat_template)
+    messages = [_template_message(index, each) for index, each in enumerate(body.messages)]
+    if toolbox is not None:
+        text.style.check_tools()
+        variables["tools"] = [tool.definition for tool in toolbox.tools]
+        if not template.reads_tools:
+            messages = _with_tools_prompt(messages, toolbox)
+    _check_roles(template, messages)
+    begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
+    rendered = template.render(messages, add_generation_prompt=begins_answer, variables=variables)
+    if not body.continue_final_message:
+        return rendered
+    if body.add_generation_prompt:
+        message = "continue_final_message is set beside add_generation_prompt; only one may be"
+        raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
+    return _up_to_final(rendered, messages[-1]["content"])
+
+
+def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
+    """Returns what the template is told; its own names go before other fields."""
+    told: dict[str, Any] = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    thinks = body.enable_thinking
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        thinks = body.thinking.type == "enabled"
+    # Templates of models that can do without have one of these.
+    told |= {"enable_thinking": thinks, "thinking": thinks}
+    given = {name: value for name, value in told.items() if value is not None}
+    return given | (body.chat_template_kwargs or {})
+
+
+def _check_roles(template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> None:
+    """Raises:
+    InvalidArgument: a message is of a role that the template ignores, or there are too many.
+    """
+    roles = [message["role"] for message in messages]
+    custom = set(roles) - _ROLES
+    if len(custom) > _MAX_CUSTOM_ROLES:
+        message = f"messages have {len(custom)} roles of their own; at most {_MAX_CUSTOM_ROLES} fit"
+        raise InvalidArgument.of("ROLES_OUT_OF_RANGE", "messages", message)
+    for role in custom:
+        template.check_role(messages, roles.index(role))
+
+
+def echoed_text(body: ChatCompletionRequest) -> str:
+    """Returns what `echo` puts before the answer: the last message, where the answer continues it
+    or is of the same role."""
+    last = body.messages[-1] if body.messages else None
+    if not body.echo or last is None:
+        return ""
+    is_same = last.role == "assistant" or body.add_generation_prompt is False
+    return _text_of(last) if is_same else ""
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    if isinstance(content, list):
+        return "\n".join(part.text or "" for part in content)
+    return content or ""
+
+
+def _up_to_final(rendered: str, final: str) -> str:
+    """Returns a prompt up to the end of its last message's text, which the answer continues.
+
+    Raises:
+        InvalidArgument: the message has no text, or the template does not write it.
+    """
+    bare = final.strip()
+    start = rendered.rfind(bare) if bare else -1
+    if start < 0:
+        message = "continue_final_message needs text in the last message, written by the template"
+        raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
+    whole = final.lstrip()  # some templates trim it
+    kept = whole if rendered.startswith(whole, start) else bare
+    return rendered[: start + len(kept)]
+
+
+def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:
+    """Returns the messages with the tools told in the system message."""
+    prompt = tools_prompt(toolbox.tools)
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{prompt}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """Returns the message as templates read it; `developer` is a newer name for `system`."""
+    refuse_unimplemented_message(index, message)
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": _text_of(message)}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        result["reasoning_content"] = reasoning
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _template_call(f"messages[{index}].tool_calls[{number}]", call)
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return result
+
+
+def _template_call(field: str, call: ToolCall) -> dict[str, Any]:
+    """Returns a call with its arguments as an object: templates write them as JSON themselves."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = read_arguments(arguments, f"{field}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def read_arguments(text: str, field: str) -> Any:
+    """Returns what the arguments of a call say.
+
+    `max_tokens` cuts calls, and clients send them back in the history: of those, what is whole.
+
+    Raises:
+        InvalidArgument: they are no beginning of JSON either.
+    """
+    content = text.encode(errors="surrogatepass") or b"{}"
+    try:
+        return parse_json(content, field)
+    except InvalidArgument as error:
+        if error.reason != "JSON_INVALID":
+            raise
+        try:
+            # Where a value is cut, its object ends before it.
+            return from_json(content, allow_partial=True, allow_inf_nan=False)
+        except ValueError:
+            raise error from None
+
+
+def given_prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
+    """Returns the prompts as they were sent: a list of numbers is one prompt, not many."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+async def prompt_tokens(
+    prompt: str | list[int], body: CompletionRequest, model: TargetModel, tokenizer: Tokenizer
+) -> list[int]:
+    """Returns the token ids of one prompt.
+
+    Raises:
+        InvalidArgument: the text is too long, or an id is not in the vocabulary.
+    """
+    if isinstance(prompt, str):
+        add_special_tokens = body.add_special_tokens is not False
+        return await tokenizer.encode(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            max_tokens=longest_prompt(body, model),
+        )
+    longest = longest_prompt(body, model)
+    if longest is not None and len(prompt) > longest:
+        raise InvalidArgument.prompt_too_long(len(prompt), longest)
+    check_token_ids("prompt", prompt, model)
+    return prompt
+
+
+def check_token_ids(field: str, prompt: Sequence[int], model: TargetModel) -> None:
+    """Raises:
+    InvalidArgument: an id is not in the vocabulary.
+    """
+    for token_id in (min(prompt, default=0), max(prompt, default=0)):
+        if not 0 <= token_id < model.vocab_size:
+            message = f"{field} holds token {token_id}; ids must be in [0, {model.vocab_size})"
+            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", field, message)
+
+
+def longest_prompt(body: GenerationBody, model: TargetModel) -> int | None:
+    """Returns the tokens a prompt may have; None where what is too long is cut."""
+    return model.max_context_tokens - 1 if body.truncate_prompt_tokens is None else None
+
+
+def truncated(
+    prompt: list[int], body: GenerationBody, model: TargetModel, max_tokens: int | None
+) -> list[int]:
+    """Returns the end of a prompt that `truncate_prompt_tokens` leaves, or its begin.
+
+    Args:
+        max_tokens: of the output, which -1 leaves room for; None is room for one.
+
+    Raises:
+        InvalidArgument: it asks for none, or for more than the context holds.
+    """
+    num_kept, limit = body.truncate_prompt_tokens, model.max_context_tokens - 1
+    if num_kept is None:
+        return prompt
+    if num_kept == -1:
+        num_kept = max(limit + 1 - (max_tokens or 1), 1)
+    if not 1 <= num_kept <= limit:
+        raise InvalidArgument.out_of_range(
+            "truncate_prompt_tokens", num_kept, f"-1 or in [1, {limit}]"
+        )
+    return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
+
+
+def echoed_texts(
+    body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> tuple[str, ...]:
+    """Returns what `echo` puts before the outputs: strings as they were sent, and for token ids
+    the text they stand for. Empty without `echo`."""
+    if not body.echo:
+        return ()
+    return tuple(
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.decode(token_ids, skip_special_tokens=False)
+        for prompt, token_ids in zip(given_prompts(body), prompts, strict=True)
+    )

@@ -1,1 +1,0 @@
-"""Text in, token ids out, and back: tokenizer, chat template, detokenizer, stop strings."""

@@ -1,0 +1,292 @@
+"""The target's maintenance port: what every process has, and the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from services.target.drafts.attachment import AttachmentStatus
+from services.target.engine import Engine
+from services.target.engine_gauges import EngineGauges
+from services.target.metrics import wanted_figures
+from services.target.settings import TargetSettings
+from services.target.step_report import shape_name
+from services.target.weight_control import (
+    MemoryTag,
+    PauseMode,
+    Updated,
+    WeightControl,
+)
+from services.target.weight_stager import GroupTerms, TensorToCome
+from services.target.weight_updates import WeightUpdates
+from shared.errors import InvalidArgument
+from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
+from shared.rpc.admin_service import AdminHooks, AdminServicer, Context, ProcessInfo
+from shared.rpc.lifecycle import Lifecycle
+from shared.settings import shown_settings
+
+
+def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
+    """Returns the live figures by their names on the wire."""
+    shape = gauges.round_shape
+    return {
+        "waiting_request_count": gauges.num_waiting,
+        "running_request_count": gauges.num_running,
+        "page_count": gauges.num_pages,
+        "free_page_count": gauges.num_free_pages,
+        "cached_page_count": gauges.num_cached_pages,
+        "held_page_count": gauges.num_held_pages,
+        "drafted_for_sequence_count": gauges.num_drafted_for,
+        "paused_sequence_count": gauges.num_paused,
+        "probe_seconds": gauges.probe_s,
+        "speculation_on": float(gauges.speculates),
+        "round_step_count": 0 if shape is None else shape.num_steps,
+        "round_topk": 0 if shape is None else shape.topk,
+        "round_draft_token_count": 0 if shape is None else shape.num_draft_tokens,
+        **{
+            f"round_ms_of_{shape_name(tree)}_for_{size}": 1e3 * each
+            for (tree, size), each in gauges.round_s.items()
+        },
+    }
+
+
+def wanted_gauges(statuses: Iterable[AttachmentStatus]) -> Mapping[str, float]:
+    """Returns the gauges of each draft, by names that end in that of its attachment."""
+    return {
+        f"{name}_of_{status.attachment.identity.attachment_id}": value
+        for status in statuses
+        for name, value in wanted_figures(status).items()
+    }
+
+
+def target_settings(settings: TargetSettings) -> Mapping[str, str]:
+    """Returns every setting by flag name; the verification mode is the rule in force, whichever
+    flag names it."""
+    return {**shown_settings(settings), "verification-mode": settings.verification.value}
+
+
+def attachment_message(status: AttachmentStatus) -> pb.Attachment:
+    """Returns the message about one draft."""
+    attachment = status.attachment
+    identity, counters = attachment.identity, attachment.counters
+    message = pb.Attachment(
+        attachment_id=identity.attachment_id,
+        worker_id=identity.worker_id,
+        model_id=identity.model_id,
+        algorithm=identity.algorithm,
+        sequence_count=len(attachment.sequence_ids),
+        verified_round_count=counters.num_verified_rounds,
+        accepted_token_count=counters.num_accepted,
+        missed_round_count=counters.num_missed_rounds,
+        stale_candidate_count=counters.num_stale_candidates,
+        paused_sequence_count=status.num_paused,
+        level_acceptances=status.level_rates,
+        warming=attachment.report.is_warming,
+        idle_detail="" if status.idle is None else status.idle.detail,
+    )
+    for name, value in wanted_figures(status).items():
+        setattr(message, name, value)
+    message.turnaround_duration.FromNanoseconds(_ns(attachment.timeout.response_s or 0.0))
+    message.draft_duration.FromNanoseconds(_ns(attachment.report.draft_s or 0.0))
+    message.attach_time.FromNanoseconds(_ns(identity.attach_time_s))
+    return message
+
+
+def _ns(duration_s: float) -> int:
+    return round(duration_s * 1e9)
+
+
+T = TypeVar("T")
+_MODES = {
+    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
+    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+}
+_MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
+
+
+class TargetAdminServicer(AdminServicer):
+    """`AdminService` of a target."""
+
+    def __init__(
+        self,
+        info: ProcessInfo,
+        lifecycle: Lifecycle,
+        hooks: AdminHooks,
+        engine: Engine,
+        updates: WeightUpdates,
+        num_processes: int,
+    ) -> None:
+        super().__init__(info, lifecycle, hooks)
+        self._engine = engine
+        self._updates = updates
+        self._num_processes = num_processes
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        if not request.only_when_idle:
+            return await super().FlushPrefixCache(request, context)
+        freed = await self._with_weights(lambda weights: weights.flush_if_idle())
+        return pb.FlushPrefixCacheResponse(freed_page_count=freed)
+
+    async def GetWeightStatus(
+        self, request: pb.GetWeightStatusRequest, context: Context
+    ) -> pb.GetWeightStatusResponse:
+        status = await self._with_weights(lambda weights: weights.status)
+        return pb.GetWeightStatusResponse(
+            weight_version=status.version,
+            update_count=status.num_updates,
+            pause_mode=pb.PAUSE_MODE_UNSPECIFIED
+            if status.pause is None
+            else _MODE_NUMBERS[status.pause],
+            released_tags=status.released,
+            process_count=self._num_processes,
+            waiting_request_count=status.num_waiting,
+            running_request_count=status.num_running,
+            max_token_count=status.num_max_tokens,
+            used_token_count=status.num_used_tokens,
+            can_release_memory=status.can_release,
+        )
+
+    async def PauseGeneration(
+        self, request: pb.PauseGenerationRequest, context: Context
+    ) -> pb.PauseGenerationResponse:
+        self._lifecycle.check_open()
+        mode = _MODES[request.mode]
+        count = await self._with_weights(lambda weights: weights.pause(mode))
+        return pb.PauseGenerationResponse(request_count=count)
+
+    async def ContinueGeneration(
+        self, request: pb.ContinueGenerationRequest, context: Context
+    ) -> pb.ContinueGenerationResponse:
+        was_dropped = self._updates.drop()
+        await self._with_weights(lambda weights: weights.resume())
+        return pb.ContinueGenerationResponse(dropped_update=was_dropped)
+
+    async def BeginWeightUpdate(
+        self, request: pb.BeginWeightUpdateRequest, context: Context
+    ) -> pb.BeginWeightUpdateResponse:
+        self._lifecycle.check_open()
+        await self._updates.begin()
+        return pb.BeginWeightUpdateResponse()
+
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: Context
+    ) -> pb.UpdateWeightsResponse:
+        self._lifecycle.check_open()
+        updated = await self._updated(request, request.weight_version or None)
+        return pb.UpdateWeightsResponse(update=_update(updated))
+
+    async def _updated(
+        self, request: pb.UpdateWeightsRequest, version: str | None
+    ) -> Updated | None:
+        source = request.WhichOneof("source")
+        if source == "disk":
+            disk = request.disk
+            return await self._updates.read(Path(disk.model_path), disk.load_format, version)
+        if source == "distributed":
+            sent = request.distributed
+            tensors = [
+                TensorToCome(each.name, each.dtype, tuple(each.shape)) for each in sent.tensors
+            ]
+            return await self._updates.receive(
+                sent.group_name, tensors, version, is_flattened=sent.is_flattened
+            )
+        if source == "safetensors":
+            return await self._updates.load(request.safetensors, version)
+        message = "source is not given; it must be disk, distributed or safetensors"
+        raise InvalidArgument.of("WEIGHT_SOURCE_MISSING", "source", message)
+
+    async def EndWeightUpdate(
+        self, request: pb.EndWeightUpdateRequest, context: Context
+    ) -> pb.EndWeightUpdateResponse:
+        self._lifecycle.check_open()
+        if request.drop:
+            self._updates.drop()
+            return pb.EndWeightUpdateResponse()
+        updated = await self._updates.end(request.weight_version or None)
+        return pb.EndWeightUpdateResponse(update=_update(updated))
+
+    async def InitWeightUpdateGroup(
+        self, request: pb.InitWeightUpdateGroupRequest, context: Context
+    ) -> pb.InitWeightUpdateGroupResponse:
+        self._lifecycle.check_open()
+        terms = GroupTerms(
+            request.group_name,
+            request.master_address,
+            request.master_port,
+            request.rank_offset,
+            request.world_size,
+            request.backend or None,
+        )
+        await self._updates.join(terms)
+        return pb.InitWeightUpdateGroupResponse()
+
+    async def DestroyWeightUpdateGroup(
+        self, request: pb.DestroyWeightUpdateGroupRequest, context: Context
+    ) -> pb.DestroyWeightUpdateGroupResponse:
+        await self._updates.leave(request.group_name)
+        return pb.DestroyWeightUpdateGroupResponse()
+
+    async def CheckWeights(
+        self, request: pb.CheckWeightsRequest, context: Context
+    ) -> pb.CheckWeightsResponse:
+        action = request.action
+        if action == pb.CheckWeightsRequest.ACTION_CHECKSUM:
+            checksums = await self._with_weights(lambda weights: weights.checksums())
+            return pb.CheckWeightsResponse(checksums=checksums)
+        if action == pb.CheckWeightsRequest.ACTION_SNAPSHOT:
+            await self._with_weights(lambda weights: weights.snapshot())
+        elif action == pb.CheckWeightsRequest.ACTION_COMPARE:
+            changed = await self._with_weights(lambda weights: weights.compare())
+            return pb.CheckWeightsResponse(changed=changed)
+        elif action == pb.CheckWeightsRequest.ACTION_RESET:
+            await self._with_weights(lambda weights: weights.reset())
+        else:
+            message = "action is not given; it must be checksum, snapshot, compare or reset"
+            raise InvalidArgument.of("WEIGHT_ACTION_UNKNOWN", "action", message)
+        return pb.CheckWeightsResponse()
+
+    async def ReleaseMemory(
+        self, request: pb.ReleaseMemoryRequest, context: Context
+    ) -> pb.ReleaseMemoryResponse:
+        self._lifecycle.check_open()
+        tags = _tags(request.tags)
+        released = await self._with_weights(lambda weights: weights.release(tags))
+        return pb.ReleaseMemoryResponse(freed_bytes=released.num_bytes, kept=released.kept)
+
+    async def ResumeMemory(
+        self, request: pb.ResumeMemoryRequest, context: Context
+    ) -> pb.ResumeMemoryResponse:
+        tags = _tags(request.tags)
+        await self._with_weights(lambda weights: weights.reoccupy(tags))
+        return pb.ResumeMemoryResponse()
+
+    async def _with_weights(self, function: Callable[[WeightControl], T]) -> T:
+        return await asyncio.wrap_future(self._engine.with_weights(function))
+
+
+def _update(updated: Updated | None) -> pb.WeightUpdate | None:
+    if updated is None:
+        return None
+    message = pb.WeightUpdate(
+        weight_version=updated.version,
+        retracted_request_count=updated.num_retracted,
+        freed_page_count=updated.num_freed_pages,
+    )
+    message.pause_duration.FromNanoseconds(round(updated.pause_s * 1e9))
+    return message
+
+
+def _tags(names: Iterable[str]) -> list[MemoryTag]:
+    """Raises: InvalidArgument for a name that is no tag."""
+    try:
+        return [MemoryTag(name) for name in names] or list(MemoryTag)
+    except ValueError as error:
+        known = ", ".join(tag.value for tag in MemoryTag)
+        message = f"tags holds {error}; it must be of {known}"
+        raise InvalidArgument.of("MEMORY_TAG_UNKNOWN", "tags", message) from None

@@ -1,0 +1,189 @@
+"""Requests from protobuf messages, and the engine's events as such messages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from google.protobuf.duration_pb2 import Duration
+
+from services.target.requests.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ModelLimits,
+    PromptScored,
+    PromptScoring,
+    RoundTrace,
+    SpeculationStats,
+    Started,
+)
+from services.target.requests.request_record import RequestRecord
+from shared.errors import OutriderError
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.rpc.requests import sampling_from_message, stop_from_message, tree_message
+from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, IntegerLimit, drawn_seed
+from shared.tokens import FinishReason, TokenLogprobs
+
+LimitedField = Literal["step_count", "draft_token_count", "outcome_budget"]
+
+
+def generation_request(
+    message: pb.GenerateRequest, record: RequestRecord, limits: ModelLimits, arrival_s: float
+) -> GenerationRequest:
+    """Reads everything but the grammar, which takes time to compile.
+
+    Raises:
+        InvalidArgument: a field is out of its range.
+    """
+    limits.check_prompt(message.prompt_token_ids)
+    wants_logprobs, params = message.HasField("top_logprob_count"), message.speculation_params
+    return GenerationRequest(
+        request_id=record.request_id,
+        traceparent=record.traceparent,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_message(message.sampling_params, draw_seed=drawn_seed),
+        stop=stop_from_message(
+            message.stop_params,
+            max_output_tokens=limits.max_sequence_tokens - len(message.prompt_token_ids),
+        ),
+        arrival_s=arrival_s,
+        top_logprobs=message.top_logprob_count if wants_logprobs else None,
+        speculation_disabled=_is_disabled(params),
+        draft_algorithm=params.algorithm or None,
+        num_draft_steps=_limited(params, "step_count", TREE_STEPS),
+        num_draft_tokens=_limited(params, "draft_token_count", TREE_TOKENS),
+        num_outcomes=_limited(params, "outcome_budget", OUTCOMES),
+        wants_trace=params.trace,
+        never_learnt=params.never_learnt,
+        priority=message.priority,
+        prompt_scoring=_prompt_scoring(message),
+        logprobs_after_temperature=message.logprobs_after_temperature,
+        cache_salt=message.cache_salt,
+        logprob_token_ids=tuple(message.logprob_token_ids),
+        predicted_token_ids=tuple(message.predicted_token_ids),
+        wants_routes=message.return_routed_experts,
+    )
+
+
+def _is_disabled(params: pb.SpeculationParams) -> bool:
+    """Whether the request asks for no trees: a tree of one row is only its root."""
+    return params.disabled or params.draft_token_count == 1
+
+
+def _limited(params: pb.SpeculationParams, field: LimitedField, limit: IntegerLimit) -> int | None:
+    return limit.checked(getattr(params, field)) if params.HasField(field) else None
+
+
+def _prompt_scoring(message: pb.GenerateRequest) -> PromptScoring | None:
+    if not message.HasField("prompt_logprob_params"):
+        return None
+    params = message.prompt_logprob_params
+    return PromptScoring(params.start_position, params.top_logprob_count)
+
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+
+
+def response_message(event: Started | PromptScored | Delta | Finished) -> pb.GenerateResponse:
+    """Returns the message of one event."""
+    if isinstance(event, Delta):
+        return pb.GenerateResponse(delta=_delta(event))
+    if isinstance(event, PromptScored):
+        logprobs = [_logprobs(each) for each in event.logprobs]
+        scored = pb.PromptLogprobs(start_position=event.start, logprobs=logprobs)
+        return pb.GenerateResponse(prompt_logprobs=scored)
+    if isinstance(event, Started):
+        started = pb.GenerationStarted(cached_token_count=event.num_cached_tokens)
+        started.queue_duration.FromNanoseconds(round(event.queue_s * 1e9))
+        return pb.GenerateResponse(started=started)
+    return pb.GenerateResponse(finished=_finished(event))
+
+
+def session_event(key: int, event: Event) -> pb.SessionEvent:
+    """Returns the message of one event of a session's request."""
+    if isinstance(event, Failed):
+        return pb.SessionEvent(request_id=key, failure=_failure(event.error))
+    return pb.SessionEvent(request_id=key, response=response_message(event))
+
+
+def _delta(delta: Delta) -> pb.TokenDelta:
+    return pb.TokenDelta(
+        trace=None if delta.trace is None else _trace(delta.trace),
+        token_ids=delta.token_ids,
+        logprobs=[_logprobs(each) for each in delta.logprobs],
+        accepted_token_count=delta.num_accepted,
+        drafted_token_count=delta.num_drafted,
+        weight_version=delta.weight_version,
+    )
+
+
+def _trace(trace: RoundTrace) -> pb.RoundTrace:
+    message = pb.RoundTrace(
+        round=trace.round,
+        tree=tree_message(trace.tree),
+        accepted_node_indices=trace.accepted_nodes,
+        row_count=trace.num_rows,
+        verify_duration=_duration(trace.verify_s),
+        wait_duration=_duration(trace.wait_s),
+    )
+    if trace.draft is not None:
+        message.algorithm = trace.draft.algorithm
+        if trace.draft.response_s is not None:
+            message.draft_duration.CopyFrom(_duration(trace.draft.response_s))
+    return message
+
+
+def _duration(duration_s: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(duration_s * 1e9))
+    return duration
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        log_prob=logprobs.log_prob,
+        rank=logprobs.rank,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_log_probs=[log_prob for _, log_prob in logprobs.top],
+    )
+
+
+def _finished(event: Finished) -> pb.GenerationFinished:
+    return pb.GenerationFinished(
+        finish_reason=_FINISH_REASONS[event.reason],
+        prompt_token_count=event.num_prompt_tokens,
+        output_token_count=event.num_output_tokens,
+        cached_token_count=event.num_cached_tokens,
+        stop_token_id=event.stop_token_id,
+        speculation=_stats(event.stats),
+        routed_experts=b"" if event.routes is None else event.routes.read().numpy().tobytes(),
+    )
+
+
+def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
+    return pb.SpeculationStats(
+        round_count=stats.num_rounds,
+        verified_round_count=stats.num_verified_rounds,
+        drafted_token_count=stats.num_drafted,
+        accepted_token_count=stats.num_accepted,
+        missed_round_count=stats.num_missed_rounds,
+        acceptance_histogram=stats.histogram,
+    )
+
+
+def _failure(error: OutriderError) -> pb.RequestFailure:
+    failure = pb.RequestFailure(
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        field=error.violations[0].field if error.violations else "",
+    )
+    if error.retry_after_s is not None:
+        failure.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+    return failure

@@ -1,0 +1,119 @@
+"""Keys and values of one layer in their cache, whose element type may be another than the model's.
+
+e4m3 has 4 bits of exponent, 3 of mantissa and no room for numbers above 448, so each head's keys,
+and its values, have a factor that holds for every token. Factors are powers of two: they change
+exponents only. Source: Micikevicius et al., arXiv 2209.05433, section 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.partials import Partials, total_of
+from shared.kernels.pointwise import plain_rms_norm, rotate
+
+LARGEST = 448.0
+# As bits of a float32, a number shifted to the top is 2^-120 of its value.
+_SHIFT, _MASK, _FACTOR = 20, -0x78100000, 2.0**120
+
+
+def widened(values: Tensor) -> Tensor:
+    """Returns the same numbers in float32."""
+    if values.device.type != "cpu":
+        return values.to(torch.float32)
+    # Ten times as fast as the conversion of torch on a CPU.
+    bits = values.view(torch.int8).to(torch.int32).bitwise_left_shift_(_SHIFT)
+    return bits.bitwise_and_(_MASK).view(torch.float32).mul_(_FACTOR)
+
+
+def narrowed(values: Tensor) -> Tensor:
+    """Returns the nearest e4m3 numbers; those out of range become the largest."""
+    return values.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScales:
+    """Factors of one layer of an e4m3 cache, `[Hkv]` float32, powers of two.
+
+    Attributes:
+        keys: a key is what is stored times its head's factor.
+        values: likewise.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+def store(cache: Tensor, slots: Tensor, heads: Tensor, scales: Tensor | None) -> None:
+    """Writes `heads` `[T, Hkv, D]` at `slots` `[T]` of `cache` `[num_slots, Hkv, D]`.
+
+    Args:
+        scales: `[Hkv]` of an e4m3 cache; None of any other.
+    """
+    if scales is None:
+        cache.index_copy_(0, slots, heads.to(cache.dtype))
+        return
+    narrow = narrowed(heads.float() / scales.unsqueeze(1))
+    # torch copies no e4m3 by index.
+    cache.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))
+
+
+def load(cache: Tensor, slots: Tensor, scales: Tensor | None) -> Tensor:
+    """Returns the rows at `slots` `[T]` in float32, `[T, Hkv, D]`; arguments as in `store`."""
+    rows = cache.index_select(0, slots)
+    return rows.float() if scales is None else widened(rows) * scales.unsqueeze(1)
+
+
+def rotate_into_cache(
+    heads: Tensor | Partials,
+    norm_weight: Tensor | None,
+    eps: float,
+    tables: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    scales: CacheScales | None = None,
+) -> Tensor:
+    """Normalises and rotates queries and keys, and stores keys and values: one pass on CUDA.
+
+    Args:
+        heads: `[T, Hq + 2 * Hkv, D]`: query, key and value heads of each row.
+        norm_weight: `[Hq + Hkv, D]`, applied a head before rotation; None in most families.
+        eps: of that norm.
+        tables: cosine and signed sine, `[T, 1, D]` float32.
+        cache: keys and values of one layer, `[num_slots, Hkv, D]`; written in place.
+        slots: `[T]` int64, where each row goes; only padding rows may share one.
+        scales: of an e4m3 cache; None of any other.
+
+    Returns:
+        The rotated queries `[T, Hq, D]`.
+    """
+    if runs_triton(slots):
+        from shared.kernels.fused_triton import fused_rotate_store
+
+        return fused_rotate_store(heads, norm_weight, eps, tables, cache, slots, scales)
+    return plain_rotate_into_cache(total_of(heads), norm_weight, eps, tables, cache, slots, scales)
+
+
+def plain_rotate_into_cache(
+    heads: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    tables: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    scales: CacheScales | None = None,
+) -> Tensor:
+    """`rotate_into_cache` in plain torch, on any device: the kernel's oracle."""
+    keys, values = cache
+    num_rotated = heads.shape[1] - keys.shape[1]
+    num_heads = num_rotated - keys.shape[1]
+    rotated = heads[:, :num_rotated]
+    if norm_weight is not None:
+        rotated = plain_rms_norm(rotated, norm_weight, eps)
+    rotated = rotate(rotated, *tables)
+    store(keys, slots, rotated[:, num_heads:], None if scales is None else scales.keys)
+    store(values, slots, heads[:, num_rotated:], None if scales is None else scales.values)
+    return rotated[:, :num_heads]

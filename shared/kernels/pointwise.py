@@ -1,0 +1,230 @@
+"""Small operations of a layer: activation, norm, rotation, embeddings, the input of a draft head.
+
+One pass on CUDA, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.partials import Partials, total_of
+
+# Of CLAMPED_SWIGLU.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+Norm = tuple[Tensor, float]
+
+
+class Activation(enum.Enum):
+    """The gate's activation in a feed-forward block, by its name in checkpoints."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns `activation(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first.
+
+    CLAMPED_SWIGLU is gpt-oss's, whose `up` has an offset of 1 as well.
+    """
+    if activation is Activation.SILU:
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation is Activation.GELU_TANH:
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first.
+
+    Source: Shazeer, arXiv 2002.05202, equation 6 (SwiGLU).
+    """
+    if runs_triton(gate_up):
+        from shared.kernels.fused_triton import fused_silu_mul
+
+        return fused_silu_mul(gate_up)
+    return plain_silu_mul(gate_up)
+
+
+def plain_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` in plain torch, on any device: the kernel's oracle."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scales the last axis of `hidden` `[..., D]` to unit root mean square, times `weight`.
+
+    Computes in float32 and rounds to the dtype of `hidden` before the weight is applied, and
+    after. `weight` broadcasts against `hidden`; it may be wider.
+
+    Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
+    """
+    if runs_triton(hidden) and weight.dim() == 1:
+        from shared.kernels.fused_triton import fused_add_norm
+
+        return fused_add_norm(hidden, None, weight, eps)[1]
+    return plain_rms_norm(hidden, weight, eps)
+
+
+def add_rms_norm(
+    hidden: Tensor,
+    update: Tensor | Partials | None,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns `hidden + update` and its norm, both `[T, D]`; `weight` is `[D]`.
+
+    Without an update the first result is `hidden` itself.
+
+    Args:
+        rows: `[T]` int64, the rows of both that are wanted; None takes all.
+    """
+    if runs_triton(hidden):
+        from shared.kernels.fused_triton import fused_add_norm
+
+        return fused_add_norm(hidden, update, weight, eps, rows)
+    total = hidden if update is None else hidden + total_of(update)
+    if rows is not None:
+        total = total.index_select(0, rows)
+    return total, plain_rms_norm(total, weight, eps)
+
+
+def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain torch, on any device: the kernel's oracle."""
+    wide = hidden.float()
+    mean_square = (wide * wide).mean(-1, keepdim=True)
+    normed = (wide * torch.rsqrt(mean_square.add_(eps))).to(hidden.dtype)
+    return (normed * weight).to(hidden.dtype)
+
+
+def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
+    """Returns `[T, H]`: rows of `embedding` `[V, H]`, which are those of the tokens from
+    `first_token` on, and zeros for tokens that others hold.
+
+    Args:
+        token_ids: `[T]` int64.
+    """
+    if runs_triton(embedding):
+        from shared.kernels.fused_triton import fused_own_embeddings
+
+        return fused_own_embeddings(token_ids, embedding, first_token)
+    return plain_own_embeddings(token_ids, embedding, first_token)
+
+
+def embeddings(token_ids: Tensor, embedding: Tensor) -> Tensor:
+    """Returns rows of `embedding` `[V, H]` for `token_ids` `[T]` int64, all below V."""
+    is_fused = runs_triton(embedding) and embedding.is_contiguous() and token_ids.is_contiguous()
+    if is_fused and not torch.compiler.is_compiling():
+        return own_embeddings(token_ids, embedding, 0)
+    return F.embedding(token_ids, embedding)
+
+
+def plain_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
+    """`own_embeddings` in plain torch, on any device: the kernel's oracle."""
+    own_ids = token_ids - first_token
+    is_own = (own_ids >= 0) & (own_ids < len(embedding))
+    rows = F.embedding(own_ids.masked_fill(~is_own, 0), embedding)
+    return rows.masked_fill(~is_own.unsqueeze(1), 0.0)
+
+
+def position_tables(
+    positions: Tensor, frequencies: Tensor, attention_factor: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the rotation tables of positions: one pass on CUDA, plain torch elsewhere.
+
+    Args:
+        positions: `[T]` int64.
+        frequencies: `[D/2]` float32 radians a position, or `[T, D/2]`.
+    """
+    if runs_triton(positions):
+        from shared.kernels.fused_triton import fused_tables
+
+        return fused_tables(positions, frequencies, attention_factor)
+    return rotation_tables(positions.unsqueeze(1) * frequencies, attention_factor)
+
+
+def rotation_tables(angles: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """Returns the cosine and signed sine tables `[T, 1, D]` for `angles` `[T, D/2]` float32.
+
+    The sine of the first half is negated, so that a rotation is two products and one sum:
+    `x * cos + swap_halves(x) * signed_sin`.
+    """
+    cos = angles.cos()
+    sin = angles.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotates `heads` `[T, H, D]` by tables `[T, 1, D]`, in float32, back in its own dtype.
+
+    Source: Su et al., arXiv 2104.09864, equation 34, with dimensions i and i + D/2 as pairs.
+    """
+    wide = heads.float()
+    swapped = wide.roll(heads.shape[-1] // 2, -1)
+    return torch.addcmul(wide * cos, swapped, signed_sin).to(heads.dtype)
+
+
+def join_inputs(
+    token_ids: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    rows: Tensor | None,
+    norms: tuple[Norm, Norm] | None,
+    *,
+    normed_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gathers, normalises and joins both halves: one pass on CUDA, plain torch elsewhere.
+
+    Args:
+        token_ids: `[T]` int64.
+        embedding: `[V, H]`.
+        hidden: `[R, H]`.
+        rows: `[T]` int64, the row of `hidden` that each row reads; None takes them in order.
+        norms: weight `[H]` and eps of the norms of embedding and hidden state; None has none.
+        normed_residual: the second result is the normalised hidden state.
+
+    Returns:
+        The joined rows `[T, 2H]`, embedding first, and the hidden states `[T, H]`.
+    """
+    if runs_triton(hidden):
+        from shared.kernels.fused_triton import fused_join_inputs
+
+        return fused_join_inputs(
+            token_ids, embedding, hidden, rows, norms, normed_residual=normed_residual
+        )
+    return plain_join_inputs(
+        token_ids, embedding, hidden, rows, norms, normed_residual=normed_residual
+    )
+
+
+def plain_join_inputs(
+    token_ids: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    rows: Tensor | None,
+    norms: tuple[Norm, Norm] | None,
+    *,
+    normed_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """`join_inputs` in plain torch, on any device: the kernel's oracle."""
+    embedded = F.embedding(token_ids, embedding)
+    residual = hidden if rows is None else hidden.index_select(0, rows)
+    normed = residual
+    if norms is not None:
+        first, second = norms
+        embedded = plain_rms_norm(embedded, *first)
+        normed = plain_rms_norm(residual, *second)
+    joined = torch.cat((embedded, normed), dim=-1)
+    return joined, normed if normed_residual else residual

@@ -1,0 +1,308 @@
+"""The model's tokenizer, read from `tokenizer.json` without transformers; its detokenizer and stop
+strings.
+
+With the bytes of each token a token costs one lookup, a character split over tokens is a byte
+decoder's problem, and the `bytes` of log probabilities are exact. Both families in use are covered:
+byte-level BPE, whose vocabulary spells each byte as a printable character, and SentencePiece, whose
+vocabulary spells a space as `▁` and unknown bytes as `<0x0A>`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from shared.errors import CheckpointError, DeadlineExceeded, InvalidArgument
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "▁"
+MAX_PROMPT_CHARACTERS = 4 * 2**20
+_INLINE_CHARACTERS = 4_096
+"""Encoding this much costs about 1 ms; longer texts go to a thread."""
+_NUM_THREADS = 2
+_ENCODE_TIMEOUT_S = 30.0
+
+
+class StopStrings:
+    """Finds the first stop string to be completed, however the text is cut into pieces.
+
+    Text is held back only while it may be the beginning of a stop string. When several stop
+    strings end at the same character, the longest counts.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], *, include_in_output: bool = False) -> None:
+        assert all(stop_strings), "an empty stop string would match everywhere"
+        self._stop_strings = tuple(stop_strings)
+        self._include_in_output = include_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Returns the text that is safe to send. After a match that is all there will be."""
+        assert self.matched is None, "no text comes after a stop string"
+        if not self._stop_strings:
+            return text
+        text = self._held + text
+        match = self._first_match(text)
+        if match is not None:
+            start, end = match
+            self.matched, self._held = text[start:end], ""
+            return text[: end if self._include_in_output else start]
+        num_held = held_length(text, self._stop_strings)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """Returns the text held back: nothing completed it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        found = (
+            (start + len(stop), start)
+            for stop in self._stop_strings
+            if (start := text.find(stop)) >= 0
+        )
+        end, start = min(found, default=(0, 0))
+        return (start, end) if end else None
+
+
+def held_length(text: str, strings: Sequence[str]) -> int:
+    """Returns the length of the longest end of `text` that begins one of the strings."""
+    longest = 0
+    for string in strings:
+        longest = max(longest, _overlap(text, string))
+    return longest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Looks only where the first character of `stop` is, which is hardly ever anywhere."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0
+
+
+def read_token_bytes(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """Returns the bytes of every token id.
+
+    Raises:
+        ValueError: the tokenizer's decoder is of neither family.
+    """
+    spell = _speller(tokenizer)
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return {
+        token_id: token.encode() if token_id in added else spell(token)
+        for token, token_id in vocabulary.items()
+    }
+
+
+def _speller(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    kinds = {step["type"]: step for step in _decoder_steps(tokenizer)}
+    if "ByteLevel" in kinds:
+        return _byte_level_speller()
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        return _sentencepiece_bytes
+    raise ValueError(f"decoder {sorted(kinds) or None} is neither byte-level nor SentencePiece")
+
+
+def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    if decoder is None:
+        return []
+    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+    return steps
+
+
+def _byte_level_speller() -> Callable[[str], bytes]:
+    byte_of = {character: byte for byte, character in _byte_characters()}
+
+    def spell(token: str) -> bytes:
+        try:
+            return bytes(map(byte_of.__getitem__, token))
+        except KeyError:  # a token that was put into the vocabulary as plain text
+            return token.encode()
+
+    return spell
+
+
+def _byte_characters() -> Iterator[tuple[int, str]]:
+    """Yields each byte with the character that spells it in a byte-level vocabulary.
+
+    Printable Latin-1 bytes spell themselves; the others take U+0100 and up, in order.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", 2.2.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    num_moved = 0
+    for byte in range(256):
+        if byte in printable:
+            yield byte, chr(byte)
+        else:
+            yield byte, chr(0x100 + num_moved)
+            num_moved += 1
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match:
+        return bytes([int(match[1], 16)])
+    return token.replace(_SPACE_MARK, " ").encode()
+
+
+class Tokenizer:
+    """Text to token ids, and each token id to the bytes it stands for.
+
+    Attributes:
+        token_bytes: bytes of each token id; special tokens as they are spelled. A model may draw
+            ids its tokenizer does not have (rows that pad the vocabulary): they have no bytes.
+        special_ids: tokens that carry structure rather than text.
+        longest_token: characters of the longest token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: FastTokenizer,
+        max_characters: int = MAX_PROMPT_CHARACTERS,
+        *,
+        timeout_s: float = _ENCODE_TIMEOUT_S,
+    ) -> None:
+        """Args:
+        max_characters: longest text that `encode` takes.
+        timeout_s: of one `encode`, its wait for a thread included.
+        """
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._max_characters = max_characters
+        self._timeout_s = timeout_s
+        # Threads of its own: what is given up on still runs to its end, and others must not wait.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "tokenizer")
+        self.token_bytes = read_token_bytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        spelled = (spelling.decode("utf-8", "replace") for spelling in self.token_bytes.values())
+        self.longest_token = max(map(len, spelled), default=1)
+
+    @classmethod
+    def read(cls, folder: Path, max_characters: int = MAX_PROMPT_CHARACTERS) -> Tokenizer:
+        """Raises:
+        CheckpointError: the folder has no readable `tokenizer.json`.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            return cls(FastTokenizer.from_str(path.read_text(encoding="utf-8")), max_characters)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except Exception as error:  # the library raises nothing more precise
+            raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
+
+    def ids_of(self, specials: Collection[str]) -> frozenset[int]:
+        """Returns the ids of special tokens by their text; those it does not have are left out."""
+        wanted = {text.encode() for text in specials}
+        return frozenset(i for i in self.special_ids if self.token_bytes.get(i) in wanted)
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the token ids of `text`. Special tokens spelled out in it become their ids.
+
+        Args:
+            max_tokens: a text that must have more is refused before it is looked at.
+
+        Raises:
+            InvalidArgument: the text has too many characters.
+            DeadlineExceeded: it takes too long.
+        """
+        self._check_length(text, max_tokens)
+        if len(text) <= _INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        encoding = loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        try:
+            return await asyncio.wait_for(encoding, self._timeout_s)
+        except TimeoutError as error:
+            message = (
+                f"the prompt has {len(text):,} characters; "
+                f"they did not become tokens within {self._timeout_s:g} s"
+            )
+            raise DeadlineExceeded(message, reason="TOKENIZING_TOO_SLOW") from error
+
+    def encode_word(self, word: str) -> list[int]:
+        """Returns the token ids of a few characters."""
+        assert len(word) <= _INLINE_CHARACTERS
+        return self._encode(word, add_special_tokens=False)
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            num_tokens = -(-len(text) // self.longest_token)
+            raise InvalidArgument.prompt_too_long(num_tokens, max_tokens, "at least ")
+        if len(text) > self._max_characters:
+            message = (
+                f"the prompt has {len(text):,} characters; at most "
+                f"{self._max_characters:,} are accepted"
+            )
+            raise InvalidArgument.of("PROMPT_TOO_LARGE", "prompt", message)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch of one: unlike `encode`, it lets go of the GIL.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        pieces = (self.token_bytes.get(i, b"") for i in token_ids if i not in skipped)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+class Detokenizer:
+    """Decodes the output of one generation.
+
+    The bytes of an unfinished character are kept until the character is whole; bytes that can
+    never become one turn into U+FFFD. The joined text is that of decoding all tokens at once.
+
+    Args:
+        kept: special tokens that are not skipped, by their text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        kept: Collection[str] = (),
+    ) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped_ids: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._skipped_ids = tokenizer.special_ids - tokenizer.ids_of(kept)
+        self._unfinished = b""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Returns the text that these tokens complete."""
+        table, skipped = self._token_bytes, self._skipped_ids
+        pieces = [table.get(i, b"") for i in token_ids if i not in skipped]
+        data = self._unfinished + b"".join(pieces)
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        self._unfinished = data[num_read:]
+        return text
+
+    def flush(self) -> str:
+        """Returns the rest at the end: U+FFFD for an unfinished character."""
+        text, self._unfinished = self._unfinished.decode("utf-8", "replace"), b""
+        return text
